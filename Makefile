@@ -1,0 +1,84 @@
+# Everything below needs only make and a Python 3.11 or newer; the first target you call builds the environment.
+#
+#   make demo          train a small network on sky:0
+#   make test          the fast tests
+#   make check         all fast checks: lint types imports docs test
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+# Test processes and their workers share few cores: more threads would only get into each other's way.
+OMP_NUM_THREADS ?= 1
+
+ANY_PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)
+PYTHON ?= $(ANY_PYTHON)
+
+BIN := $(VENV)/bin
+# Another torch, or a change in pyproject.toml, makes another environment.
+READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow conformance bench check format lint types imports docs environment clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: slow conformance bench format environment clean"
+
+environment: $(READY)
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer, and none was found. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "skyproxy needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@# torch first and by its exact number, so that nothing below can choose another one.
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench]"
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/train_digits.py
+
+test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu" $(ARGS)
+
+slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+slow: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu" $(ARGS) || \
+		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
+
+conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+conformance: $(READY)
+	$(BIN)/python -m pytest tests/conformance -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
+
+BENCHMARKS = $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+bench: $(READY)
+	@test -n "$(BENCHMARKS)" || { echo "benchmarks/ has no script yet" >&2; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+check: lint types imports docs test
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports --no-logo
+
+docs: $(READY)
+	$(BIN)/python docs/check_docs.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,104 @@
+"""The exceptions a user of skyproxy can meet.
+
+SkyproxyError
+├── ConfigurationError (ValueError)       a setting or argument that cannot work
+├── ConnectError (ConnectionError)        no session came about
+│   ├── AuthenticationError               the worker refused our token
+│   ├── VersionMismatchError              client and worker cannot work together
+│   └── WorkerStartError                  the embedded worker did not come up
+├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
+├── ProtocolError                         the peer broke the rules; that connection is closed
+└── RemoteError (RuntimeError)            something failed on the worker
+    ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
+    ├── InferenceMismatchError            the worker's result has other metadata than we announced
+    └── LimitExceededError                a bound of the worker was hit
+
+An op that fails on the worker with an exception that PyTorch users know (RuntimeError, IndexError, ValueError,
+TypeError, NotImplementedError, torch.OutOfMemoryError, ...) raises a class that is both `RemoteError` and that
+exception, so `except` clauses written for local PyTorch keep working; see `remote_error_class`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+
+class SkyproxyError(Exception):
+    """Base of every exception that skyproxy defines."""
+
+
+class ConfigurationError(SkyproxyError, ValueError):
+    """A setting or an argument cannot work; says which, why and what would."""
+
+
+class ConnectError(SkyproxyError, ConnectionError):
+    """No session with a worker came about."""
+
+
+class AuthenticationError(ConnectError):
+    """The worker refused the token."""
+
+
+class VersionMismatchError(ConnectError):
+    """Client and worker cannot work together; names both sides' versions."""
+
+
+class WorkerStartError(ConnectError):
+    """The embedded worker did not come up; carries the end of its output."""
+
+
+class SessionLostError(SkyproxyError, ConnectionError):
+    """The connection to the worker ended, and the tensors that lived there are gone."""
+
+
+class ProtocolError(SkyproxyError):
+    """The peer sent what the protocol does not allow; that connection was closed, others are unharmed."""
+
+
+class RemoteError(SkyproxyError, RuntimeError):
+    """Something failed on the worker.
+
+    Attributes:
+        remote_traceback: the worker's traceback as text, or an empty string.
+        user_line: "file:line in function" that recorded the failing op, or an empty string.
+        op: the name of the overload that failed, or an empty string.
+    """
+
+    remote_traceback: str = ""
+    user_line: str = ""
+    op: str = ""
+
+
+class UnsupportedOpError(RemoteError, NotImplementedError):
+    """The op cannot run on this worker, or not remotely at all."""
+
+
+class InferenceMismatchError(RemoteError):
+    """The worker's result has other sizes or another dtype than the client had announced. Never a silent difference."""
+
+
+class LimitExceededError(RemoteError):
+    """A bound was hit: handles, bytes in flight, sessions or the size of a message."""
+
+
+CLOSE_CODES = frozenset(
+    {"done", "bad-token", "version", "protocol", "too-large", "too-many-sessions", "no-such-session", "shutdown", "idle"}
+)
+"""Why a connection can end, as both sides name it."""
+
+
+@functools.cache
+def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
+    """The class for an exception of type `foreign` on the worker: a `RemoteError` that `except foreign` also catches.
+
+    Args:
+        foreign: the exception's type as it is known here.
+
+    Returns:
+        `RemoteError` itself where `foreign` adds nothing, else a subclass of both, named after `foreign`.
+    """
+    if issubclass(RemoteError, foreign):
+        return RemoteError
+    if issubclass(foreign, RemoteError):
+        return foreign
+    return type("Remote" + foreign.__name__, (RemoteError, foreign), {"__module__": __name__, "__doc__": foreign.__doc__})

@@ -1,0 +1,60 @@
+"""The commands inside a batch, and how an op's signature is written.
+
+A batch is one flat list. Each command starts with its number; the operands follow in place. Numbers below
+`FIRST_SIGNATURE` are built in:
+
+========  ===========================================================================================
+number    operands
+========  ===========================================================================================
+DEFINE    number, definition: what an op number from `FIRST_SIGNATURE` on means
+EXPECT    descriptions: what the outputs of the next op must look like; the worker checks them
+RELEASE   slots: forget these values
+UPLOAD    slot, description, device: its bytes are the batch's next buffer
+RECEIVE   slot, description, device, transfer: its bytes come as chunks on the bulk connection
+FETCH     request, slot, transfer: send the value's bytes, with the reply (transfer 0) or as chunks
+DESCRIBE  request, output slots, input slots: reply with the outputs' descriptions and what they alias
+CALL      request, name, arguments: reply with the result of a named control
+DO        name, arguments: run a named control; a failure is remembered until the client synchronizes
+========  ===========================================================================================
+
+An op's definition is `[overload, argument templates, keyword templates, output templates]`. A template says where an
+argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEFINE: Final = 1
+EXPECT: Final = 2
+RELEASE: Final = 3
+UPLOAD: Final = 4
+RECEIVE: Final = 5
+FETCH: Final = 6
+DESCRIBE: Final = 7
+CALL: Final = 8
+DO: Final = 9
+FIRST_SIGNATURE: Final = 32
+
+OPERANDS: Final = {DEFINE: 2, EXPECT: 1, RELEASE: 1, UPLOAD: 3, RECEIVE: 4, FETCH: 3, DESCRIBE: 3, CALL: 3, DO: 2}
+"""How many operands each built-in command takes."""
+
+# Argument templates: each but CONSTANT takes one operand.
+VALUE: Final = "v"
+"""The operand itself: a number, None, a list of numbers."""
+TENSOR: Final = "t"
+"""The value in the slot that the operand names; slot 0 is None."""
+TENSORS: Final = "T"
+"""A list of such values; the operand is a list of slots."""
+HOST_SCALAR: Final = "k"
+"""A 0-dim tensor on the worker's CPU; `[HOST_SCALAR, dtype]`, and the operand is its value."""
+CONSTANT: Final = "c"
+"""Part of the signature; `[CONSTANT, tag, value]`, see `torch_codec`."""
+
+# Output templates.
+NEW: Final = "n"
+"""A fresh value, kept in the slot that the operand names; slot 0 drops it."""
+NEW_LIST: Final = "N"
+"""A list of fresh values; the operand is a list of slots."""
+IGNORED: Final = "x"
+"""Not kept: an alias of an argument that the client already holds. Takes no operand."""

@@ -1,0 +1,285 @@
+"""The rules of one connection: who may say what, when, and in which order. Decides only; moves no bytes."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from skyproxy.errors import CLOSE_CODES, ProtocolError
+from skyproxy.protocol.messages import (
+    CLIENT,
+    MESSAGES,
+    WORKER,
+    Ack,
+    Batch,
+    Chunk,
+    Goodbye,
+    Hello,
+    Message,
+    Sequence,
+    Welcome,
+)
+
+OPERATIONS = "operations"
+BULK = "bulk"
+
+
+class State(enum.Enum):
+    """How far a connection has come."""
+
+    NEW = "before its Hello"
+    GREETED = "between Hello and Welcome"
+    OPEN = "while open"
+    ENDED = "after a Goodbye"
+
+
+class SentBatch(NamedTuple):
+    """A batch that was handed over.
+
+    Attributes:
+        sequence: its number.
+        total_bytes: the bytes of all batches up to and including it.
+        message: the batch itself where we sent it, else None.
+    """
+
+    sequence: int
+    total_bytes: int
+    message: Message | None = None
+
+
+def _allowed(role: str, kind: str) -> frozenset[type[Message]]:
+    return frozenset(
+        cls
+        for cls in MESSAGES.values()
+        if role in cls.senders and cls.bulk in (None, kind == BULK) and cls not in (Hello, Welcome)
+    )
+
+
+_NOTHING: frozenset[type[Message]] = frozenset()
+_ONLY_GOODBYE: frozenset[type[Message]] = frozenset({Goodbye})
+_BEFORE_OPEN: dict[tuple[str, State], frozenset[type[Message]]] = {
+    (CLIENT, State.NEW): frozenset({Hello, Goodbye}),
+    (WORKER, State.NEW): _ONLY_GOODBYE,
+    (CLIENT, State.GREETED): _ONLY_GOODBYE,
+    (WORKER, State.GREETED): frozenset({Welcome, Goodbye}),
+}
+_WHILE_OPEN = {(role, kind): _allowed(role, kind) for role in (CLIENT, WORKER) for kind in (OPERATIONS, BULK)}
+
+
+class Connection:
+    """One side's view of one connection.
+
+    A transport asks it before each message that it sends and after each that it receives. Sending and receiving may
+    happen on two threads; each direction belongs to one thread at a time.
+
+    Attributes:
+        role: which side we are, `CLIENT` or `WORKER`.
+        state: how far the connection has come.
+        hello: the client's `Hello`, once it was sent or received.
+        welcome: the worker's `Welcome`, likewise.
+        goodbye: what the peer said last, or None.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.state = State.NEW
+        self.hello: Hello | None = None
+        self.welcome: Welcome | None = None
+        self.goodbye: Goodbye | None = None
+        self._peer = WORKER if role == CLIENT else CLIENT
+        # From the last acknowledged batch to the newest, never empty. Because every figure below comes from this one
+        # queue, appending to it is all that it takes to commit a batch, and an interrupt cannot leave them at odds.
+        self._batches: deque[SentBatch] = deque([SentBatch(0, 0)])
+        self._may_send = _BEFORE_OPEN[role, State.NEW]
+        self._may_receive = _BEFORE_OPEN[self._peer, State.NEW]
+
+    @property
+    def kind(self) -> str:
+        """`OPERATIONS` or `BULK`; the former until the Hello has said so."""
+        return OPERATIONS if self.hello is None else self.hello.role
+
+    @property
+    def last_sequence(self) -> Sequence:
+        """The newest batch that the client sent, or the worker received; 0 before the first."""
+        return Sequence(self._batches[-1].sequence)
+
+    @property
+    def acked_sequence(self) -> Sequence:
+        """The newest batch that the worker acknowledged; 0 before the first."""
+        return Sequence(self._batches[0].sequence)
+
+    @property
+    def unacked_bytes(self) -> int:
+        """The size of all batches that were not acknowledged yet."""
+        return self._batches[-1].total_bytes - self._batches[0].total_bytes
+
+    def on_send(self, message: Message, frame_bytes: int = 0) -> None:
+        """Takes note of a message that is about to be sent.
+
+        Raises:
+            ProtocolError: it must not be sent; nothing has changed.
+        """
+        step = self.prepare_send(message, frame_bytes)
+        if step is not None:
+            commit, entry = step
+            commit(entry)
+
+    def prepare_send(self, message: Message, frame_bytes: int = 0) -> tuple[Callable[[Any], object], Any] | None:
+        """Checks a message that is about to be sent, and leaves the last step to the caller.
+
+        For a batch, that step is one built-in function. A transport can so run it back to back with its own, and no
+        signal handler comes in between.
+
+        Returns:
+            A function and its argument; calling the one with the other takes note of the message. None for the very
+            batch that was sent last: after an interrupt nobody can know whether it was, and so may send it again.
+
+        Raises:
+            ProtocolError: it must not be sent; nothing has changed.
+        """
+        kind = type(message)
+        if kind not in self._may_send:
+            raise self._refusal(self.role, kind)
+        if kind is Batch:
+            newest = self._batches[-1]
+            sequence: int = message.sequence  # type: ignore[attr-defined]
+            if sequence != newest.sequence + 1:
+                if message is newest.message:
+                    return None
+                raise ProtocolError(f"Batch {sequence} cannot follow batch {newest.sequence}.")
+            return self._batches.append, SentBatch(sequence, newest.total_bytes + frame_bytes, message)
+        self._check(message)
+        return self._note_sent, message
+
+    def on_receive(self, message: Message, frame_bytes: int = 0) -> None:
+        """Checks a message that came in, and takes note of it.
+
+        Raises:
+            ProtocolError: the peer must not send it, or not now.
+        """
+        kind = type(message)
+        if kind not in self._may_receive:
+            raise self._refusal(self._peer, kind)
+        if kind is Batch:
+            newest = self._batches[-1]
+            sequence: int = message.sequence  # type: ignore[attr-defined]
+            if sequence != newest.sequence + 1:
+                raise ProtocolError(f"Batch {sequence} came after batch {newest.sequence}; none may be missing.")
+            self._batches.append(SentBatch(sequence, newest.total_bytes + frame_bytes))
+            return
+        # A newer peer may give reasons that we do not know; its Goodbye is welcome all the same.
+        if kind is not Goodbye:
+            self._check(message)
+        if isinstance(message, Ack):
+            self._forget(message)
+        elif isinstance(message, Goodbye):
+            self.goodbye = message
+            self.state = State.ENDED
+            self._may_receive = _NOTHING
+            self._may_send = _ONLY_GOODBYE
+        else:
+            self._greet(message)
+
+    def check_payload(self, message: Message, payload_bytes: int) -> None:
+        """Checks a message whose payload is still to come, so that none is written where it does not belong.
+
+        Args:
+            message: what came so far; its buffers are empty.
+            payload_bytes: the size of the one buffer that will follow.
+
+        Raises:
+            ProtocolError: the peer must not send it, or the payload does not fit where it says that it belongs.
+        """
+        kind = type(message)
+        if kind not in self._may_receive:
+            raise self._refusal(self._peer, kind)
+        if isinstance(message, Chunk):
+            _check_range(message, payload_bytes)
+
+    def _note_sent(self, message: Message) -> None:
+        if isinstance(message, Ack):
+            self._forget(message)
+        elif isinstance(message, Goodbye):
+            self.state = State.ENDED
+            self._may_send = _NOTHING
+        else:
+            self._greet(message)
+
+    def _greet(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self.hello = message
+            self.state = State.GREETED
+            self._may_send = _BEFORE_OPEN[self.role, State.GREETED]
+            self._may_receive = _BEFORE_OPEN[self._peer, State.GREETED]
+        elif isinstance(message, Welcome):
+            self.welcome = message
+            self.state = State.OPEN
+            self._may_send = _WHILE_OPEN[self.role, self.kind]
+            self._may_receive = _WHILE_OPEN[self._peer, self.kind]
+
+    def _forget(self, ack: Ack) -> None:
+        batches = self._batches
+        while batches[0].sequence < ack.sequence:
+            batches.popleft()
+
+    def _check(self, message: Message) -> None:
+        check = _CHECKS.get(type(message))
+        if check is not None:
+            check(self, message)
+
+    def _refusal(self, sender: str, kind: type[Message]) -> ProtocolError:
+        return ProtocolError(f"The {sender} may not send {kind.__name__} {self.state.value} ({self.kind} connection).")
+
+
+def _check_hello(connection: Connection, message: Hello) -> None:
+    if message.role not in (OPERATIONS, BULK):
+        raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {OPERATIONS} and {BULK} exist.")
+    if bool(message.session) != (message.role == BULK):
+        raise ProtocolError(f"Hello for {message.role} names the session {message.session!r:.80}; only bulk names one.")
+
+
+def _check_welcome(connection: Connection, message: Welcome) -> None:
+    hello = connection.hello
+    assert hello is not None, "a Welcome is legal only after a Hello"
+    if message.version not in hello.versions:
+        raise ProtocolError(f"Welcome chooses version {message.version}, and {hello.versions} were offered.")
+    if hello.session and message.session != hello.session:
+        raise ProtocolError(f"Welcome to session {message.session!r:.80}, and {hello.session!r:.80} was asked for.")
+
+
+def _check_ack(connection: Connection, message: Ack) -> None:
+    if not connection.acked_sequence <= message.sequence <= connection.last_sequence:
+        raise ProtocolError(
+            f"Ack {message.sequence} is not between the last one, {connection.acked_sequence}, "
+            f"and the newest batch, {connection.last_sequence}."
+        )
+
+
+def _check_chunk(connection: Connection, message: Chunk) -> None:
+    if len(message.buffers) != 1:
+        raise ProtocolError(f"Chunk of transfer {message.transfer} has {len(message.buffers)} buffers instead of 1.")
+    _check_range(message, memoryview(message.buffers[0]).nbytes)
+
+
+def _check_range(message: Chunk, size: int) -> None:
+    if message.offset < 0 or message.offset + size > message.total_bytes:
+        raise ProtocolError(
+            f"Chunk of transfer {message.transfer} has bytes {message.offset} to {message.offset + size} "
+            f"of {message.total_bytes}."
+        )
+
+
+def _check_goodbye(connection: Connection, message: Goodbye) -> None:
+    if message.code_name not in CLOSE_CODES:
+        raise ProtocolError(f"Goodbye has the code {message.code_name!r:.40}; known are {sorted(CLOSE_CODES)}.")
+
+
+_CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
+    Hello: _check_hello,
+    Welcome: _check_welcome,
+    Ack: _check_ack,
+    Chunk: _check_chunk,
+    Goodbye: _check_goodbye,
+}

@@ -1,0 +1,181 @@
+"""Every message of the wire, defined once, with its code and who may send it.
+
+A message is a frozen dataclass. Its fields travel in order as one msgpack array; `buffers`, where a message has
+them, travel behind that array as raw bytes and never pass through the msgpack codec. Add a message here and a handler
+where it is consumed; framing needs no change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NewType
+
+Slot = NewType("Slot", int)
+"""Where a value lives on the worker: an index that the client hands out. Slot 0 always holds None."""
+RequestId = NewType("RequestId", int)
+"""Names one question of the client, so that its answer finds the waiter."""
+Sequence = NewType("Sequence", int)
+"""The number of a batch within its session, from 1, without gaps."""
+
+Buffer = bytes | bytearray | memoryview
+CLIENT = "client"
+WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages.
+
+    Attributes:
+        code: the first byte of the frame.
+        senders: which sides may send it.
+        bulk: whether it belongs on the bulk connection (True), the operations connection (False) or either (None).
+    """
+
+    code: ClassVar[int]
+    senders: ClassVar[frozenset[str]]
+    bulk: ClassVar[bool | None] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """The first message on a connection. `session` is empty on an operations connection, and names the session that
+    a bulk connection joins."""
+
+    code: ClassVar[int] = 1
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    bulk: ClassVar[bool | None] = None
+    versions: list[int]
+    role: str
+    """"operations" or "bulk"."""
+    session: str
+    software: dict[str, str]
+    """Names and versions for people and for checks: "skyproxy", "python", "torch"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The worker accepts the connection."""
+
+    code: ClassVar[int] = 2
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    bulk: ClassVar[bool | None] = None
+    version: int
+    session: str
+    software: dict[str, str]
+    devices: list[dict[str, Any]]
+    """One row a device: "type", "index", "name", "total_memory_bytes", ...; the preferred one first."""
+    limits: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye(Message):
+    """The last message on a connection: why it ends. `code_name` is one of `errors.CLOSE_CODES`."""
+
+    code: ClassVar[int] = 3
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = None
+    code_name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Message):
+    """Commands in order, as one flat list: a signature number, then as many operands as that signature takes.
+
+    The numbers below `protocol.commands.FIRST_SIGNATURE` are built-in commands, the others were defined by an earlier
+    `DEFINE` of the same session. `buffers` holds the bytes of small uploads, taken in order.
+    """
+
+    code: ClassVar[int] = 4
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    sequence: Sequence
+    stream: list[Any]
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """All batches up to and including `sequence` were executed and will not be asked for again."""
+
+    code: ClassVar[int] = 5
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Message):
+    """The answer to a request."""
+
+    code: ClassVar[int] = 6
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    request: RequestId
+    value: Any
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Message):
+    """The answer to a request that could not be met, or, with request 0, the news that a command failed.
+
+    `error` has "type", "message", "traceback", "op", and where the command stood: "sequence" and "position".
+    """
+
+    code: ClassVar[int] = 7
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    request: RequestId
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Message):
+    """A piece of a large tensor, in either direction: `buffers[0]` belongs at byte `offset` of `total_bytes`.
+
+    `transfer` is the number that the client gave the transfer when it announced it in a batch.
+    """
+
+    code: ClassVar[int] = 8
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = True
+    transfer: int
+    offset: int
+    total_bytes: int
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer(Message):
+    """The sender of a transfer gives it up; `reason` is for the error that its readers get."""
+
+    code: ClassVar[int] = 9
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = True
+    transfer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Message):
+    """Asks for a `Pong` with the same number. Answered by a thread that never executes operations."""
+
+    code: ClassVar[int] = 10
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = True
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Message):
+    """The answer to a `Ping`. `load` tells what the worker is doing: "queued_batches", "executing"."""
+
+    code: ClassVar[int] = 11
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = True
+    number: int
+    load: dict[str, int] = field(default_factory=dict)
+
+
+MESSAGES: dict[int, type[Message]] = {
+    cls.code: cls
+    for cls in (Hello, Welcome, Goodbye, Batch, Ack, Reply, Failure, Chunk, CancelTransfer, Ping, Pong)
+}

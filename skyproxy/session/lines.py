@@ -1,0 +1,53 @@
+"""Which line of the user's code recorded an op: remembered per op as cheaply as possible, looked up only for errors."""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from skyproxy.protocol import commands
+from skyproxy.session.recorder import SentBatch
+
+
+def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str:
+    """ "file:line in function" of the op at `position` of the batch's stream; empty where that is not known.
+
+    `sent.lines` has one code object and one instruction offset an op, in order. Threads that record at the same time
+    can leave the two out of step; then the answer is empty, never a wrong line.
+
+    Args:
+        sent: the batch.
+        position: where in its stream the op's number stands.
+        widths: how many operands each of the session's signatures takes.
+    """
+    stream, lines = sent.batch.stream, sent.lines
+    ordinals = op_ordinals(stream, widths)
+    if len(lines) != 2 * len(ordinals) or position not in ordinals:
+        return ""
+    ordinal = ordinals[position]
+    code, offset = lines[2 * ordinal], lines[2 * ordinal + 1]
+    if code is None:
+        return ""
+    return f"{code.co_filename}:{line_of(code, offset)} in {code.co_name}"
+
+
+def line_of(code: CodeType, offset: int) -> int:
+    """The source line of an instruction offset."""
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+def op_ordinals(stream: list[Any], widths: dict[int, int]) -> dict[int, int]:
+    """For the position of each op in the stream, its number among the ops."""
+    ordinals: dict[int, int] = {}
+    position, count = 0, len(stream)
+    while position < count:
+        number = stream[position]
+        operands = commands.OPERANDS.get(number)
+        if operands is None:
+            ordinals[position] = len(ordinals)
+            operands = widths[number]
+        position += 1 + operands
+    return ordinals

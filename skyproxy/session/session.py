@@ -1,0 +1,393 @@
+"""A session: its two connections, the threads that read them, and the requests of the layers above."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import (
+    InferenceMismatchError,
+    LimitExceededError,
+    ProtocolError,
+    RemoteError,
+    SessionLostError,
+    UnsupportedOpError,
+    remote_error_class,
+)
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import (
+    Ack,
+    Batch,
+    CancelTransfer,
+    Chunk,
+    Failure,
+    Goodbye,
+    Message,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+)
+from skyproxy.session.lines import describe_line
+from skyproxy.session.recorder import Recorder
+from skyproxy.session.transfers import Downloads, Uploads
+from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.settings import Settings
+from skyproxy.torch_codec import Description
+from skyproxy.transport.base import Transport
+
+logger = logging.getLogger("skyproxy.session")
+
+_ERRORS: dict[str, type[BaseException]] = {
+    "UnsupportedOpError": UnsupportedOpError,
+    "InferenceMismatchError": InferenceMismatchError,
+    "LimitExceededError": LimitExceededError,
+    "OutOfMemoryError": torch.OutOfMemoryError,
+    "LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+}
+
+_REMEMBERED_FAILURES = 1024
+"""The worker tells of a failed op at once, while its batch is still known here; the error may be raised much later."""
+
+
+class Session:
+    """One client's conversation with one worker.
+
+    Attributes:
+        recorder: where commands are recorded; the dispatcher writes to it directly.
+        welcome: what the worker said of itself.
+        round_trips: waits for an answer so far.
+        on_wait: called before every wait, with a word for what is waited for; for `debug_syncs`.
+    """
+
+    def __init__(
+        self,
+        operations: Transport,
+        bulk: Transport,
+        welcome: Welcome,
+        settings: Settings,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.welcome = welcome
+        self.settings = settings
+        self.round_trips = 0
+        self.on_wait: Callable[[str], None] | None = None
+        self._operations = operations
+        self._bulk = bulk
+        self._on_end = on_end
+        self._waiters = Waiters()
+        self.recorder = Recorder(self._send_batch, settings)
+        self._downloads = Downloads(self._waiters)
+        self._uploads = Uploads(bulk, settings.chunk_bytes)
+        self._signatures: dict[Any, int] = {}
+        self._signature_lock = threading.RLock()
+        self._failed_lines: dict[tuple[int, int], str] = {}
+        self._ended: SessionLostError | None = None
+        self._closing = False
+        self._end_lock = threading.Lock()
+        self._last_heard = time.monotonic()
+        self._bulk.set_sink(self._downloads.sink)
+        self._threads = [
+            threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True)
+            for name, body in (
+                ("replies", self._read_operations),
+                ("bulk", self._read_bulk),
+                ("uploads", self._uploads.run),
+                ("housekeeping", self._keep_house),
+            )
+        ]
+        self._stop = threading.Event()
+        for thread in self._threads:
+            thread.start()
+
+    # --- what the layers above ask for -------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> SessionLostError | None:
+        """Why the session is over; None while it lives."""
+        return self._ended
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._operations.bytes_sent + self._bulk.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._operations.bytes_received + self._bulk.bytes_received
+
+    def check(self) -> None:
+        """Raises:
+        SessionLostError: the session is over.
+        """
+        if self._ended is not None:
+            raise SessionLostError(str(self._ended)) from self._ended
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Asks the worker's control `name`, after everything recorded so far; waits for its answer.
+
+        Raises:
+            RemoteError: the control failed, or an earlier command did and was not reported yet.
+            SessionLostError: the worker is gone.
+        """
+        return self.request(name, lambda number: (commands.CALL, number, name, list(arguments)))
+
+    def do(self, name: str, *arguments: Any) -> None:
+        """Records the worker's control `name`; does not wait."""
+        self.recorder.append(commands.DO, name, list(arguments))
+
+    def request(self, purpose: str, command: Callable[[int], tuple[Any, ...]]) -> Any:
+        """Records the command that `command` makes of a request number, and waits for its reply."""
+        waiter = self.ask(command)
+        return self.wait(waiter, purpose)
+
+    def ask(self, command: Callable[[int], tuple[Any, ...]]) -> Waiter:
+        """Records a request and sends it; the answer can be waited for later."""
+        self.check()
+        number, waiter = self._waiters.open()
+        try:
+            self.recorder.append(*command(number))
+            self.recorder.flush()
+        except BaseException:
+            self._waiters.abandon(number)
+            raise
+        return waiter
+
+    def wait(self, waiter: Waiter, purpose: str) -> Any:
+        """The answer of a request, counted as a round trip."""
+        self.round_trips += 1
+        if self.on_wait is not None:
+            self.on_wait(purpose)
+        try:
+            return waiter.wait()
+        except SessionLostError as lost:
+            raise SessionLostError(str(lost)) from lost
+
+    def fetch(self, slot: int, description: Description) -> torch.Tensor:
+        """The values of a slot as a new CPU tensor, in the strides of `torch_codec.packed_stride`.
+
+        Raises:
+            RemoteError: the value is poisoned; the error of the op that failed.
+            SessionLostError: the worker is gone.
+        """
+        return self.fetched(self.start_fetch(slot, description), description)
+
+    def start_fetch(self, slot: int, description: Description) -> Waiter:
+        """Asks for the values of a slot without waiting; `fetched` gives them."""
+        count = torch_codec.byte_count(description)
+        if count <= self.settings.max_inline_bytes:
+            return self.ask(lambda number: (commands.FETCH, number, slot, 0))
+        target = torch_codec.empty_packed(description)
+        self.check()
+        number, waiter = self._waiters.open(keep_alive=target)
+        self._downloads.open(number, target)
+        try:
+            self.recorder.append(commands.FETCH, number, slot, number)
+            self.recorder.flush()
+        except BaseException:
+            self._waiters.abandon(number)
+            raise
+        return waiter
+
+    def fetched(self, waiter: Waiter, description: Description) -> torch.Tensor:
+        """Waits for what `start_fetch` asked for."""
+        self.wait(waiter, "fetch")
+        if waiter.keep_alive is not None:
+            target = waiter.keep_alive
+            assert isinstance(target, torch.Tensor)
+            return target
+        target = torch_codec.empty_packed(description)
+        view = torch_codec.byte_view(target)
+        if len(view):
+            view[:] = waiter.buffers[0]
+        return target
+
+    def signature(self, structure: Any, define: Callable[[], list[Any]], width: int) -> int:
+        """The number of an op's signature; it is defined for the worker the first time.
+
+        Args:
+            structure: what makes two signatures the same.
+            define: makes the definition, see `protocol.commands`.
+            width: how many operands it takes.
+
+        Raises:
+            LimitExceededError: the session has as many signatures as it may.
+        """
+        number = self._signatures.get(structure)
+        if number is None:
+            with self._signature_lock:
+                number = self._signatures.get(structure)
+                if number is None:
+                    number = commands.FIRST_SIGNATURE + len(self._signatures)
+                    if len(self._signatures) >= self.settings.max_signatures:
+                        raise LimitExceededError(
+                            f"this session uses {len(self._signatures)} different operation signatures, its limit. "
+                            "Set SKYPROXY_MAX_SIGNATURES on both sides."
+                        )
+                    self.recorder.widths[number] = width
+                    self.recorder.append(commands.DEFINE, number, define())
+                    self._signatures[structure] = number
+        return number
+
+    def upload(self, slot: int, tensor: torch.Tensor, device: list[Any]) -> None:
+        """Records that `slot` gets the values of a dense CPU tensor; they are read before this returns.
+
+        Args:
+            tensor: strided, dense, on the CPU, without conjugate or negative bit.
+            device: the worker's device, `[type, index]`.
+        """
+        description = torch_codec.describe(tensor)._replace(offset=0)
+        fields = torch_codec.encode_description(description)
+        view = torch_codec.byte_view(tensor)
+        if len(view) <= self.settings.max_inline_bytes:
+            self.recorder.append_with_buffer(bytes(view), commands.UPLOAD, slot, fields, device)
+            return
+        self.check()
+        transfer = self._waiters.next_number()
+        self.recorder.append(commands.RECEIVE, slot, fields, device, transfer)
+        self.recorder.flush()
+        self._uploads.send(transfer, view, tensor)
+
+    def synchronize(self) -> None:
+        """Waits until the worker has executed everything, its device included.
+
+        Raises:
+            RemoteError: a command failed and nobody has seen the error yet.
+        """
+        self.call("synchronize")
+
+    # --- the connections ---------------------------------------------------------------------------------------------
+
+    def _send_batch(self, batch: Batch) -> int:
+        before = self._operations.bytes_sent
+        self._operations.send(batch)
+        return self._operations.bytes_sent - before
+
+    def _read_operations(self) -> None:
+        handlers: dict[type[Message], Callable[[Any], None]] = {
+            Ack: lambda message: self.recorder.ack(message.sequence),
+            Reply: self._on_reply,
+            Failure: self._on_failure,
+            Goodbye: self._on_goodbye,
+        }
+        self._read(self._operations, handlers)
+
+    def _read_bulk(self) -> None:
+        handlers: dict[type[Message], Callable[[Any], None]] = {
+            Chunk: self._downloads.on_chunk,
+            CancelTransfer: self._downloads.on_cancel,
+            Ping: lambda message: self._bulk.send(Pong(message.number)),
+            Pong: lambda message: None,
+            Goodbye: self._on_goodbye,
+        }
+        self._read(self._bulk, handlers)
+
+    def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
+        try:
+            while True:
+                message = transport.recv()
+                self._last_heard = time.monotonic()
+                handlers[type(message)](message)
+        except (SessionLostError, ProtocolError) as error:
+            self._end(str(error))
+        except Exception as error:  # the thread's last line of defence: whoever waits must learn of it
+            logger.exception("skyproxy: a reading thread failed")
+            self._end(f"an internal error on the client: {error!r}")
+
+    def _on_reply(self, reply: Reply) -> None:
+        waiter = self._waiters.take(reply.request)
+        if waiter is not None:
+            waiter.set(reply.value, tuple(bytes(buffer) for buffer in reply.buffers))
+
+    def _on_failure(self, failure: Failure) -> None:
+        record = failure.error
+        place = (record["sequence"], record["position"])
+        if place not in self._failed_lines:
+            if len(self._failed_lines) >= _REMEMBERED_FAILURES:
+                self._failed_lines.pop(next(iter(self._failed_lines)))
+            sent = self.recorder.sent(record["sequence"])
+            line = describe_line(sent, record["position"], self.recorder.widths) if sent is not None else ""
+            self._failed_lines[place] = line
+        self._downloads.forget(failure.request)
+        waiter = self._waiters.take(failure.request)
+        if waiter is not None:
+            waiter.fail(self._remote_error(record, self._failed_lines[place]))
+
+    def _on_goodbye(self, goodbye: Goodbye) -> None:
+        self._end(f"the worker ended the session: {goodbye.reason or goodbye.code_name}")
+
+    def _remote_error(self, record: dict[str, Any], user_line: str) -> RemoteError:
+        name = record["type"]
+        foreign = _ERRORS.get(name) or getattr(builtins, name, RuntimeError)
+        if not (isinstance(foreign, type) and issubclass(foreign, Exception)):
+            foreign = RuntimeError
+        kind = remote_error_class(foreign)
+        text = record["message"]
+        if record["op"]:
+            text += f"\n  in {record['op']} on the worker"
+        if user_line:
+            text += f"\n  recorded at {user_line}"
+        error = kind(text)
+        error.op, error.user_line, error.remote_traceback = record["op"], user_line, record["traceback"]
+        if record["traceback"]:
+            error.add_note("Traceback of the worker:\n" + record["traceback"].rstrip())
+        return error
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        """Sends what lies around unsent, asks a silent worker whether it lives, gives up on a dead one."""
+        seen, idle, number, last_ping = -1, 0.001, 0, time.monotonic()
+        interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
+        while not self._stop.wait(idle):
+            recorder = self.recorder
+            pending = len(recorder.stream)
+            stale = (pending or recorder.dirty) and pending == seen
+            seen = pending
+            idle = 0.001 if pending else min(idle * 2, 0.05)
+            try:
+                if stale:
+                    recorder.flush()
+                now = time.monotonic()
+                if now - last_ping >= interval:
+                    number, last_ping = number + 1, now
+                    self._bulk.send(Ping(number))
+                if now - self._last_heard > patience + interval:
+                    self._end(f"the worker answered nothing for {patience:.0f} s")
+            except SessionLostError as error:
+                self._end(str(error))
+            except Exception:  # a failed flush is the recorder's to report, at the next wait
+                logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
+
+    def _end(self, reason: str) -> None:
+        with self._end_lock:
+            if self._ended is not None:
+                return
+            self._ended = SessionLostError(
+                f"{reason}. The tensors that lived there are gone; tensors on the CPU are unharmed."
+            )
+        self._stop.set()
+        self.recorder.end(self._ended)
+        self._waiters.end(self._ended)
+        self._uploads.end(self._ended)
+        for transport in (self._operations, self._bulk):
+            with contextlib.suppress(Exception):
+                transport.close()
+        if not self._closing:
+            logger.debug("skyproxy: session ended: %s", reason)
+        self._on_end()
+
+    def close(self, reason: str = "the session was closed") -> None:
+        """Ends the session; idempotent. Its tensors are gone."""
+        self._closing = True
+        self._end(reason)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self.settings.close_timeout_seconds)

@@ -1,0 +1,98 @@
+"""Questions that wait for an answer, and the threads that wait for them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from skyproxy.protocol.messages import RequestId
+
+
+class Waiter:
+    """One expected answer: set once by the reading thread, waited for by any thread.
+
+    A plain lock, because a `threading.Event` or a future costs several times as much as a round trip on loopback.
+    """
+
+    __slots__ = ("_lock", "buffers", "done", "error", "keep_alive", "value")
+
+    def __init__(self, keep_alive: object = None) -> None:
+        self.value: Any = None
+        self.buffers: tuple[Any, ...] = ()
+        self.error: BaseException | None = None
+        self.done = False
+        self.keep_alive = keep_alive
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self, value: Any, buffers: tuple[Any, ...] = ()) -> None:
+        if not self.done:
+            self.value, self.buffers, self.done = value, buffers, True
+            self._lock.release()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done:
+            self.error, self.done = error, True
+            self._lock.release()
+
+    def wait(self) -> Any:
+        """The answer. Interruptible by Ctrl-C; a lost session fails every waiter, so this always ends.
+
+        Raises:
+            BaseException: what `fail` was given.
+        """
+        if not self.done:
+            self._lock.acquire()
+            self._lock.release()  # several threads may wait for one answer
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Waiters:
+    """The open questions of a session, by number."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Waiter] = {}
+        self._numbers = itertools.count(1)
+        self._ended: BaseException | None = None
+
+    def next_number(self) -> int:
+        """A number that no request of this session has; large uploads are named by one too."""
+        return next(self._numbers)
+
+    def open(self, keep_alive: object = None) -> tuple[RequestId, Waiter]:
+        """A fresh number and its waiter.
+
+        Raises:
+            BaseException: what `end` was given, if the session is over.
+        """
+        number = RequestId(next(self._numbers))
+        waiter = Waiter(keep_alive)
+        self._open[number] = waiter
+        if self._ended is not None:  # after the insertion, so that `end` cannot miss this waiter
+            self._open.pop(number, None)
+            raise self._ended
+        return number, waiter
+
+    def take(self, number: int) -> Waiter | None:
+        """The waiter of an answer that came; None if nobody waits for it any more."""
+        return self._open.pop(number, None)
+
+    def abandon(self, number: int) -> None:
+        """Nobody waits for this answer any more; it is dropped when it comes."""
+        self._open.pop(number, None)
+
+    def end(self, error: BaseException) -> None:
+        """Fails every open and every later question."""
+        self._ended = error
+        while self._open:
+            try:
+                _, waiter = self._open.popitem()
+            except KeyError:
+                return
+            waiter.fail(error)
+
+    def __len__(self) -> int:
+        return len(self._open)

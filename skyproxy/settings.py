@@ -1,0 +1,85 @@
+"""Every limit, interval and size in one place, with its unit in its name.
+
+Each field can be set by an environment variable: `SKYPROXY_` and the field's name in capitals. Sizes are in bytes,
+intervals in seconds. Neither a secret nor a URL belongs here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from skyproxy.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values in force in this process; `load()` reads the environment once."""
+
+    max_batch_commands: int = 64
+    """Commands recorded before a batch is sent without being asked for."""
+    max_inline_bytes: int = 64 << 10
+    """Uploads and downloads up to this size travel with the operations, larger ones on the bulk connection."""
+    max_in_flight_bytes: int = 64 << 20
+    """Bytes of batches that may wait for their ack before the recorder waits too."""
+    max_frame_bytes: int = 64 << 20
+    """The largest frame either side accepts."""
+    chunk_bytes: int = 1 << 20
+    """The size of a piece of a bulk transfer."""
+    prompt_release_bytes: int = 256 << 10
+    """Tensors from this size on are released in the very place where they die, smaller ones with the next batch."""
+    max_handles: int = 4_000_000
+    """Values that one session may hold on a worker."""
+    max_sessions: int = 64
+    """Sessions that one worker accepts."""
+    max_connections: int = 256
+    """Connections that one worker accepts, those still in their handshake included."""
+    max_signatures: int = 65_536
+    """Op signatures that one session may define before the table starts anew."""
+    max_cached_shapes: int = 65_536
+    """Entries in the client's cache of inferred metadata, a device; the oldest quarter goes when it is full."""
+    connect_timeout_seconds: float = 10.0
+    handshake_timeout_seconds: float = 10.0
+    worker_start_timeout_seconds: float = 60.0
+    ping_interval_seconds: float = 5.0
+    """How often a silent bulk connection is asked whether the worker still lives."""
+    liveness_timeout_seconds: float = 30.0
+    """A worker that answered nothing for this long is lost."""
+    close_timeout_seconds: float = 1.0
+    record_lines: bool = True
+    """Whether ops remember the user's line that recorded them."""
+
+
+def load(environ: dict[str, str] | None = None) -> Settings:
+    """The settings that the environment asks for.
+
+    Raises:
+        ConfigurationError: a variable's text is not a number (or a truth value) of its field's kind, or is negative.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    values: dict[str, object] = {}
+    for item in fields(Settings):
+        name = "SKYPROXY_" + item.name.upper()
+        text = environ.get(name)
+        if text is not None:
+            values[item.name] = _parse(name, text, type(item.default))
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _parse(name: str, text: str, kind: type) -> object:
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigurationError(f"{name}={text!r} is not a truth value. Use 1 or 0.")
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r} is not a number. Example: {name}=1000") from None
+    if value < 0:
+        raise ConfigurationError(f"{name}={text!r} is negative. Use 0 or more.")
+    return value
+
+
+SETTINGS = load()

@@ -1,0 +1,182 @@
+"""Which `sky:k` is which worker's which device, and how the first one comes about."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.session.session import Session
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.engine import install_engine
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.inference import Entry
+
+
+class Handle:
+    """The client's share in one value of a worker; when the last share goes, the slot is given back.
+
+    Attributes:
+        slot: where the value lives.
+        meta: what it looks like; None for generators and events.
+        root: for a view, the handle of the tensor whose storage it shares; else None.
+    """
+
+    __slots__ = ("meta", "root", "slot")
+    device: SkyDevice
+    slot: int
+    meta: Any
+    root: Handle | None
+
+
+class SkyDevice:
+    """One `sky:k`.
+
+    Attributes:
+        torch_device: `torch.device("sky", k)`.
+        session: the conversation with its worker.
+        place: the device on the worker, `[type, index]`.
+        row: what the worker told of the device.
+        cache: inferred metadata, by op and arguments.
+        handle_type: the class of this device's handles.
+    """
+
+    def __init__(self, index: int, session: Session, row: dict[str, Any]) -> None:
+        self.index = index
+        self.torch_device = torch.device("sky", index)
+        self.session = session
+        self.recorder = session.recorder
+        self.row = row
+        self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
+        self.cache: dict[Any, Entry] = {}
+        self.hits_before = 0
+        self.misses = 0
+        self.handle_type = _handle_type(self)
+
+    def new_handle(self, meta: Any, root: Handle | None = None) -> Handle:
+        """A handle with a fresh slot."""
+        handle = self.handle_type()
+        handle.meta = meta
+        handle.slot = self.recorder.new_slot()
+        handle.root = root
+        return handle
+
+    @property
+    def worker_device(self) -> torch.device:
+        """The device as the worker names it."""
+        kind, index = self.place
+        return torch.device(kind, index) if index is not None else torch.device(kind)
+
+    def remember(self, key: Any, entry: Entry) -> None:
+        """Caches inferred metadata; when the cache is full, the oldest quarter goes."""
+        cache = self.cache
+        if len(cache) >= SETTINGS.max_cached_shapes:
+            for old in list(cache)[: SETTINGS.max_cached_shapes // 4 + 1]:
+                cache.pop(old, None)
+        cache[key] = entry
+
+    def __repr__(self) -> str:
+        return f"<sky:{self.index} = {self.worker_device} of {self.session.welcome.session[:8]}>"
+
+
+def _handle_type(sky_device: SkyDevice) -> type[Handle]:
+    dirty_append = sky_device.recorder.dirty.append
+    release_now = sky_device.recorder.release_now
+
+    class DeviceHandle(Handle):
+        __slots__ = ()
+        device = sky_device
+
+        def __del__(self) -> None:
+            # The interpreter may be shutting down or an interrupt may have struck before a slot was taken.
+            try:
+                slot, meta = self.slot, self.meta
+            except AttributeError:
+                return
+            if meta is not None and meta.large:
+                release_now(slot)
+            else:
+                dirty_append(slot)
+
+    return DeviceHandle
+
+
+class Devices:
+    """All `sky` devices of this process. Numbers are given once and never again."""
+
+    def __init__(self) -> None:
+        self._devices: list[SkyDevice] = []
+        self._lock = threading.RLock()
+        self._current = 0
+        self.start_default: Callable[[], object] | None = None
+        """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
+
+    def add(self, session: Session) -> list[SkyDevice]:
+        """Numbers the devices of a new session."""
+        install_engine()
+        with self._lock:
+            fresh = [
+                SkyDevice(len(self._devices) + i, session, row) for i, row in enumerate(session.welcome.devices)
+            ]
+            self._devices += fresh
+            return fresh
+
+    def at(self, index: int | None) -> SkyDevice:
+        """`sky:index`, or the current device; starts the default worker if there is none yet.
+
+        Raises:
+            ConfigurationError: there is no such device.
+            ConnectError: the default worker could not be reached or started.
+        """
+        if not self._devices:
+            self._start()
+        if index is None or index < 0:
+            index = self._current
+        try:
+            return self._devices[index]
+        except IndexError:
+            raise ConfigurationError(
+                f"there is no sky:{index}; this process has {self.names()}. "
+                "Add workers with skyproxy.connect(url, token=...) or skyproxy.launch_local()."
+            ) from None
+
+    def of(self, device: torch.device | str | int | None) -> SkyDevice:
+        """The device that PyTorch code names."""
+        if device is None or isinstance(device, int):
+            return self.at(device)
+        return self.at(torch.device(device).index)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._devices:
+                return
+            if self.start_default is None:
+                raise ConfigurationError("no sky device exists. Connect one with skyproxy.connect(url, token=...).")
+            self.start_default()
+
+    def names(self) -> str:
+        return ", ".join(f"sky:{d.index} ({d.worker_device})" for d in self._devices) or "none"
+
+    @property
+    def current(self) -> int:
+        return self._current
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self.at(index)
+        self._current = index
+
+    def existing(self) -> list[SkyDevice]:
+        """The devices that exist by now, in order; starts nothing."""
+        return list(self._devices)
+
+    def alive(self) -> list[SkyDevice]:
+        """Those whose session is not over."""
+        return [device for device in self._devices if device.session.lost is None]
+
+
+DEVICES = Devices()

@@ -1,0 +1,228 @@
+"""What the results of an op will look like, without running it.
+
+Three ways, tried in this order: a rule of our own (`shape_rules`, for hot ops whose shapes change every step),
+PyTorch's fake tensors, and asking the worker (`dispatch` does that when `infer` gives None). Whatever was inferred is
+checked once by the worker, the first time it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from skyproxy import torch_codec
+from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
+from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.shape_rules import RULES
+from skyproxy.torch_codec import Description
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch import Call
+
+
+@dataclass(slots=True)
+class Output:
+    """One result of an op. Exactly one of the fields says what it is; with none of them, it is `value`.
+
+    Attributes:
+        meta: a fresh tensor that looks like this.
+        shares: with `meta`: the argument (by its number among the tensors) whose storage it shares.
+        items: a list of fresh tensors, each with what it shares.
+        argument: the argument of this name, which the op changed.
+        tensor: the argument with this number among the tensors: the op handed it back.
+        value: a plain value, or None.
+    """
+
+    meta: Meta | None = None
+    shares: int | None = None
+    items: list[tuple[Meta, int | None]] | None = None
+    argument: str | None = None
+    tensor: int | None = None
+    value: Any = None
+
+    @property
+    def template(self) -> str:
+        if self.meta is not None:
+            return "n"
+        return "N" if self.items is not None else "x"
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one op on arguments that look a certain way.
+
+    Attributes:
+        outputs: its results.
+        changed: which tensors (by number) look otherwise afterwards, and how.
+        number: the op's number on the wire.
+        simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
+        meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
+        shares_first: in the simple case, whether the fresh tensor shares the first tensor's storage.
+    """
+
+    outputs: list[Output]
+    changed: list[tuple[int, Meta]]
+    number: int = 0
+    simple: bool = False
+    meta: Meta | None = None
+    shares_first: bool = False
+    output_templates: list[str] = field(default_factory=list)
+    descriptions: list[Description] = field(default_factory=list)
+
+    def settle(self, call: Call) -> Entry:
+        """Fills in what follows from outputs and changes."""
+        self.output_templates = [output.template for output in self.outputs]
+        for output in self.outputs:
+            if output.meta is not None:
+                self.descriptions.append(output.meta.description)
+            elif output.items is not None:
+                self.descriptions += [meta.description for meta, _ in output.items]
+        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
+            output = self.outputs[0]
+            if output.meta is not None and output.meta.plain and output.shares in (None, 0):
+                self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
+            elif output.argument is not None and output.argument == call.plan.names[0]:
+                self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
+        return self
+
+
+def infer(call: Call) -> Entry | None:
+    """What the results of `call` look like; None where only the worker can tell."""
+    rule = RULES.get(call.plan.name)
+    if rule is not None:
+        outputs = rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+        if outputs is not None:
+            return Entry([Output(meta=meta, shares=shares) for meta, shares in outputs], []).settle(call)
+    return _infer_by_fake(call)
+
+
+def _looks(args: Any) -> list[Any]:
+    return [_look(a) for a in args]
+
+
+def _look(a: Any) -> Any:
+    if type(a) is RemoteTensor:
+        return a._sky.meta
+    if isinstance(a, list | tuple) and any(type(item) is RemoteTensor for item in a):
+        return [_look(item) for item in a]
+    return a
+
+
+class _Quiet(logging.Filter):
+    """Keeps PyTorch from logging what goes wrong while we infer: the worker's error is the one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self.state, "inferring", False)
+
+
+_quiet = _Quiet()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
+_fake_mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+
+
+def fake_tensor(meta: Meta) -> torch.Tensor:
+    """A fake CPU tensor that looks like `meta`. Call with the fake mode entered.
+
+    Always a fake of the CPU: a fake of an accelerator that this machine lacks ends the process.
+    """
+    if meta.layout is not torch.strided:
+        raise NotImplementedError("sparse layouts are not faked")
+    if meta.offset or meta.dtype.is_complex and (meta.conjugate or meta.negative):
+        extent = torch_codec.storage_extent(meta.size, meta.stride, meta.offset)
+        base = torch.empty(max(extent, meta.offset), dtype=meta.dtype)
+        fake = torch.as_strided(base, meta.size, meta.stride, meta.offset)
+    else:
+        fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+    if meta.conjugate:
+        torch._C._set_conj(fake, True)
+    if meta.negative:
+        torch._C._set_neg(fake, True)
+    return fake
+
+
+def _infer_by_fake(call: Call) -> Entry | None:
+    """Runs the op on fake tensors. Any failure means: ask the worker, whose error is the true one."""
+    fakes: list[torch.Tensor] = []
+
+    def stand_in(a: Any) -> Any:
+        if type(a) is RemoteTensor:
+            fakes.append(fake_tensor(a._sky.meta))
+            return fakes[-1]
+        if isinstance(a, torch.device):
+            return torch.device("cpu")
+        if isinstance(a, torch.Generator):
+            return None
+        return a
+
+    _quiet.state.inferring = True
+    try:
+        with _fake_mode, torch.no_grad():
+            args = [pytree.tree_map(stand_in, a) for a in call.args]
+            kwargs = {
+                name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"
+            }
+            result = call.plan.func(*args, **kwargs)
+            return _entry_of(call, result, fakes)
+    except Exception:
+        return None
+    finally:
+        _quiet.state.inferring = False
+
+
+def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | None:
+    if len(fakes) != len(call.tensors):
+        return None
+    results = result if isinstance(result, tuple) else (result,)
+    returns = call.plan.returns
+    if not returns:
+        results = ()
+    if len(results) != len(returns):
+        return None
+    storages = {fake.untyped_storage()._cdata: i for i, fake in reversed(list(enumerate(fakes)))}
+    outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
+    if any(output is None for output in outputs):
+        return None
+    changed = []
+    for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
+        meta = meta_of(fake)
+        if meta is not tensor._sky.meta:
+            changed.append((i, meta))
+    return Entry([output for output in outputs if output is not None], changed).settle(call)
+
+
+def _output_of(
+    item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]
+) -> Output | None:
+    if name is not None:
+        return Output(argument=name)
+    if isinstance(item, torch.Tensor):
+        for i, fake in enumerate(fakes):
+            if item is fake:
+                return Output(tensor=i)
+        described = _describe_fake(item, storages)
+        return Output(meta=described[0], shares=described[1]) if described is not None else None
+    if isinstance(item, list | tuple):
+        rows = [_describe_fake(part, storages) for part in item]
+        return Output(items=[row for row in rows if row is not None]) if None not in rows else None
+    if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    return Output(value=item)
+
+
+def _describe_fake(item: Any, storages: dict[int, int]) -> tuple[Meta, int | None] | None:
+    if not isinstance(item, FakeTensor) or any(isinstance(n, torch.SymInt) for n in item.shape):
+        return None
+    return meta_of(item), storages.get(item.untyped_storage()._cdata)
+
+
+__all__ = ["Entry", "Output", "infer", "intern_meta"]

@@ -1,0 +1,74 @@
+"""What remote tensors look like, each look kept once, so that comparing two is comparing two pointers."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.settings import SETTINGS
+from skyproxy.torch_codec import Description
+
+
+class Meta:
+    """A description that exists once: two tensors look alike exactly if their `Meta` is the same object.
+
+    Attributes:
+        size, stride, offset, dtype, layout, conjugate, negative: as in `torch_codec.Description`.
+        plain: strided, without conjugate or negative bit; what the fast path can make.
+        large: whether the tensor's memory is worth a release of its own.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "conjugate",
+        "dtype",
+        "large",
+        "layout",
+        "negative",
+        "offset",
+        "plain",
+        "size",
+        "stride",
+    )
+
+    def __init__(self, d: Description) -> None:
+        self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative = d
+        self.plain = d.layout is torch.strided and not d.conjugate and not d.negative
+        self.large = torch_codec.byte_count(d) >= SETTINGS.prompt_release_bytes
+
+    @property
+    def description(self) -> Description:
+        return Description(
+            self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative
+        )
+
+    def __repr__(self) -> str:
+        return f"Meta({self.dtype}, {list(self.size)}, stride={list(self.stride)}, offset={self.offset})"
+
+
+_interned: weakref.WeakValueDictionary[Description, Meta] = weakref.WeakValueDictionary()
+
+
+def intern_meta(description: Description) -> Meta:
+    """The one `Meta` of this description."""
+    meta = _interned.get(description)
+    if meta is None:
+        # setdefault, so that two threads that come at once agree on one object.
+        meta = _interned.setdefault(description, Meta(description))
+    return meta
+
+
+def plain_meta(
+    size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None, offset: int = 0
+) -> Meta:
+    """The `Meta` of a strided tensor, row-major unless told otherwise."""
+    return intern_meta(
+        Description(size, torch_codec.contiguous_stride(size) if stride is None else stride, offset, dtype)
+    )
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """The `Meta` of a real, fake or meta tensor."""
+    return intern_meta(torch_codec.describe(tensor))

@@ -1,0 +1,62 @@
+"""`RemoteTensor`: a tensor whose values live on a worker. PyTorch sees an ordinary tensor on `sky:k`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.tensor.metadata import Meta
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.devices import Handle
+
+TensorBase = torch._C.TensorBase
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_PLAIN_ATTRIBUTES = frozenset({"_sky"})
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on `sky:k`.
+
+    Its metadata (shape, strides, dtype, gradients, views) is here, its values are on the worker. Every operation is
+    recorded and sent; only asking for values waits: `.item()`, `.cpu()`, `.tolist()`, `bool()`, printing.
+
+    No `__slots__`: `torch.utils.swap_tensors`, by which `Module.to` keeps a parameter's identity, wants equal slots.
+    """
+
+    _sky: Handle
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("replaced by skyproxy.tensor.dispatch")
+
+
+def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
+    """A tensor that looks like `meta` and holds `handle`."""
+    device = handle.device.torch_device
+    if meta.plain:
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
+    elif meta.layout is torch.strided:
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
+        if meta.conjugate:
+            torch._C._set_conj(tensor, True)
+        if meta.negative:
+            torch._C._set_neg(tensor, True)
+    else:
+        # Compressed layouts abort the process unless the class also answers for the layout itself.
+        compressed = meta.layout is not torch.sparse_coo
+        tensor = _make_wrapper(
+            RemoteTensor, meta.size, dtype=meta.dtype, layout=meta.layout, device=device, dispatch_layout=compressed
+        )
+    tensor._sky = handle
+    return tensor
+
+
+def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
+    """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
+    handle = tensor._sky
+    handle.meta = meta
+    fresh = make_tensor(meta, handle)
+    TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]

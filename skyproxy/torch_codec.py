@@ -1,0 +1,233 @@
+"""Between PyTorch's values and the protocol's: dtypes, layouts, devices, metadata, bytes, overload names.
+
+Both sides use it, so that what one writes the other reads. Nothing here touches a socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from skyproxy.errors import UnsupportedOpError
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    value: name
+    for name, value in sorted(vars(torch).items(), key=lambda item: len(item[0]))
+    if isinstance(value, torch.dtype)
+}
+"""Every dtype's longest name: "float32", not "float"."""
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+LAYOUT_NAMES: dict[torch.layout, str] = {
+    value: name for name, value in vars(torch).items() if isinstance(value, torch.layout)
+}
+LAYOUTS: dict[str, torch.layout] = {name: layout for layout, name in LAYOUT_NAMES.items()}
+MEMORY_FORMAT_NAMES: dict[torch.memory_format, str] = {
+    value: name for name, value in vars(torch).items() if isinstance(value, torch.memory_format)
+}
+MEMORY_FORMATS: dict[str, torch.memory_format] = {name: fmt for fmt, name in MEMORY_FORMAT_NAMES.items()}
+
+# Tags of constants in a signature.
+PLAIN = ""
+DTYPE = "dtype"
+LAYOUT = "layout"
+MEMORY_FORMAT = "memory_format"
+DEVICE = "device"
+QSCHEME = "qscheme"
+
+ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized"})
+"""Namespaces whose ops a client may name. Custom ops registered on the worker are added by the worker."""
+FORBIDDEN_OPS = frozenset(
+    {
+        "aten::from_file",  # reads the worker's files
+        "aten::_sparse_mm_reduce_impl_backward",  # segfaults when called directly
+        "aten::_record_function_enter",
+        "aten::set_data",
+    }
+)
+
+
+class Description(NamedTuple):
+    """What a tensor looks like, without its values.
+
+    Attributes:
+        size: the shape.
+        stride: in elements; empty for layouts that have none.
+        offset: storage offset, in elements.
+        dtype: the element type.
+        layout: strided or a sparse layout.
+        conjugate: whether the conjugate bit is set.
+        negative: whether the negative bit is set.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    layout: torch.layout = torch.strided
+    conjugate: bool = False
+    negative: bool = False
+
+
+def describe(tensor: torch.Tensor) -> Description:
+    """The description of a real, fake or meta tensor."""
+    if tensor.layout is not torch.strided:
+        return Description(tuple(tensor.shape), (), 0, tensor.dtype, tensor.layout)
+    return Description(
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        torch.strided,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def encode_description(d: Description) -> list[Any]:
+    """A description as msgpack can carry it: `[dtype, size, stride, offset]`, and three more fields where unusual."""
+    head = [DTYPE_NAMES[d.dtype], list(d.size), list(d.stride), d.offset]
+    if d.layout is torch.strided and not d.conjugate and not d.negative:
+        return head
+    return [*head, LAYOUT_NAMES[d.layout], d.conjugate, d.negative]
+
+
+def decode_description(fields: Sequence[Any]) -> Description:
+    """The reverse of `encode_description`.
+
+    Raises:
+        ValueError: the fields are not a description.
+    """
+    if len(fields) not in (4, 7):
+        raise ValueError(f"a description has 4 or 7 fields, not {len(fields)}")
+    dtype, size, stride, offset = fields[:4]
+    if len(fields) == 4:
+        return Description(tuple(size), tuple(stride), offset, DTYPES[dtype])
+    return Description(tuple(size), tuple(stride), offset, DTYPES[dtype], LAYOUTS[fields[4]], fields[5], fields[6])
+
+
+def encode_constant(value: Any) -> list[Any]:
+    """A non-tensor argument as `[tag, value]`.
+
+    Raises:
+        UnsupportedOpError: nothing on the wire can stand for `value`.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return [PLAIN, value]
+    if isinstance(value, torch.dtype):
+        return [DTYPE, DTYPE_NAMES[value]]
+    if isinstance(value, torch.layout):
+        return [LAYOUT, LAYOUT_NAMES[value]]
+    if isinstance(value, torch.memory_format):
+        return [MEMORY_FORMAT, MEMORY_FORMAT_NAMES[value]]
+    if isinstance(value, torch.device):
+        return [DEVICE, [value.type, value.index]]
+    if isinstance(value, list | tuple):
+        parts = [encode_constant(item) for item in value]
+        if all(tag == PLAIN for tag, _ in parts):
+            return [PLAIN, [item for _, item in parts]]
+    raise UnsupportedOpError(
+        f"an argument of type {type(value).__name__} cannot be sent to a worker: {value!r:.80}. "
+        "Operations take tensors, numbers, strings, dtypes, layouts and lists of these."
+    )
+
+
+def decode_constant(tag: str, value: Any) -> Any:
+    """The reverse of `encode_constant`.
+
+    Raises:
+        KeyError, ValueError: unknown tag or name.
+    """
+    if tag == PLAIN:
+        return value
+    if tag == DTYPE:
+        return DTYPES[value]
+    if tag == LAYOUT:
+        return LAYOUTS[value]
+    if tag == MEMORY_FORMAT:
+        return MEMORY_FORMATS[value]
+    if tag == DEVICE:
+        kind, index = value
+        return torch.device(kind, index) if index is not None else torch.device(kind)
+    raise ValueError(f"unknown constant tag {tag!r}")
+
+
+def find_overload(name: str) -> torch._ops.OpOverload:
+    """The overload that `name` ("aten::add.Tensor") stands for.
+
+    Raises:
+        UnsupportedOpError: the namespace is not on the allow-list, the op is forbidden or unknown here.
+    """
+    namespace, _, rest = name.partition("::")
+    packet_name, _, overload_name = rest.partition(".")
+    if namespace not in ALLOWED_NAMESPACES or f"{namespace}::{packet_name}" in FORBIDDEN_OPS:
+        raise UnsupportedOpError(f"{name} is not on the worker's list of allowed operations.")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), packet_name)
+        overload = getattr(packet, overload_name or "default")
+    except AttributeError:
+        raise UnsupportedOpError(
+            f"{name} is unknown to the worker's torch {torch.__version__}. Use the same torch version on both sides."
+        ) from None
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise UnsupportedOpError(f"{name} is not an operator overload.")
+    return overload
+
+
+def storage_extent(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> int:
+    """Elements that a storage needs to hold this view, from its own start. 0 for empty tensors."""
+    if 0 in size:
+        return 0
+    return offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements lie in memory without gaps or overlap, in any order of dimensions."""
+    if 0 in size:
+        return True
+    expected = 1
+    for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
+        if s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a fresh row-major tensor."""
+    stride: list[int] = []
+    running = 1
+    for n in reversed(size):
+        stride.append(running)
+        running *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def packed_stride(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides in which a tensor's values travel: its own where it is dense, else row-major."""
+    return stride if is_dense(size, stride) else contiguous_stride(size)
+
+
+def byte_count(description: Description) -> int:
+    """Bytes of the values of a strided tensor."""
+    return math.prod(description.size) * description.dtype.itemsize
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense CPU tensor, in memory order; writable, and borrowed: keep the tensor alive.
+
+    Works for every dtype, those that numpy lacks included.
+    """
+    count = tensor.numel() * tensor.element_size()
+    if count == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
+
+
+def empty_packed(description: Description, *, pin: bool = False) -> torch.Tensor:
+    """A fresh CPU tensor that receives the values of a tensor of this description."""
+    stride = packed_stride(description.size, description.stride)
+    return torch.empty_strided(description.size, stride, dtype=description.dtype, device="cpu", pin_memory=pin)

@@ -1,0 +1,1 @@
+"""Moves messages between client and worker: framing, sockets, TLS. Knows nothing of tensors or operations."""

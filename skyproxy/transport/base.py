@@ -1,0 +1,69 @@
+"""The interface that sessions and workers see: one ordered, reliable, two-way channel of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.messages import Message
+
+PayloadSink = Callable[[Message], memoryview | None]
+"""Where the payload of a message goes, so that a large one lands in its final place without a copy.
+
+It is asked for messages with exactly one buffer that is not empty, before that buffer is read (`message.buffers` is
+empty then). It returns memory that is at least as long, of which the first bytes are used, or None for fresh memory.
+"""
+
+
+class Transport(Protocol):
+    """One connection, after its handshake.
+
+    `send` may be called from any thread and keeps messages whole; `recv` belongs to one thread.
+    """
+
+    def send(self, message: Message) -> None:
+        """Hands one message to the connection.
+
+        Buffers are borrowed until the call returns. Blocks while the peer is slower than we are. A KeyboardInterrupt
+        during the wait leaves the stream whole: the message is still sent in full. Sending the last batch once more,
+        the very same object, does nothing; so a caller that was interrupted can simply repeat the call.
+
+        Raises:
+            SessionLostError: the connection is gone.
+        """
+
+    def recv(self, timeout_seconds: float | None = None) -> Message:
+        """The next message. Buffers are valid until the next call, unless the sink supplied them.
+
+        Raises:
+            TimeoutError: nothing came in time; the stream is unharmed.
+            SessionLostError: the connection is gone, with the peer's reason where it gave one.
+            ProtocolError: the peer broke the rules; the connection was closed with that reason.
+        """
+
+    def keep_alive(self) -> None:
+        """Sends a few bytes without meaning, so that no proxy on the way takes a silent connection for a dead one.
+
+        Never blocks, never raises.
+        """
+
+    def set_sink(self, sink: PayloadSink | None) -> None:
+        """Chooses where payloads land. Belongs to the thread that receives."""
+
+    def close(self, code_name: str = "done", reason: str = "") -> None:
+        """Says goodbye and ends the connection; idempotent, never raises, bounded in time."""
+
+    @property
+    def connection(self) -> Connection:
+        """The rules and figures of this connection: the last sequence, the unacked bytes, the peer's goodbye.
+
+        After a KeyboardInterrupt out of `send`, `connection.last_sequence` tells whether a batch was taken.
+        """
+        ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...

@@ -1,0 +1,228 @@
+"""Writes whole frames to a stream, one after another, from any thread, whatever Ctrl-C does.
+
+A KeyboardInterrupt can strike the main thread after any call that it makes. Nothing here may depend on two such calls
+both happening. So a frame is committed by one uninterrupted step; what is still to be written follows from the frames
+in the queue and the counts that the system calls left in them; and whoever writes next, another sender or the outbox's
+own thread, goes on from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from operator import call
+from queue import SimpleQueue
+from threading import get_ident
+
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.messages import Buffer, Message
+from skyproxy.transport.stream import Stream
+
+_MAIN_THREAD = threading.main_thread().ident
+"""The one thread that runs signal handlers."""
+
+
+class Frame:
+    """Bytes that may not be torn apart.
+
+    Attributes:
+        parts: the bytes; unchanged and alive until they were written.
+        size: how many they are.
+        counts: how many were written, a number for each write.
+        done: a lock that is held until they were written, where somebody waits for that.
+        on_written: called once they were.
+    """
+
+    __slots__ = ("counts", "done", "on_written", "parts", "size")
+
+    def __init__(self, parts: list[Buffer], size: int, on_written: Callable[[], object] | None = None) -> None:
+        self.parts = parts
+        self.size = size
+        self.counts: list[int] = []
+        self.done: threading.Lock | None = None
+        self.on_written = on_written
+
+    def rest(self) -> list[Buffer]:
+        """The bytes that were not written yet."""
+        skip = sum(self.counts)
+        parts: list[Buffer] = []
+        for part in self.parts:
+            if skip < len(part):
+                parts.append(memoryview(part)[skip:] if skip else part)
+            skip = max(skip - len(part), 0)
+        return parts
+
+
+class Outbox:
+    """The writing half of a transport.
+
+    Attributes:
+        bytes_sent: the size of all frames of messages.
+        error: what went wrong with the connection, or None.
+    """
+
+    def __init__(self, stream: Stream, connection: Connection, name: str) -> None:
+        self.bytes_sent = 0
+        self.error: OSError | None = None
+        self._stream = stream
+        self._connection = connection
+        self._name = name
+        self._frames: deque[Frame] = deque()
+        # Re-entrant, because the garbage collector can run a destructor that sends in the middle of `send`.
+        self._lock = threading.RLock()
+        self._busy = False
+        self._orders: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, frame: Frame, message: Message) -> None:
+        """Writes a frame, after those that are waiting. Blocks while the peer is slower than we are.
+
+        An interrupted call has either done nothing or leaves the frame to the outbox's thread, which writes it in full;
+        `connection` tells which.
+
+        Raises:
+            ProtocolError: the message is not allowed now.
+            OSError: the connection is gone.
+        """
+        if get_ident() == _MAIN_THREAD:
+            if self._thread is None:
+                self.start()
+            if not self._stream.interruptible:
+                frame.done = threading.Lock()
+                frame.done.acquire()
+        held: list[bool] = []
+        try:
+            # No bytecode, hence no interrupt, stands between taking the lock and knowing that we have it.
+            held.extend(map(self._lock.acquire, (True,)))
+            if self.error is not None:
+                raise self.error
+            nested = self._busy
+            try:
+                self._busy = True
+                self._commit(frame, message)
+                if not nested and frame.done is None:
+                    self._flush()
+            finally:
+                self._busy = nested
+        except OSError as exc:
+            self.fail(exc)
+            raise
+        finally:
+            if held:
+                try:
+                    # Either we were interrupted, or we may not write ourselves: the thread goes on.
+                    if self._frames and not self._busy:
+                        self._orders.put(True)
+                finally:
+                    self._lock.release()
+        if frame.done is not None and not nested:
+            frame.done.acquire()
+            if self.error is not None:
+                raise self.error
+
+    def _commit(self, frame: Frame, message: Message) -> None:
+        step = self._connection.prepare_send(message, frame.size)
+        if step is None:
+            if frame.done is not None:
+                frame.done.release()
+            return
+        self.bytes_sent += frame.size
+        note, entry = step
+        # Both at once or neither: `deque` makes these two calls without returning to the interpreter.
+        deque(map(call, (note, self._frames.append), (entry, frame)), 0)
+
+    def _flush(self) -> None:
+        frames = self._frames
+        while frames:
+            frame = frames[0]
+            if not frame.counts:
+                self._stream.write(frame.parts, frame.counts)
+            elif sum(frame.counts) < frame.size:
+                self._stream.write(frame.rest(), frame.counts)
+            else:
+                frames.popleft()
+                if frame.on_written is not None:
+                    frame.on_written()
+                if frame.done is not None:
+                    frame.done.release()
+
+    def post(self, frame: Frame) -> None:
+        """Leaves a frame of no message to the outbox's thread; never blocks."""
+        if self._thread is None:
+            self.start()
+        self._frames.append(frame)
+        self._orders.put(True)
+
+    def nudge(self) -> None:
+        """Has the outbox's thread look for what is to be written."""
+        if self._thread is None:
+            self.start()
+        self._orders.put(True)
+
+    @property
+    def waiting_frames(self) -> int:
+        """Frames that were not written in full yet."""
+        return len(self._frames)
+
+    def send_last(self, frames: list[tuple[Frame, Message | None]], timeout_seconds: float) -> bool:
+        """Writes the last frames of a connection, if the peer takes them in time.
+
+        Args:
+            frames: each with its message, or None where it has none.
+            timeout_seconds: how long all of it may take.
+
+        Returns:
+            Whether they were written.
+        """
+        if not self._lock.acquire(timeout=timeout_seconds):
+            return False
+        try:
+            if self.error is not None or self._busy:
+                return False
+            for frame, message in frames:
+                if message is None:
+                    self._frames.append(frame)
+                else:
+                    self._commit(frame, message)
+            last = frames[-1][0]
+            last.done = threading.Lock()
+            last.done.acquire()
+        finally:
+            self._lock.release()
+        self.nudge()
+        return last.done.acquire(timeout=timeout_seconds) and self.error is None
+
+    def fail(self, error: OSError) -> None:
+        """Gives up: nothing more can be written. Wakes whoever waits."""
+        self.error = self.error or error
+        while self._frames:
+            frame = self._frames.popleft()
+            if frame.done is not None:
+                frame.done.release()
+
+    def start(self) -> None:
+        """Starts the outbox's thread, if it does not run."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
+            # First the attribute: an interrupt after the start would otherwise make a second thread, and lose one.
+            self._thread = thread
+            thread.start()
+
+    def _drain(self) -> None:
+        while self._orders.get():
+            with self._lock:
+                if self.error is not None:
+                    continue
+                try:
+                    self._flush()
+                    self._stream.pump()
+                except OSError as exc:
+                    self.fail(exc)
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Ends the outbox's thread; the stream was shut down before, so it does not wait in it."""
+        thread = self._thread
+        self._orders.put(False)
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+            thread.join(timeout_seconds)

@@ -1,0 +1,139 @@
+"""Bytes over a connected TCP socket, in a form that survives Ctrl-C; `tls.py` has the same with encryption."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from skyproxy.protocol.messages import Buffer
+
+
+class Stream(Protocol):
+    """A two-way stream of bytes. One thread may read while another writes."""
+
+    interruptible: bool
+    """Whether the main thread may call `write`: a signal handler that raises then never hides how much was written."""
+
+    def write(self, parts: list[Buffer], counts: list[int]) -> None:
+        """Writes a beginning of `parts`, as much as goes at once; waits while nothing goes.
+
+        Args:
+            parts: consecutive bytes.
+            counts: gets the number of bytes that were written appended, in the same step that writes them.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+
+    def pump(self) -> None:
+        """Sends what reading has caused to be sent; belongs to the thread that writes."""
+
+    def recv_into(self, view: memoryview, timeout_seconds: float | None) -> int:
+        """Reads at least one byte, and no more than fit.
+
+        Returns:
+            How many; 0 at the end of the stream, -1 when none came in time.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+
+    def shutdown_write(self) -> None:
+        """Tells the peer that nothing more comes; never raises."""
+
+    def shutdown(self) -> None:
+        """Ends both directions and wakes threads that wait in them; never raises."""
+
+    def close(self) -> None:
+        """Gives the socket back; only after `shutdown`, when no thread uses it."""
+
+
+class PlainStream(Stream):
+    """A stream without encryption."""
+
+    interruptible = True
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.settimeout(None)
+        prepare(sock)
+        self._readable = Readable(sock)
+        self._send = sock.send
+        self._recv_into = sock.recv_into
+        self._sendmsg: Callable[[list[Buffer]], int] | None = getattr(sock, "sendmsg", None)
+
+    def write(self, parts: list[Buffer], counts: list[int]) -> None:
+        # `extend` and `map` run without returning to the interpreter, so the count is kept even when a signal handler
+        # raises right after the system call; one that raises during it means that nothing was written.
+        if len(parts) == 1 or self._sendmsg is None:
+            counts.extend(map(self._send, parts[:1]))
+        else:
+            counts.extend(map(self._sendmsg, (parts,)))
+
+    def pump(self) -> None:
+        pass
+
+    def recv_into(self, view: memoryview, timeout_seconds: float | None) -> int:
+        if timeout_seconds is not None and not self._readable.wait(timeout_seconds):
+            return -1
+        return self._recv_into(view)
+
+    def shutdown_write(self) -> None:
+        shutdown(self._socket, socket.SHUT_WR)
+
+    def shutdown(self) -> None:
+        shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Readable:
+    """Waits until a socket has something to read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        # Not select() where it can be avoided: it fails for file descriptors above 1023.
+        self._poll: Callable[[float], list[tuple[int, int]]] | None = None
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(sock, select.POLLIN)
+            self._poll = poll.poll
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it became readable (or ended) in time."""
+        timeout_seconds = max(timeout_seconds, 0.0)
+        if self._poll is not None:
+            return bool(self._poll(timeout_seconds * 1e3))
+        return bool(select.select([self._socket], [], [], timeout_seconds)[0])
+
+
+def prepare(sock: socket.socket) -> None:
+    """Sets what every socket of ours needs; unix sockets have none of it."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        # Without it, small messages wait for the peer's delayed acknowledgement: 40 ms a round trip.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def shutdown(sock: socket.socket, how: int) -> None:
+    """`sock.shutdown` that does not mind a connection that is gone already."""
+    try:
+        sock.shutdown(how)
+    except OSError:
+        pass
+
+
+def write_all(stream: Stream, data: bytes) -> None:
+    """Writes all of `data` from a thread that nothing interrupts, or before anything else was sent."""
+    counts: list[int] = []
+    while (done := sum(counts)) < len(data):
+        stream.write([memoryview(data)[done:]], counts)
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until `deadline` of `time.monotonic`, 0 when it has passed."""
+    return max(deadline - time.monotonic(), 0.0)

@@ -1,0 +1,253 @@
+"""What a client can ask of a worker beside tensor operations: one small function each, found by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.errors import ProtocolError
+from skyproxy_server.failures import PoisonedError
+
+if TYPE_CHECKING:
+    from skyproxy_server.executor import Executor
+
+CONTROLS: dict[str, Callable[..., Any]] = {}
+
+
+def _control(function: Callable[..., Any]) -> Callable[..., Any]:
+    CONTROLS[function.__name__] = function
+    return function
+
+
+def _wait_for(devices: list[dict[str, Any]]) -> None:
+    for row in devices:
+        if row["type"] == "cuda":
+            torch.cuda.synchronize(row["index"])
+
+
+@_control
+def synchronize(executor: Executor) -> None:
+    """Everything before this is done; the first failure that nobody was told of is raised."""
+    if executor.gates:
+        executor.gates.open_finished()
+    _wait_for(executor.devices)
+    if executor.unseen:
+        raise PoisonedError(executor.unseen[0])
+
+
+@_control
+def stats(executor: Executor) -> dict[str, int]:
+    """What the session holds and did."""
+    tensors = [value for value in executor.values.values() if isinstance(value, torch.Tensor)]
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return {"handles": len(executor.values) - 1, "bytes": sum(storages.values())}
+
+
+@_control
+def equal(executor: Executor, first: int, second: int) -> bool:
+    """`torch.equal` of two values."""
+    return torch.equal(executor.value(first), executor.value(second))
+
+
+@_control
+def copy_to_device(executor: Executor, slot: int, source: int, device: list[Any]) -> None:
+    """A copy of a value on another device of this worker."""
+    executor.values[slot] = executor.value(source).to(executor.device_of(device), copy=True)
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+@_control
+def manual_seed(executor: Executor, device: list[Any], seed: int) -> None:
+    """Seeds a device's default generator."""
+    with executor.random.exclusive():
+        executor.random.generator(*device).manual_seed(seed)
+
+
+@_control
+def random_state(executor: Executor, device: list[Any]) -> bytes:
+    """The state of a device's default generator."""
+    with executor.random.exclusive():
+        return bytes(executor.random.generator(*device).get_state().tolist())
+
+
+@_control
+def set_random_state(executor: Executor, device: list[Any], state: bytes) -> None:
+    """Replaces the state of a device's default generator."""
+    with executor.random.exclusive():
+        executor.random.generator(*device).set_state(_state(state))
+
+
+@_control
+def new_generator(executor: Executor, slot: int, device: list[Any]) -> None:
+    """A generator of the client's own."""
+    executor.values[slot] = torch.Generator(executor.device_of(device))
+
+
+@_control
+def seed_generator(executor: Executor, slot: int, seed: int) -> None:
+    executor.value(slot).manual_seed(seed)
+
+
+@_control
+def generator_state(executor: Executor, slot: int) -> bytes:
+    return bytes(executor.value(slot).get_state().tolist())
+
+
+@_control
+def set_generator_state(executor: Executor, slot: int, state: bytes) -> None:
+    executor.value(slot).set_state(_state(state))
+
+
+def _state(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+# --- storages --------------------------------------------------------------------------------------------------------
+
+
+@_control
+def set_storage(
+    executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]
+) -> None:
+    """`Tensor.set_` with the storage of another slot's tensor."""
+    target, base = executor.value(slot), executor.value(source)
+    target.set_(base.untyped_storage(), offset, size, stride)
+
+
+@_control
+def view_storage(
+    executor: Executor, slot: int, source: int, dtype: str, offset: int, size: list[int], stride: list[int]
+) -> None:
+    """A new tensor on the storage of another slot's tensor."""
+    base = executor.value(source)
+    fresh = torch.empty(0, dtype=getattr(torch, dtype), device=base.device)
+    executor.values[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)
+
+
+@_control
+def resize_storage(executor: Executor, slot: int, byte_count: int) -> None:
+    executor.value(slot).untyped_storage().resize_(byte_count)
+
+
+@_control
+def storage_bytes(executor: Executor, slot: int) -> int:
+    return int(executor.value(slot).untyped_storage().nbytes())
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@_control
+def memory_stats(executor: Executor, device: list[Any]) -> dict[str, int]:
+    """Bytes in use on a device. On a CPU worker: those of this session's tensors, and the machine's memory."""
+    kind, index = device
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(index)
+        return {
+            "allocated": torch.cuda.memory_allocated(index),
+            "max_allocated": torch.cuda.max_memory_allocated(index),
+            "reserved": torch.cuda.memory_reserved(index),
+            "max_reserved": torch.cuda.max_memory_reserved(index),
+            "free": free,
+            "total": total,
+        }
+    held = stats(executor)["bytes"]
+    executor.max_bytes = max(executor.max_bytes, held)
+    free, total = _host_memory()
+    return {
+        "allocated": held,
+        "max_allocated": executor.max_bytes,
+        "reserved": held,
+        "max_reserved": executor.max_bytes,
+        "free": free,
+        "total": total,
+    }
+
+
+@_control
+def memory_summary(executor: Executor, device: list[Any]) -> str:
+    kind, index = device
+    if kind == "cuda":
+        return torch.cuda.memory_summary(index)
+    row = memory_stats(executor, device)
+    return "\n".join(f"{name:<14}{value / (1 << 20):>14.1f} MiB" for name, value in row.items())
+
+
+@_control
+def reset_peak_memory(executor: Executor, device: list[Any]) -> None:
+    kind, index = device
+    executor.max_bytes = stats(executor)["bytes"]
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(index)
+
+
+@_control
+def empty_cache(executor: Executor) -> None:
+    if any(row["type"] == "cuda" for row in executor.devices):
+        torch.cuda.empty_cache()
+
+
+def _host_memory() -> tuple[int, int]:
+    """Free and total bytes of the machine's memory; zeros where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            table = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in lines)}
+        return table["MemAvailable"], table["MemTotal"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return 0, 0
+
+
+# --- events and streams ----------------------------------------------------------------------------------------------
+
+
+@_control
+def record_event(executor: Executor, slot: int, device: list[Any], timing: bool) -> None:
+    """A point in the order of execution. On CUDA a real event, on the CPU the clock."""
+    kind, index = device
+    if kind == "cuda":
+        with torch.cuda.device(index):
+            event = torch.cuda.Event(enable_timing=timing)
+            event.record()
+        executor.values[slot] = event
+    else:
+        executor.values[slot] = time.perf_counter()
+
+
+@_control
+def wait_event(executor: Executor, slot: int) -> None:
+    event = executor.value(slot)
+    if not isinstance(event, float):
+        event.synchronize()
+
+
+@_control
+def query_event(executor: Executor, slot: int) -> bool:
+    event = executor.value(slot)
+    return True if isinstance(event, float) else bool(event.query())
+
+
+@_control
+def elapsed_milliseconds(executor: Executor, start: int, end: int) -> float:
+    first, last = executor.value(start), executor.value(end)
+    if isinstance(first, float) and isinstance(last, float):
+        return (last - first) * 1e3
+    if isinstance(first, float) or isinstance(last, float):
+        raise ProtocolError("events of different devices have no common clock")
+    last.synchronize()
+    return float(first.elapsed_time(last))
+
+
+@_control
+def device_properties(executor: Executor, device: list[Any]) -> dict[str, Any]:
+    kind, index = device
+    row = next(r for r in executor.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
+    return dict(row)

@@ -1,0 +1,422 @@
+"""Runs the commands of one session, in order, on the thread that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import InferenceMismatchError, LimitExceededError, ProtocolError
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId
+from skyproxy.settings import Settings
+from skyproxy.torch_codec import Description
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.failures import Failed, PoisonedError
+from skyproxy_server.gates import Gate, Gates, storage_key
+from skyproxy_server.random_state import RandomState
+from skyproxy_server.signatures import Handler, Signature
+from skyproxy_server.transfers import Transfers
+
+_REMEMBERED_FAILURES = 100
+_CONFORMED_SHAPES = 65_536
+
+
+class Executor:
+    """The values and the op table of one session.
+
+    Attributes:
+        values: what each slot holds: a tensor, a generator, a `Failed`; slot 0 holds None.
+        devices: the worker's devices, as announced to the client.
+        random: the session's own random state.
+        unseen: failures that the client was not given as an answer yet.
+    """
+
+    def __init__(
+        self, devices: list[dict[str, Any]], send: Callable[[Message], None], transfers: Transfers, settings: Settings
+    ) -> None:
+        self.values: dict[int, Any] = {0: None}
+        self.devices = devices
+        self.random = RandomState(self)
+        self.gates = Gates()
+        self.unseen: list[Failed] = []
+        self.max_bytes = 0
+        self._on_cpu = all(row["type"] == "cpu" for row in devices)
+        self._send = send
+        self._transfers = transfers
+        self._settings = settings
+        self._signatures: dict[int, Signature] = {}
+        self._buffers: list[Buffer] = []
+        self._sequence = 0
+        self._handlers: list[Handler | None] = [None] * commands.FIRST_SIGNATURE
+        for number, handler in (
+            (commands.DEFINE, self._define),
+            (commands.EXPECT, self._expect),
+            (commands.RELEASE, self._release),
+            (commands.UPLOAD, self._upload),
+            (commands.RECEIVE, self._receive),
+            (commands.FETCH, self._fetch),
+            (commands.DESCRIBE, self._describe),
+            (commands.CALL, self._call),
+            (commands.DO, self._do),
+        ):
+            self._handlers[number] = handler
+
+    def run(self, batch: Batch) -> None:
+        """Executes a batch. Ops that fail poison their results; everything else goes on.
+
+        Raises:
+            ProtocolError: the batch is malformed; the session cannot go on.
+        """
+        stream, values, handlers = batch.stream, self.values, self._handlers
+        self._sequence = batch.sequence
+        self._buffers = list(reversed(batch.buffers))
+        position, end = 0, len(stream)
+        while position < end:
+            try:
+                if self.gates:
+                    while position < end and self.gates:
+                        position = self._run_gated(stream, position)
+                else:
+                    while position < end:
+                        position = handlers[stream[position]](values, stream, position)  # type: ignore[misc]
+                        if self.gates:
+                            break
+            except ProtocolError:
+                raise
+            except Exception as error:
+                position = self._failed(stream, position, error)
+        if self.gates:
+            self.gates.open_finished()
+        if len(values) > self._settings.max_handles:
+            raise ProtocolError(f"the session holds more than {self._settings.max_handles} values")
+
+    def _run_gated(self, stream: list[Any], position: int) -> int:
+        at = position + 2 if stream[position] == commands.EXPECT else position
+        signature = self._signatures.get(stream[at])
+        if signature is not None:
+            values = self.values
+            self.gates.pass_through(
+                [values.get(slot) for slot in signature.input_slots(stream, at)],
+                [values.get(slot) for slot in signature.written_slots(stream, at)],
+            )
+        handler = self._handlers[stream[position]]
+        assert handler is not None
+        return handler(self.values, stream, position)
+
+    def end(self) -> None:
+        """Forgets every value."""
+        self.values.clear()
+        self.gates = Gates()
+        self.random.forget()
+
+    # --- failure -----------------------------------------------------------------------------------------------------
+
+    def _failed(self, stream: list[Any], position: int, error: Exception) -> int:
+        """Poisons what the failed op should have made, marks what it should have changed; the next op's position."""
+        at = position
+        number = stream[at]
+        if number == commands.EXPECT:
+            at += 2
+            number = stream[at] if at < len(stream) else -1
+        signature = self._signatures.get(number)
+        if signature is None or at + signature.width >= len(stream):
+            known = number in commands.OPERANDS or signature is not None
+            what = "is malformed" if known else "was never defined"
+            raise ProtocolError(f"command {number} at {at} {what}: {error!r:.200}") from error
+        inputs = [self.values.get(slot, _GONE) for slot in signature.input_slots(stream, at)]
+        failed = error.failed if isinstance(error, PoisonedError) else None
+        if failed is None:
+            failed = next((value for value in inputs if isinstance(value, Failed)), None)
+        if failed is None:
+            if any(value is _GONE for value in inputs):
+                error = ProtocolError(f"{signature.name} names a value that this session does not hold")
+            failed = self.new_failure(error, signature.name, at)
+        for slot in signature.output_slots(stream, at):
+            self.values[slot] = failed
+        for slot in signature.written_slots(stream, at):
+            self.gates.mark_failed(self.values.get(slot), failed)
+        return at + 1 + signature.width
+
+    def new_failure(self, error: Exception, op: str, position: int) -> Failed:
+        """Remembers a failure and tells the client at once, while it still knows which line recorded the command."""
+        failed = Failed(error, op, self._sequence, position)
+        if len(self.unseen) < _REMEMBERED_FAILURES:
+            self.unseen.append(failed)
+        self._send(Failure(RequestId(0), failed.record))
+        return failed
+
+    def deliver(self, request: int, failed: Failed) -> None:
+        """Answers a question with this failure."""
+        failed.delivered = True
+        if failed in self.unseen:
+            self.unseen.remove(failed)
+        self.gates.delivered(failed)
+        self._send(Failure(RequestId(request), failed.record))
+
+    def _answer(self, request: int, position: int, op: str, answer: Callable[[], None]) -> None:
+        try:
+            answer()
+        except PoisonedError as error:
+            self.deliver(request, error.failed)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self.deliver(request, Failed(error, op, self._sequence, position))
+
+    def value(self, slot: int) -> Any:
+        """What a slot holds, ready to use.
+
+        Raises:
+            PoisonedError: the command that should have made or changed it failed.
+            ProtocolError: the slot holds nothing.
+        """
+        try:
+            value = self.values[slot]
+        except KeyError:
+            raise ProtocolError(f"slot {slot} holds nothing") from None
+        if isinstance(value, Failed):
+            raise PoisonedError(value)
+        if self.gates:
+            self.gates.pass_through([value], [])
+        return value
+
+    # --- built-in commands -------------------------------------------------------------------------------------------
+
+    def _define(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        number, definition = stream[position + 1], stream[position + 2]
+        if number == commands.FIRST_SIGNATURE:  # the client starts its table anew
+            del self._handlers[commands.FIRST_SIGNATURE :]
+            self._signatures.clear()
+        if number != len(self._handlers):
+            raise ProtocolError(f"signature {number} is defined out of order, expected {len(self._handlers)}")
+        if number - commands.FIRST_SIGNATURE >= self._settings.max_signatures:
+            raise ProtocolError(f"more than {self._settings.max_signatures} signatures")
+        signature = Signature(definition, on_cpu=self._on_cpu)
+        if signature.draws:
+            signature.handler = self.random.guarded(signature.handler)
+        self._signatures[number] = signature
+        self._handlers.append(signature.handler)
+        return position + 3
+
+    def _release(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        for slot in stream[position + 1]:
+            values.pop(slot, None)
+        return position + 2
+
+    def device_of(self, fields: Any) -> torch.device:
+        """A device of this worker by `[type, index]`."""
+        kind, index = fields
+        return torch.device(kind, index) if index is not None else torch.device(kind)
+
+    def _upload(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        slot, fields, device = stream[position + 1 : position + 4]
+        description = torch_codec.decode_description(fields)
+        buffer = self._buffers.pop() if self._buffers else b""
+        target = torch_codec.empty_packed(description)
+        view = torch_codec.byte_view(target)
+        if len(view) != len(buffer):
+            raise ProtocolError(f"an upload of {len(view)} bytes came with {len(buffer)}")
+        if len(view):
+            view[:] = buffer
+        place = self.device_of(device)
+        values[slot] = self._or_failure("upload", position, lambda: target if place.type == "cpu" else target.to(place))
+        return position + 4
+
+    def _receive(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        slot, fields, device, number = stream[position + 1 : position + 5]
+        description = torch_codec.decode_description(fields)
+        place = self.device_of(device)
+
+        def allocate() -> torch.Tensor:
+            transfer = self._transfers.arrival(number, torch_codec.byte_count(description))
+            staging = torch.as_strided(
+                transfer.target.view(description.dtype), description.size, description.stride
+            )
+            if place.type == "cpu":
+                self.gates.close(staging, Gate(None, transfer.finished, transfer.wait))
+                return staging
+            value = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=place)
+
+            def land() -> None:
+                transfer.wait()
+                value.copy_(staging)
+
+            self.gates.close(value, Gate(None, transfer.finished, land))
+            return value
+
+        values[slot] = self._or_failure("upload", position, allocate)
+        return position + 5
+
+    def _or_failure(self, op: str, position: int, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except ProtocolError:
+            raise
+        except Exception as error:
+            return self.new_failure(error, op, position)
+
+    def _fetch(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        request, slot, transfer = stream[position + 1 : position + 4]
+
+        def answer() -> None:
+            value = self.value(slot)
+            tensor = packed(value)
+            if not transfer:
+                self._send(Reply(request, None, (torch_codec.byte_view(tensor),)))
+                return
+            departure = self._transfers.depart(transfer, tensor)
+            if storage_key(tensor) == storage_key(value):  # no copy was made: later writers must wait
+                self.gates.close(tensor, Gate(None, departure.finished, departure.wait, blocks_reads=False))
+
+        self._answer(request, position, "fetch", answer)
+        return position + 4
+
+    def _describe(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        request, outputs, inputs = stream[position + 1 : position + 4]
+
+        def answer() -> None:
+            tensors = [self.value(slot) for slot in outputs]
+            keys = [storage_key(value) if isinstance(value, torch.Tensor) else None for value in map(values.get, inputs)]
+            rows: list[Any] = []
+            for tensor in tensors:
+                if not isinstance(tensor, torch.Tensor):
+                    rows.append([None, tensor])
+                    continue
+                key = storage_key(tensor)
+                alias = keys.index(key) if key is not None and key in keys else -1
+                rows.append([torch_codec.encode_description(torch_codec.describe(tensor)), alias])
+            self._send(Reply(request, rows))
+
+        self._answer(request, position, "describe", answer)
+        return position + 4
+
+    def _call(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        request, name, arguments = stream[position + 1 : position + 4]
+
+        def answer() -> None:
+            self._send(Reply(request, self._control(name)(self, *arguments)))
+
+        self._answer(request, position, name, answer)
+        return position + 4
+
+    def _do(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        name, arguments = stream[position + 1 : position + 3]
+        try:
+            self._control(name)(self, *arguments)
+        except ProtocolError:
+            raise
+        except PoisonedError:
+            pass  # the failure is known already
+        except Exception as error:
+            self.new_failure(error, name, position)
+        return position + 3
+
+    @staticmethod
+    def _control(name: str) -> Callable[..., Any]:
+        try:
+            return CONTROLS[name]
+        except (KeyError, TypeError):
+            raise ProtocolError(f"unknown control {name!r:.40}") from None
+
+    # --- verification ------------------------------------------------------------------------------------------------
+
+    def _expect(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        """Runs the next op and holds its outputs against what the client believes of them."""
+        expected = [torch_codec.decode_description(fields) for fields in stream[position + 1]]
+        at = position + 2
+        signature = self._signatures.get(stream[at])
+        if signature is None:
+            raise ProtocolError("EXPECT must stand before an op")
+        key = self._input_key(signature, stream, at)
+        inputs = {storage_key(t) for s in signature.input_slots(stream, at) if isinstance(t := values.get(s), torch.Tensor)}
+        handler = self._handlers[stream[at]]
+        assert handler is not None
+        following = handler(values, stream, at)
+        slots = signature.output_slots(stream, at)
+        if len(slots) != len(expected):
+            raise ProtocolError(f"{signature.name} has {len(slots)} outputs, {len(expected)} were described")
+        for slot, description in zip(slots, expected, strict=True):
+            actual = torch_codec.describe(values[slot]) if isinstance(values[slot], torch.Tensor) else None
+            if actual == description or (actual is not None and _same_but_idle_strides(actual, description)):
+                continue
+            fresh = actual is not None and storage_key(values[slot]) not in inputs
+            if fresh and actual is not None and _differs_in_strides_only(actual, description):
+                self._conform_from_now_on(stream[at], signature, key, expected)
+                values[slot] = _restrided(values[slot], description)
+                continue
+            raise InferenceMismatchError(
+                f"{signature.name} gave {actual}, but the client had inferred {description}. This is a bug of skyproxy; "
+                "please report it. Until then, compute this operation on the CPU: x.cpu()"
+            )
+        return following
+
+    def _input_key(self, signature: Signature, stream: list[Any], position: int) -> tuple[Any, ...]:
+        metadata = tuple(
+            (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            for slot in signature.input_slots(stream, position)
+            if isinstance(tensor := self.values.get(slot), torch.Tensor) and tensor.layout is torch.strided
+        )
+        return metadata, signature.inline_operands(stream, position)
+
+    def _conform_from_now_on(
+        self, number: int, signature: Signature, key: tuple[Any, ...], expected: list[Description]
+    ) -> None:
+        """From now on, this op on such inputs gives the strides that the client believes in, at the price of a copy."""
+        shapes = signature.conformed
+        if shapes is None:
+            shapes = signature.conformed = {}
+            self._handlers[number] = self._conforming(signature)
+        if len(shapes) >= _CONFORMED_SHAPES:
+            raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
+        shapes[key] = expected
+
+    def _conforming(self, signature: Signature) -> Handler:
+        inner, shapes = signature.handler, signature.conformed
+        assert shapes is not None
+
+        def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
+            expected = shapes.get(self._input_key(signature, stream, position))
+            following = inner(values, stream, position)
+            if expected is not None:
+                for slot, description in zip(signature.output_slots(stream, position), expected, strict=True):
+                    if not _same_but_idle_strides(torch_codec.describe(values[slot]), description):
+                        values[slot] = _restrided(values[slot], description)
+            return following
+
+        return handler
+
+
+_GONE = object()
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values on the CPU, in the strides in which they travel."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    size, stride = tuple(tensor.shape), tensor.stride()
+    if tensor.device.type != "cpu":
+        if not torch_codec.is_dense(size, stride):
+            tensor = tensor.contiguous()
+        return tensor.cpu()
+    return tensor if torch_codec.is_dense(size, stride) else tensor.contiguous()
+
+
+def _differs_in_strides_only(actual: Description, expected: Description) -> bool:
+    return actual._replace(stride=(), offset=0) == expected._replace(stride=(), offset=0)
+
+
+def _same_but_idle_strides(actual: Description, expected: Description) -> bool:
+    """Strides of dimensions of size one, and of empty tensors, address nothing."""
+    if actual._replace(stride=()) != expected._replace(stride=()):
+        return False
+    if 0 in actual.size:
+        return True
+    return all(n == 1 or a == e for n, a, e in zip(actual.size, actual.stride, expected.stride, strict=True))
+
+
+def _restrided(tensor: torch.Tensor, description: Description) -> torch.Tensor:
+    target = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=tensor.device)
+    return target.copy_(tensor)

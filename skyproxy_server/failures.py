@@ -1,0 +1,39 @@
+"""What is remembered of a command that failed: poison for its results, a mark on what it should have changed."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+
+class Failed:
+    """A command that failed. Stands in the slots of the values that do not exist because of it.
+
+    Attributes:
+        record: the error as it travels: "type", "message", "traceback", "op", "sequence", "position".
+        delivered: whether the client has been given this error as the answer to a question.
+    """
+
+    __slots__ = ("delivered", "record")
+
+    def __init__(self, error: BaseException, op: str, sequence: int, position: int) -> None:
+        self.delivered = False
+        self.record: dict[str, Any] = {
+            "type": type(error).__name__.removeprefix("Remote"),
+            "message": str(error) or type(error).__name__,
+            "traceback": "".join(traceback.format_exception(error)),
+            "op": op,
+            "sequence": sequence,
+            "position": position,
+        }
+
+    def __repr__(self) -> str:
+        return f"<failed {self.record['op']}: {self.record['message']:.60}>"
+
+
+class PoisonedError(Exception):
+    """Raised inside the worker where a value is asked for that a failed command should have made."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.record["message"])
+        self.failed = failed

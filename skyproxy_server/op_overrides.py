@@ -1,0 +1,107 @@
+"""Ops that PyTorch picks for an accelerator and that have no kernel on the CPU, written with ops that have one.
+
+The client cannot choose otherwise: PyTorch's C++ asks only whether a tensor is on a PrivateUse1 device. Each function
+does what PyTorch's own CPU path does, operation by operation, so that the results are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+CPU_OVERRIDES: dict[str, Callable[..., Any]] = {}
+
+
+def _override(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        CPU_OVERRIDES[name] = function
+        return function
+
+    return register
+
+
+@_override("aten::_thnn_fused_lstm_cell")
+def lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One LSTM step: gates (N, 4H) and cell (N, H) to hidden (N, H), cell (N, H) and the activated gates (N, 4H)."""
+    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = (f * cx).add_(i * g)
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+@_override("aten::_thnn_fused_lstm_cell_backward_impl")
+def lstm_cell_backward(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of the gates (N, 4H), of the cell (N, H), and of the bias (4H)."""
+    if grad_hy is None and grad_cy is None:
+        return None, None, None
+    i, f, g, o = workspace.chunk(4, 1)
+    tanh_cy = cy.tanh()
+    if grad_hy is None:
+        grad_o, grad_c = torch.zeros_like(cx), grad_cy
+    else:
+        grad_o = grad_hy * tanh_cy
+        grad_c = torch.ops.aten.tanh_backward(grad_hy * o, tanh_cy)
+        if grad_cy is not None:
+            grad_c = grad_cy + grad_c
+    assert grad_c is not None
+    grad_gates = torch.cat(
+        [
+            torch.ops.aten.sigmoid_backward(grad_c * g, i),
+            torch.ops.aten.sigmoid_backward(grad_c * cx, f),
+            torch.ops.aten.tanh_backward(grad_c * i, g),
+            torch.ops.aten.sigmoid_backward(grad_o, o),
+        ],
+        1,
+    )
+    return grad_gates, grad_c * f, grad_gates.sum(0) if has_bias else None
+
+
+@_override("aten::_thnn_fused_gru_cell")
+def gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One GRU step: gates (N, 3H) and hidden (N, H) to hidden (N, H) and a workspace (N, 5H)."""
+    ir, ii, inn = _biased(input_gates, input_bias).chunk(3, 1)
+    hr, hi, hn = _biased(hidden_gates, hidden_bias).chunk(3, 1)
+    reset = (hr + ir).sigmoid()
+    update = (hi + ii).sigmoid()
+    new = (inn + reset * hn).tanh()
+    return (hx - new) * update + new, torch.cat([reset, update, new, hx, hn], 1)
+
+
+@_override("aten::_thnn_fused_gru_cell_backward")
+def gru_cell_backward(
+    grad_hy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the input gates, the hidden gates (N, 3H), the hidden state (N, H) and the two biases (3H)."""
+    reset, update, new, hx, hn = workspace.chunk(5, 1)
+    grad_update = torch.ops.aten.sigmoid_backward(grad_hy * (hx - new), update)
+    grad_new = torch.ops.aten.tanh_backward(grad_hy - grad_hy * update, new)
+    grad_reset = torch.ops.aten.sigmoid_backward(grad_new * hn, reset)
+    grad_input = torch.cat([grad_reset, grad_update, grad_new], 1)
+    grad_hidden = torch.cat([grad_reset, grad_update, grad_new * reset], 1)
+    grad_hx = grad_hy * update
+    if not has_bias:
+        return grad_input, grad_hidden, grad_hx, None, None
+    return grad_input, grad_hidden, grad_hx, grad_input.sum(0), grad_hidden.sum(0)
+
+
+def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
+    return gates if bias is None else gates + bias
+

@@ -1,0 +1,77 @@
+"""Keeps the random numbers of one session apart from those of the others in this process.
+
+Ops without a generator argument draw from the process's default generators. Those belong to one session at a time;
+when another session's op draws, the states are exchanged first.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from skyproxy_server.executor import Executor
+    from skyproxy_server.signatures import Handler
+
+_lock = threading.RLock()
+_owner: RandomState | None = None
+
+
+class RandomState:
+    """The default generators of one session, one a device."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._states: dict[tuple[str, int], torch.Tensor] = {}
+
+    def guarded(self, handler: Handler) -> Handler:
+        """A handler that draws from this session's numbers."""
+
+        def draw(values: dict[int, Any], stream: list[Any], position: int) -> int:
+            with _lock:
+                if _owner is not self:
+                    self._take_over()
+                return handler(values, stream, position)
+
+        return draw
+
+    def _devices(self) -> list[tuple[str, int]]:
+        return [(row["type"], row["index"] or 0) for row in self._executor.devices]
+
+    def _take_over(self) -> None:
+        global _owner
+        if _owner is not None:
+            _owner._states = {key: _generator(*key).get_state() for key in _owner._devices()}
+        _owner = self
+        for key in self._devices():
+            state = self._states.get(key)
+            if state is not None:
+                _generator(*key).set_state(state)
+            else:
+                _generator(*key).manual_seed(torch.initial_seed())
+
+    def generator(self, kind: str, index: int | None) -> torch.Generator:
+        """The default generator of a device, holding this session's state. Call with `exclusive()` held."""
+        if _owner is not self:
+            self._take_over()
+        return _generator(kind, index or 0)
+
+    @staticmethod
+    def exclusive() -> threading.RLock:
+        """The lock that keeps other sessions from the default generators."""
+        return _lock
+
+    def forget(self) -> None:
+        """The session is over."""
+        global _owner
+        with _lock:
+            if _owner is self:
+                _owner = None
+
+
+def _generator(kind: str, index: int) -> torch.Generator:
+    if kind == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[index]

@@ -1,0 +1,178 @@
+"""Compiles op signatures: from a definition on the wire to a function that runs the op on slots.
+
+The function is generated from a fixed grammar: its text holds positions and names of our own making, never text from
+the client. Keyword names come from the op's schema.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol import commands
+from skyproxy_server.op_overrides import CPU_OVERRIDES
+
+Handler = Callable[[dict[int, Any], list[Any], int], int]
+"""`handler(values, stream, position)` runs the command at `position` and returns the position of the next one."""
+
+
+class Signature:
+    """One op in one form: which arguments are tensors, which are inline, which are constant.
+
+    Attributes:
+        name: "aten::add.Tensor".
+        handler: runs the op.
+        width: how many operands follow the op's number.
+        draws: whether the op takes numbers from a generator.
+        conformed: for inputs whose outputs need other strides than the kernel gives: what the client expects.
+    """
+
+    def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
+        """Raises:
+        ProtocolError: the definition is malformed.
+        UnsupportedOpError: the op is not allowed or not known.
+        """
+        try:
+            name, positional, keywords, outputs = definition
+        except (TypeError, ValueError):
+            raise ProtocolError(f"an op definition has four parts: {definition!r:.100}") from None
+        self.name: str = name
+        overload = torch_codec.find_overload(name)
+        schema = overload._schema
+        self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        self._inputs: list[tuple[int, bool]] = []
+        self._inline: list[int] = []
+        self._outputs: list[tuple[int, bool]] = []
+        self._writes: list[tuple[int, bool]] = []
+        self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
+        self._next_operand = 1
+        self.conformed: dict[Any, Any] | None = None
+        written = {
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        names = [argument.name for argument in schema.arguments]
+        if len(positional) > len(names):
+            raise ProtocolError(f"{name} takes {len(names)} arguments, not {len(positional)}")
+        parts = [self._argument(template, names[i] in written) for i, template in enumerate(positional)]
+        reserved: list[str] = []
+        for key, template in keywords.items():
+            if key not in names:
+                raise ProtocolError(f"{name} has no argument {key!r:.40}")
+            text = self._argument(template, key in written)
+            if keyword.iskeyword(key):
+                reserved.append(f"{key!r}: {text}")
+            else:
+                parts.append(f"{key}={text}")
+        if reserved:
+            parts.append("**{" + ", ".join(reserved) + "}")
+        self._constants["op"] = CPU_OVERRIDES[name] if on_cpu and name in CPU_OVERRIDES else overload._op
+        if len(outputs) != len(schema.returns):
+            raise ProtocolError(f"{name} returns {len(schema.returns)} values, not {len(outputs)}")
+        self.handler = self._compile(f"op({', '.join(parts)})", outputs)
+        self.width = self._next_operand - 1
+
+    def _operand(self) -> str:
+        text = f"L[i + {self._next_operand}]"
+        self._next_operand += 1
+        return text
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._constants)}"
+        self._constants[name] = value
+        return name
+
+    def _argument(self, template: Any, written: bool) -> str:
+        position = self._next_operand
+        if template == commands.TENSOR:
+            self._inputs.append((position, False))
+            if written:
+                self._writes.append((position, False))
+            return f"S[{self._operand()}]"
+        if template == commands.TENSORS:
+            self._inputs.append((position, True))
+            if written:
+                self._writes.append((position, True))
+            return f"[S[k] for k in {self._operand()}]"
+        if template == commands.VALUE:
+            self._inline.append(position)
+            return self._operand()
+        match template:
+            case [commands.HOST_SCALAR, str(dtype)] if dtype in torch_codec.DTYPES:
+                self._inline.append(position)
+                return f"host({self._operand()}, {self._constant(torch_codec.DTYPES[dtype])})"
+            case [commands.CONSTANT, str(tag), value]:
+                try:
+                    return self._constant(torch_codec.decode_constant(tag, value))
+                except (KeyError, ValueError, TypeError, RuntimeError) as error:
+                    raise ProtocolError(f"{self.name}: bad constant {tag!r} {value!r:.60}") from error
+        raise ProtocolError(f"{self.name}: unknown argument template {template!r:.60}")
+
+    def _compile(self, call: str, outputs: list[Any]) -> Handler:
+        lines: list[str] = []
+        several = len(outputs) > 1
+        if not several and outputs == [commands.NEW]:
+            self._outputs.append((self._next_operand, False))
+            lines.append(f"S[{self._operand()}] = {call}")
+        else:
+            lines.append(f"r = {call}")
+            for index, template in enumerate(outputs):
+                result = f"r[{index}]" if several else "r"
+                if template == commands.NEW:
+                    self._outputs.append((self._next_operand, False))
+                    lines.append(f"S[{self._operand()}] = {result}")
+                elif template == commands.NEW_LIST:
+                    self._outputs.append((self._next_operand, True))
+                    lines.append(f"keep(S, {self._operand()}, {result})")
+                elif template != commands.IGNORED:
+                    raise ProtocolError(f"{self.name}: unknown output template {template!r:.60}")
+        lines.append(f"return i + {self._next_operand}")
+        parameters = ", ".join(["S", "L", "i", *(f"{name}={name}" for name in self._constants)])
+        source = f"def handler({parameters}):\n " + "\n ".join(lines)
+        scope = dict(self._constants)
+        exec(compile(source, f"<skyproxy {self.name}>", "exec"), scope)
+        handler: Handler = scope["handler"]
+        return handler
+
+    @staticmethod
+    def _slots(places: list[tuple[int, bool]], stream: list[Any], position: int) -> Iterator[int]:
+        for offset, several in places:
+            operand = stream[position + offset]
+            if several:
+                yield from operand
+            else:
+                yield operand
+
+    def input_slots(self, stream: list[Any], position: int) -> list[int]:
+        """The slots that the op at `position` reads or writes, without None's."""
+        return [slot for slot in self._slots(self._inputs, stream, position) if slot]
+
+    def written_slots(self, stream: list[Any], position: int) -> list[int]:
+        """The slots whose tensors the op changes in place."""
+        return [slot for slot in self._slots(self._writes, stream, position) if slot]
+
+    def output_slots(self, stream: list[Any], position: int) -> list[int]:
+        """The slots that the op fills."""
+        return list(self._slots(self._outputs, stream, position))
+
+    def inline_operands(self, stream: list[Any], position: int) -> tuple[Any, ...]:
+        """The inline numbers of the op, hashable."""
+        values = (stream[position + offset] for offset in self._inline)
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+
+def _host_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def _keep(values: dict[int, Any], slots: list[int], results: Any) -> None:
+    if len(slots) != len(results):
+        raise ProtocolError(f"the op gave {len(results)} results, the client expected {len(slots)}")
+    for slot, result in zip(slots, results, strict=True):
+        values[slot] = result

@@ -1,0 +1,61 @@
+"""The import contracts in pyproject.toml cover the whole client; `make imports` then holds them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]}
+SHARED_WITH_SERVER = {"errors", "protocol", "settings", "torch_codec", "transport"}
+FACADES = {"client"}
+"""Alias modules that only hand on the public names."""
+
+
+def parts() -> set[str]:
+    """The modules and packages directly in skyproxy/."""
+    folder = ROOT / "skyproxy"
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+    return packages | {path.stem for path in folder.glob("*.py") if path.stem != "__init__"}
+
+
+def test_every_part_of_the_client_has_a_layer() -> None:
+    layers = {layer.strip("()").removeprefix("skyproxy.") for layer in CONTRACTS["layers"]["layers"]}
+    assert parts() - FACADES - layers == set()
+
+
+def test_the_server_may_not_import_what_is_not_shared() -> None:
+    forbidden = {name.removeprefix("skyproxy.") for name in CONTRACTS["server"]["forbidden_modules"]}
+    assert parts() - FACADES - SHARED_WITH_SERVER - forbidden == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("skyproxy/session/intruder.py", "import skyproxy_server", "The client imports no server"),
+        ("skyproxy/session/intruder.py", "import kopf", "The client imports no server"),
+        ("skyproxy/session/intruder.py", "import skyproxy.tensor", "Imports inside the client"),
+        ("skyproxy/protocol/intruder.py", "import skyproxy.transport", "Imports inside the client"),
+        ("skyproxy/transport/intruder.py", "import torch", "What moves messages"),
+        ("skyproxy_server/intruder.py", "import skyproxy.session", "The server imports only"),
+        ("operator/skyproxy_operator/intruder.py", "import torch", "The operator imports"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, line: str, contract: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("skyproxy", "skyproxy_server", "operator/skyproxy_operator"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
+    (tmp_path / module).write_text(line + "\n", encoding="utf-8")
+    search = "import sys; sys.path[:0] = ['.', 'operator']; "
+    lint = "from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    command = [sys.executable, "-c", search + lint]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert any(contract in row and "BROKEN" in row for row in done.stdout.splitlines()), done.stdout

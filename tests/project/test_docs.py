@@ -1,0 +1,127 @@
+"""The documentation is sound, and its checker finds what it should find."""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("check_docs", ROOT / "docs" / "check_docs.py")
+assert _spec is not None
+assert _spec.loader is not None
+check_docs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(check_docs)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A small sound documentation to break."""
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("# Read\n\n[docs](docs/index.md#two-words)\n\n`make test`\n")
+    (tmp_path / "docs/index.md").write_text("# Two words\n\n[s](reference/settings.md) [e](reference/errors.md)\n")
+    (tmp_path / "docs/reference/settings.md").write_text("| `depth` | `SKYPROXY_DEPTH` | `3` | how deep |\n")
+    (tmp_path / "docs/reference/errors.md").write_text("| `Oops` | `ValueError` | sometimes |\n")
+    (tmp_path / "Makefile").write_text("test:\n\ttrue\n")
+    return tmp_path
+
+
+@dataclass
+class Settings:
+    depth: int = 3
+
+
+def errors_module(bases: tuple[type, ...] = (ValueError,)) -> types.ModuleType:
+    module = types.ModuleType("errors")
+    module.Oops = type("Oops", bases, {"__module__": "errors"})  # type: ignore[attr-defined]
+    return module
+
+
+def found(site: Path) -> list[str]:
+    return [
+        *check_docs.check_links(site),
+        *check_docs.check_python(site),
+        *check_docs.check_make_targets(site),
+        *check_docs.check_settings(site, Settings),
+        *check_docs.check_errors(site, errors_module()),
+    ]
+
+
+def test_our_documentation_has_no_problems() -> None:
+    assert check_docs.problems(ROOT) == []
+
+
+def test_sound_documentation_has_no_problems(site: Path) -> None:
+    assert found(site) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "addition", "message"),
+    [
+        ("README.md", "[x](docs/nowhere.md)", "README.md:6: link to docs/nowhere.md, which does not exist"),
+        ("README.md", "[x](docs/index.md#three)", "no heading '#three'"),
+        ("README.md", "[x](../elsewhere)", "does not exist"),
+        ("README.md", "[x](..)", "out of the repository"),
+        ("README.md", "`make tset`", "README.md:6: the Makefile has no target 'tset'"),
+        ("README.md", "```\nmake test tset\n```", "the Makefile has no target 'tset'"),
+        ("README.md", "```python\nx = 1\nif:\n```", "README.md:8: invalid syntax"),
+        ("docs/lonely.md", "# Lonely", "docs/lonely.md: no page links to it"),
+        ("docs/reference/settings.md", "| `width` | `SKYPROXY_WIDTH` | `1` | wide |", "the code has no setting width"),
+        ("docs/reference/errors.md", "| `Ouch` | `ValueError` | never |", "the code has no error Ouch"),
+    ],
+)
+def test_a_mistake_is_found(page: str, addition: str, message: str, site: Path) -> None:
+    with (site / page).open("a") as file:
+        file.write(addition + "\n")
+    (problem,) = found(site)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nvalue = await thing()\n```",
+        "```\n[x](nowhere.md)\nmake_love = 1\n```",
+        "`[x](nowhere.md)`",
+        "[x](https://nowhere.invalid/page.md)",
+        "Please\nmake sure of it.",
+    ],
+)
+def test_what_is_no_mistake_is_left_alone(text: str, site: Path) -> None:
+    with (site / "README.md").open("a") as file:
+        file.write(text + "\n")
+    assert found(site) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("", "add: | `depth` | `SKYPROXY_DEPTH` | `3` | meaning |"),
+        ("| `depth` | `SKYPROXY_DEPTH` | `4` | how deep |", "says SKYPROXY_DEPTH and 4, the code SKYPROXY_DEPTH and 3"),
+        ("| `depth` | `DEPTH` | `3` | how deep |", "says DEPTH and 3"),
+        ("| `depth` | `SKYPROXY_DEPTH` | `3` | |", "has no meaning"),
+    ],
+)
+def test_a_settings_row_that_drifted_is_found(row: str, message: str, site: Path) -> None:
+    (site / "docs/reference/settings.md").write_text(row + "\n")
+    (problem,) = check_docs.check_settings(site, Settings)
+    assert message in problem
+
+
+def test_an_error_row_that_drifted_is_found(site: Path) -> None:
+    (problem,) = check_docs.check_errors(site, errors_module((KeyError,)))
+    assert "derives from ValueError, the code KeyError" in problem
+    (site / "docs/reference/errors.md").write_text("")
+    (problem,) = check_docs.check_errors(site, errors_module())
+    assert "no row for Oops" in problem
+
+
+def test_the_check_fails_when_there_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(check_docs, "problems", lambda root: ["page.md: wrong"])
+    assert check_docs.main() == 1
+    assert "page.md: wrong" in capsys.readouterr().out

@@ -1,0 +1,239 @@
+"""Who may say what, when and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol.connection import BULK, OPERATIONS, Connection, State
+from skyproxy.protocol.messages import (
+    CLIENT,
+    WORKER,
+    Ack,
+    Batch,
+    CancelTransfer,
+    Chunk,
+    Failure,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Reply,
+    RequestId,
+    Sequence,
+    Welcome,
+)
+
+
+def hello(kind: str = OPERATIONS) -> Hello:
+    return Hello([1], kind, "s1" if kind == BULK else "", {})
+
+
+WELCOME = Welcome(1, "s1", {}, [], {})
+BATCH = Batch(Sequence(1), [])
+SAMPLES: list[Message] = [
+    hello(),
+    WELCOME,
+    Goodbye("done", ""),
+    BATCH,
+    Ack(Sequence(0)),
+    Reply(RequestId(1), None),
+    Failure(RequestId(1), {}),
+    Chunk(1, 0, 2, (b"ab",)),
+    CancelTransfer(1, ""),
+    Ping(1),
+    Pong(1),
+]
+LEGAL = {
+    (CLIENT, OPERATIONS): {Batch, Goodbye},
+    (WORKER, OPERATIONS): {Ack, Reply, Failure, Goodbye},
+    (CLIENT, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
+    (WORKER, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
+}
+
+
+def opened(role: str, kind: str = OPERATIONS) -> Connection:
+    connection = Connection(role)
+    first, second = (
+        (connection.on_send, connection.on_receive) if role == CLIENT else (connection.on_receive, connection.on_send)
+    )
+    first(hello(kind))
+    second(WELCOME)
+    return connection
+
+
+def accepts(act: object, message: Message) -> bool:
+    try:
+        act(message)  # type: ignore[operator]
+    except ProtocolError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [OPERATIONS, BULK])
+@pytest.mark.parametrize("role", [CLIENT, WORKER])
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_legality_while_open(role: str, kind: str, message: Message) -> None:
+    other = WORKER if role == CLIENT else CLIENT
+    assert accepts(opened(role, kind).on_send, message) == (type(message) in LEGAL[role, kind])
+    assert accepts(opened(role, kind).on_receive, message) == (type(message) in LEGAL[other, kind])
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_nothing_but_the_handshake_comes_first(message: Message) -> None:
+    assert accepts(Connection(CLIENT).on_send, message) == isinstance(message, Hello | Goodbye)
+    assert accepts(Connection(WORKER).on_receive, message) == isinstance(message, Hello | Goodbye)
+    assert accepts(Connection(WORKER).on_send, message) == isinstance(message, Goodbye)
+    assert accepts(Connection(CLIENT).on_receive, message) == isinstance(message, Goodbye)
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_only_the_welcome_follows_the_hello(message: Message) -> None:
+    client, worker = Connection(CLIENT), Connection(WORKER)
+    client.on_send(hello())
+    worker.on_receive(hello())
+    assert accepts(worker.on_send, message) == isinstance(message, Welcome | Goodbye)
+    assert accepts(client.on_receive, message) == isinstance(message, Welcome | Goodbye)
+    early = Connection(CLIENT)
+    early.on_send(hello())
+    assert accepts(early.on_send, message) == isinstance(message, Goodbye)
+
+
+def test_handshake_states() -> None:
+    client = Connection(CLIENT)
+    assert client.state is State.NEW
+    client.on_send(hello(BULK))
+    assert (client.state, client.kind) == (State.GREETED, BULK)
+    client.on_receive(WELCOME)
+    assert (client.state, client.welcome) == (State.OPEN, WELCOME)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Hello([1], "other", "", {}), Hello([1], OPERATIONS, "s1", {}), Hello([1], BULK, "", {})],
+)
+def test_bad_hello(bad: Hello) -> None:
+    with pytest.raises(ProtocolError, match="Hello"):
+        Connection(WORKER).on_receive(bad)
+
+
+@pytest.mark.parametrize("bad", [Welcome(2, "s1", {}, [], {}), Welcome(1, "other", {}, [], {})])
+def test_bad_welcome(bad: Welcome) -> None:
+    client = Connection(CLIENT)
+    client.on_send(hello(BULK))
+    with pytest.raises(ProtocolError, match="Welcome"):
+        client.on_receive(bad)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+def test_batches_have_no_gaps(number: int) -> None:
+    client, worker = opened(CLIENT), opened(WORKER)
+    for sequence in (1, 2):
+        client.on_send(Batch(Sequence(sequence), []))
+        worker.on_receive(Batch(Sequence(sequence), []))
+    with pytest.raises(ProtocolError, match=f"Batch {number} "):
+        client.on_send(Batch(Sequence(number), []))
+    with pytest.raises(ProtocolError, match=f"Batch {number} came after batch 2"):
+        worker.on_receive(Batch(Sequence(number), []))
+    client.on_send(Batch(Sequence(3), []))
+    assert client.last_sequence == 3
+
+
+def test_refused_batch_changes_nothing() -> None:
+    client = opened(CLIENT)
+    client.on_send(BATCH, 10)
+    with pytest.raises(ProtocolError):
+        client.on_send(Batch(Sequence(1), []), 10)
+    assert (client.last_sequence, client.unacked_bytes) == (1, 10)
+
+
+def test_the_very_same_batch_may_be_sent_again_and_counts_once() -> None:
+    client = opened(CLIENT)
+    client.on_send(BATCH, 10)
+    assert client.prepare_send(BATCH, 10) is None
+    client.on_send(BATCH, 10)
+    assert (client.last_sequence, client.unacked_bytes) == (1, 10)
+
+
+def test_a_prepared_batch_counts_once_committed() -> None:
+    client = opened(CLIENT)
+    step = client.prepare_send(BATCH, 10)
+    assert step is not None
+    assert (client.last_sequence, client.unacked_bytes) == (0, 0)
+    commit, entry = step
+    commit(entry)
+    assert (client.last_sequence, client.unacked_bytes) == (1, 10)
+
+
+def test_acks_free_bytes() -> None:
+    client = opened(CLIENT)
+    for sequence, size in ((1, 10), (2, 20), (3, 30)):
+        client.on_send(Batch(Sequence(sequence), []), size)
+    assert client.unacked_bytes == 60
+    client.on_receive(Ack(Sequence(2)))
+    assert (client.acked_sequence, client.unacked_bytes) == (2, 30)
+    client.on_receive(Ack(Sequence(2)))
+    client.on_receive(Ack(Sequence(3)))
+    assert (client.acked_sequence, client.last_sequence, client.unacked_bytes) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("number", [1, 4, -1])
+def test_acks_neither_go_back_nor_ahead(number: int) -> None:
+    client, worker = opened(CLIENT), opened(WORKER)
+    for sequence in (1, 2, 3):
+        client.on_send(Batch(Sequence(sequence), []))
+        worker.on_receive(Batch(Sequence(sequence), []))
+    client.on_receive(Ack(Sequence(2)))
+    worker.on_send(Ack(Sequence(2)))
+    with pytest.raises(ProtocolError, match=f"Ack {number} "):
+        client.on_receive(Ack(Sequence(number)))
+    with pytest.raises(ProtocolError, match=f"Ack {number} "):
+        worker.on_send(Ack(Sequence(number)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Chunk(1, 0, 4, ()),
+        Chunk(1, 0, 4, (b"ab", b"cd")),
+        Chunk(1, -1, 4, (b"ab",)),
+        Chunk(1, 3, 4, (b"ab",)),
+    ],
+)
+def test_bad_chunk(bad: Chunk) -> None:
+    with pytest.raises(ProtocolError, match="Chunk of transfer 1"):
+        opened(WORKER, BULK).on_receive(bad)
+
+
+def test_a_payload_is_checked_before_it_is_read() -> None:
+    worker = opened(WORKER, BULK)
+    worker.check_payload(Chunk(1, 2, 4), 2)
+    with pytest.raises(ProtocolError, match="bytes 2 to 5 of 4"):
+        worker.check_payload(Chunk(1, 2, 4), 3)
+    with pytest.raises(ProtocolError, match="may not send Batch"):
+        worker.check_payload(BATCH, 3)
+
+
+def test_after_a_sent_goodbye_we_are_silent_and_still_listen() -> None:
+    client = opened(CLIENT)
+    client.on_send(BATCH)
+    client.on_send(Goodbye("done", ""))
+    with pytest.raises(ProtocolError, match="after a Goodbye"):
+        client.on_send(Batch(Sequence(2), []))
+    client.on_receive(Ack(Sequence(1)))
+
+
+def test_after_a_received_goodbye_only_goodbye_remains() -> None:
+    client = opened(CLIENT)
+    client.on_receive(Goodbye("shutdown", "upgrade"))
+    assert client.goodbye == Goodbye("shutdown", "upgrade")
+    assert not accepts(client.on_receive, Ack(Sequence(0)))
+    assert not accepts(client.on_send, BATCH)
+    assert accepts(client.on_send, Goodbye("done", ""))
+
+
+def test_goodbye_reasons_are_ours_to_keep_and_theirs_to_extend() -> None:
+    with pytest.raises(ProtocolError, match="'whatever'"):
+        opened(CLIENT).on_send(Goodbye("whatever", ""))
+    assert accepts(opened(CLIENT).on_receive, Goodbye("from-the-future", ""))
