@@ -47,7 +47,7 @@ class Settings:
     """A worker that answered nothing for this long is lost."""
     close_timeout_seconds: float = 1.0
     record_lines: bool = True
-    """Whether ops remember the user's line that recorded them."""
+    """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
 
 
 def load(environ: dict[str, str] | None = None) -> Settings:

@@ -87,6 +87,13 @@ def set_random_state(executor: Executor, device: list[Any], state: bytes) -> Non
 
 
 @_control
+def initial_seed(executor: Executor, device: list[Any]) -> int:
+    """The seed that a device's default generator was last given."""
+    with executor.random.exclusive():
+        return executor.random.generator(*device).initial_seed()
+
+
+@_control
 def new_generator(executor: Executor, slot: int, device: list[Any]) -> None:
     """A generator of the client's own."""
     executor.values[slot] = torch.Generator(executor.device_of(device))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import platform
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
-from skyproxy.protocol.messages import Ack, Batch, Goodbye, Hello
+from skyproxy.protocol.messages import Ack, Batch, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server.executor import Executor
@@ -45,6 +44,14 @@ class WorkerSession:
         self._transfers = Transfers(settings.chunk_bytes)
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executing = 0
+        self._bulk: Transport | None = None
+
+    def take_bulk(self, transport: Transport) -> bool:
+        """Whether the session had no bulk connection yet; now it has this one."""
+        if self._bulk is not None:
+            return False
+        self._bulk = transport
+        return True
 
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
@@ -57,7 +64,7 @@ class WorkerSession:
                     try:
                         message = transport.recv(_ACK_DELAY_SECONDS if unacked else None)
                     except TimeoutError:
-                        transport.send(Ack(last))  # type: ignore[arg-type]
+                        transport.send(Ack(Sequence(last)))
                         unacked = 0
                         continue
                     if isinstance(message, Batch):
@@ -69,7 +76,7 @@ class WorkerSession:
                         last = message.sequence
                         unacked += 1
                         if unacked >= _ACK_EVERY_BATCHES:
-                            transport.send(Ack(last))  # type: ignore[arg-type]
+                            transport.send(Ack(Sequence(last)))
                             unacked = 0
                     elif isinstance(message, Goodbye):
                         return
@@ -100,23 +107,83 @@ class WorkerSession:
         finally:
             self._transfers.end()
             sender.join(5.0)
+            self._transport.close("done", "the bulk connection ended")
 
     def end(self) -> None:
         """Forgets every value."""
         self._transfers.end()
         self._executor.end()
+        if self._bulk is not None:
+            self._bulk.close("done", "the session ended")
 
-    def close(self, code_name: str, reason: str) -> None:
-        """Ends the session from another thread."""
-        self._transport.close(code_name, reason)
+
+class _Operations:
+    """The operations connection of a session, as the listener runs it."""
+
+    def __init__(self, welcome: Welcome, session: WorkerSession, forget: Callable[[], None]) -> None:
+        self.welcome = welcome
+        self._session = session
+        self._forget = forget
+
+    def run(self) -> None:
+        try:
+            self._session.run()
+        finally:
+            self._forget()
+
+
+class _Bulk:
+    """The bulk connection of a session, as the listener runs it."""
+
+    def __init__(self, welcome: Welcome, session: WorkerSession, transport: Transport) -> None:
+        self.welcome = welcome
+        self._session = session
+        self._transport = transport
+
+    def run(self) -> None:
+        self._session.run_bulk(self._transport)
 
 
 class WorkerHost:
-    """All sessions of this process."""
+    """All sessions of this process; what the listener hands connections to."""
 
     def __init__(self, devices: list[dict[str, Any]], settings: Settings = SETTINGS) -> None:
         self._devices = devices
         self._settings = settings
+        self._software = software()
         self._sessions: dict[str, WorkerSession] = {}
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+
+    def open_session(self, hello: Hello, transport: Transport) -> _Operations:
+        """A new session whose operations travel on `transport`.
+
+        Raises:
+            LimitExceededError: there are too many sessions.
+        """
+        session = WorkerSession(transport, self._devices, self._settings)
+        with self._lock:
+            if len(self._sessions) >= self._settings.max_sessions:
+                raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
+            self._sessions[session.identity] = session
+        logger.info("session %s opened by %s", session.identity[:8], hello.software)
+        return _Operations(self._welcome(session), session, lambda: self._forget(session.identity))
+
+    def join_bulk(self, session_id: str, transport: Transport) -> _Bulk:
+        """Gives a session its bulk connection.
+
+        Raises:
+            LookupError: there is no such session, or it has one already.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or not session.take_bulk(transport):
+                raise LookupError("no session of this name waits for a bulk connection")
+        return _Bulk(self._welcome(session), session, transport)
+
+    def _welcome(self, session: WorkerSession) -> Welcome:
+        return Welcome(0, session.identity, self._software, self._devices, {})
+
+    def _forget(self, identity: str) -> None:
+        with self._lock:
+            self._sessions.pop(identity, None)
+        logger.info("session %s closed", identity[:8])

@@ -52,7 +52,7 @@ class Recorder:
         self.widths: dict[int, int] = {}
         self.limit = settings.max_batch_commands * 4
         self.batches = 0
-        self.commands = 0
+        self._sent_ops = 0
         self._buffers: list[Buffer] = []
         self._send = send
         self._max_in_flight = settings.max_in_flight_bytes
@@ -86,6 +86,11 @@ class Recorder:
             )
         self._top = slot
         return slot
+
+    @property
+    def ops(self) -> int:
+        """Ops recorded so far, as far as lines are recorded."""
+        return self._sent_ops + len(self.lines) // 2
 
     @property
     def handles(self) -> int:
@@ -140,6 +145,7 @@ class Recorder:
         self._buffers = []
         del self.stream[:count]
         del self.lines[:line_count]
+        self._sent_ops += line_count // 2
         self._sequence += 1
         self.free += released
 
@@ -171,6 +177,12 @@ class Recorder:
         with self._acked:
             self._ended = error
             self._acked.notify_all()
+
+    def abandon(self, error: BaseException) -> None:
+        """After a fork, in the child: fresh locks, for the old ones may be held by threads that do not exist here."""
+        self._lock = threading.RLock()
+        self._acked = threading.Condition(threading.Lock())
+        self._ended = error
 
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,10 @@ _ERRORS: dict[str, type[BaseException]] = {
 _REMEMBERED_FAILURES = 1024
 """The worker tells of a failed op at once, while its batch is still known here; the error may be raised much later."""
 
+WAIT_OBSERVERS: list[Callable[[str], None]] = []
+"""Called before every wait for an answer, with a word for what is waited for."""
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
 
 class Session:
     """One client's conversation with one worker.
@@ -65,7 +71,6 @@ class Session:
         recorder: where commands are recorded; the dispatcher writes to it directly.
         welcome: what the worker said of itself.
         round_trips: waits for an answer so far.
-        on_wait: called before every wait, with a word for what is waited for; for `debug_syncs`.
     """
 
     def __init__(
@@ -79,7 +84,6 @@ class Session:
         self.welcome = welcome
         self.settings = settings
         self.round_trips = 0
-        self.on_wait: Callable[[str], None] | None = None
         self._operations = operations
         self._bulk = bulk
         self._on_end = on_end
@@ -105,6 +109,8 @@ class Session:
             )
         ]
         self._stop = threading.Event()
+        self._process = os.getpid()
+        _sessions.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -114,6 +120,21 @@ class Session:
     def lost(self) -> SessionLostError | None:
         """Why the session is over; None while it lives."""
         return self._ended
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the session belongs to the process that this one was forked from."""
+        return self._process != os.getpid()
+
+    def abandon_in_child(self) -> None:
+        """Makes every use fail clearly after a fork. The connections stay untouched: they are the parent's."""
+        self._ended = SessionLostError(
+            "this process was forked from one with a sky session, which belongs to the parent. Move tensors to the CPU "
+            "before forking, or start processes with the 'spawn' method."
+        )
+        self.recorder.abandon(self._ended)
+        self._waiters = Waiters()
+        self._waiters.end(self._ended)
 
     @property
     def bytes_sent(self) -> int:
@@ -163,8 +184,8 @@ class Session:
     def wait(self, waiter: Waiter, purpose: str) -> Any:
         """The answer of a request, counted as a round trip."""
         self.round_trips += 1
-        if self.on_wait is not None:
-            self.on_wait(purpose)
+        for observer in WAIT_OBSERVERS:
+            observer(purpose)
         try:
             return waiter.wait()
         except SessionLostError as lost:
@@ -386,8 +407,19 @@ class Session:
 
     def close(self, reason: str = "the session was closed") -> None:
         """Ends the session; idempotent. Its tensors are gone."""
+        if self.is_foreign:
+            return
         self._closing = True
         self._end(reason)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self.settings.close_timeout_seconds)
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_sessions):
+        session.abandon_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
         return _download_sparse(tensor)
     result = handle.device.session.fetch(handle.slot, meta.description)
     return _as_preserved(result, meta)
+
+
+def start_download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Asks for a tensor's values without waiting; the function that waits for them."""
+    if type(tensor) is not RemoteTensor:
+        return tensor.cpu
+    meta: Meta = tensor._sky.meta
+    if meta.layout is not torch.strided:
+        return tensor.cpu
+    session = tensor._sky.device.session
+    waiter = session.start_fetch(tensor._sky.slot, meta.description)
+    return lambda: _as_preserved(session.fetched(waiter, meta.description), meta)
 
 
 def _as_preserved(result: torch.Tensor, meta: Meta) -> torch.Tensor:

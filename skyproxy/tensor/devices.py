@@ -106,7 +106,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
 
 
 class Devices:
-    """All `sky` devices of this process. Numbers are given once and never again."""
+    """All `sky` devices of this process, by number."""
 
     def __init__(self) -> None:
         self._devices: list[SkyDevice] = []
@@ -169,6 +169,12 @@ class Devices:
     def current(self, index: int) -> None:
         self.at(index)
         self._current = index
+
+    def forget_all(self) -> None:
+        """Numbers start anew; tensors of the old devices keep failing with the reason why their session ended."""
+        with self._lock:
+            self._devices = []
+            self._current = 0
 
     def existing(self) -> list[SkyDevice]:
         """The devices that exist by now, in order; starts nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ class _Foreign(dict[str, bool]):
 
 
 _foreign = _Foreign()
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame that is neither PyTorch's nor ours, from `frame` on outwards."""
+    while _foreign[frame.f_code.co_filename] and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 _record_lines = SETTINGS.record_lines
 
 
@@ -115,11 +125,11 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         result = args[0]
     stream = recorder.stream
     stream.extend(wire)
+    frame = _getframe(1)
     if _record_lines:
-        frame = _getframe(1)
         while _foreign[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        recorder.lines.extend((frame.f_code, frame.f_lasti))
+    recorder.lines.extend((frame.f_code, frame.f_lasti))
     if len(stream) > recorder.limit:
         recorder.flush()
     return result
@@ -343,11 +353,9 @@ def _thawed(template: Any) -> Any:
 
 def remember_line(device: SkyDevice) -> None:
     """Notes the user's line for the op that was just recorded."""
-    if not _record_lines:
-        return
     frame = _getframe(1)
-    while _foreign[frame.f_code.co_filename] and frame.f_back is not None:
-        frame = frame.f_back
+    if _record_lines:
+        frame = user_frame(frame)
     device.recorder.lines.extend((frame.f_code, frame.f_lasti))
 
 

@@ -221,7 +221,16 @@ class Outbox:
                     self.fail(exc)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Ends the outbox's thread; the stream was shut down before, so it does not wait in it."""
+        """Gives up what is unwritten and ends the outbox's thread.
+
+        Args:
+            timeout_seconds: how long to wait for each of the two; the stream was shut down, so no writer waits in it.
+        """
+        if self._lock.acquire(timeout=timeout_seconds):
+            try:
+                self.fail(ConnectionAbortedError("the connection was closed here"))
+            finally:
+                self._lock.release()
         thread = self._thread
         self._orders.put(False)
         if thread is not None and thread.ident is not None and thread is not threading.current_thread():

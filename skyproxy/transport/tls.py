@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from skyproxy.protocol.messages import Buffer
 from skyproxy.transport.stream import Readable, Stream, prepare, remaining, shutdown
@@ -58,7 +59,8 @@ class TlsStream(Stream):
         self._readable = Readable(sock)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(
+        # Any: the type stubs do not know that `read` with a buffer returns a count.
+        self._tls: Any = context.wrap_bio(
             self._incoming, self._outgoing, server_side=server_side, server_hostname=server_hostname
         )
         self._lock = threading.Lock()
@@ -129,7 +131,7 @@ class TlsStream(Stream):
         with self._lock:
             try:
                 while filled < len(view):
-                    count = self._tls.read(len(view) - filled, view[filled:])  # type: ignore[arg-type]
+                    count = self._tls.read(len(view) - filled, view[filled:])
                     if count == 0:
                         ended = True
                         break

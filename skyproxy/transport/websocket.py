@@ -1,274 +1,247 @@
-"""The transport over WebSocket: one socket, one reader, many writers."""
+"""Connecting to a worker over WebSocket."""
 
 from __future__ import annotations
 
-import os
-import threading
+import ipaddress
+import logging
+import re
+import socket
+import ssl
 import time
-from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from skyproxy.errors import ConfigurationError, ProtocolError, SessionLostError
-from skyproxy.protocol import framing
-from skyproxy.protocol.connection import Connection, State
-from skyproxy.protocol.messages import CLIENT, Buffer, Goodbye, Message
+from websockets.client import ClientProtocol
+from websockets.uri import parse_uri
+
+from skyproxy.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    ProtocolError,
+    SessionLostError,
+    VersionMismatchError,
+)
+from skyproxy.protocol.messages import CLIENT, Goodbye, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
-from skyproxy.transport import websocket_frames as ws
-from skyproxy.transport.base import PayloadSink, Transport
-from skyproxy.transport.masking import address, mask, mask_parts
-from skyproxy.transport.outbox import Frame, Outbox
-from skyproxy.transport.stream import Stream, remaining
+from skyproxy.transport.http_head import SILENT_LOGGER, read_head
+from skyproxy.transport.stream import PlainStream, Stream, remaining, write_all
 from skyproxy.transport.tls import TlsStream
+from skyproxy.transport.websocket_transport import WebSocketTransport
 
-_JOINED_BYTES = 32 << 10
-"""Frames up to this size are joined into one piece; larger buffers are not copied once more."""
-_MAX_PARTS = 64
-_KEPT_SCRATCH_BYTES = 4 << 20
-_WAITING_PONGS = 16
-_REASON_BYTES = 512
+__all__ = ["WebSocketTransport", "connect_websocket", "is_loopback"]
+
+logger = logging.getLogger("skyproxy.transport")
+
+_SECRET_NAMES = re.compile(r"token|secret|passw|auth|key|credential", re.IGNORECASE)
+_PORTS = {"ws": 80, "wss": 443}
 
 
-class WebSocketTransport(Transport):
-    """One end of a WebSocket, after its HTTP upgrade."""
+class _Address(NamedTuple):
+    host: str
+    port: int
+    secure: bool
+    url: str
+    """For the handshake."""
+    shown: str
+    """For people: without a query."""
 
-    def __init__(self, stream: Stream, role: str, settings: Settings = SETTINGS, received: bytes = b"") -> None:
-        """Args:
-        stream: the connected stream; it belongs to the transport from now on.
-        role: `CLIENT` or `WORKER`.
-        settings: limits.
-        received: what came in after the upgrade already.
-        """
-        self._connection = Connection(role)
-        self._stream = stream
-        self._settings = settings
-        self._masks = role == CLIENT
-        self._peer = "worker" if role == CLIENT else "client"
-        self._outbox = Outbox(stream, self._connection, f"skyproxy-{role}-outbox")
-        self._reader = ws.MessageReader(
-            self._connection,
-            masked=not self._masks,
-            max_frame_bytes=settings.max_frame_bytes,
-            on_control=self._on_control,
-            received=received,
+
+def connect_websocket(
+    url: str,
+    token: str,
+    hello: Hello,
+    *,
+    settings: Settings = SETTINGS,
+    ssl_context: ssl.SSLContext | None = None,
+) -> tuple[WebSocketTransport, Welcome]:
+    """Opens a connection to a worker and makes the whole handshake.
+
+    Args:
+        url: `ws://host:port` or `wss://host:port`, with a path where a gateway wants one; never with a secret.
+        token: the worker's token. It travels in a header, and nowhere else.
+        hello: what we say first.
+        settings: limits and timeouts.
+        ssl_context: trust for `wss`; by default the system's certificate authorities.
+
+    Returns:
+        The open transport and the worker's welcome.
+
+    Raises:
+        ConfigurationError: the url or the token cannot be used.
+        AuthenticationError: the worker refused the token.
+        VersionMismatchError: the worker speaks no version that we speak.
+        ConnectError: no connection came about for another reason; says which and what to do.
+    """
+    address = _parse_url(url, token)
+    _check_token(token)
+    if not address.secure and not is_loopback(address.host):
+        logger.warning(
+            "the connection to %s is not encrypted; use wss:// where the network is not yours", address.shown
         )
-        self._steps = self._reader.steps()
-        self._target: memoryview | None = None
-        # Held by whoever reads; re-entrant, for the reader itself closes a connection whose peer breaks the rules.
-        self._reading = threading.RLock()
-        self._closing = threading.Lock()
-        self._closed = False
-        self._ended: str | None = None
-        self._bytes_received = 0
-        self._scratch: list[bytearray] = []
-        if isinstance(stream, TlsStream):
-            stream.on_output = self._outbox.nudge
-        if role == CLIENT:
-            # Before the first message, so that no interrupt finds it half started.
-            self._outbox.start()
+    sock = _connect_tcp(address, settings)
+    deadline = time.monotonic() + settings.handshake_timeout_seconds
+    transport: WebSocketTransport | None = None
+    try:
+        stream = _secure(sock, address, ssl_context, deadline)
+        received = _upgrade(stream, address, token, deadline)
+        transport = WebSocketTransport(stream, CLIENT, settings, received)
+        return transport, _greet(transport, hello, address, deadline)
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        sock.close()
+        raise
 
-    # --- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
-        parts = framing.encode(message, self._settings.max_frame_bytes)
-        if self._closed or self._ended is not None:
-            raise self._lost()
-        try:
-            self._outbox.send(self._frame(parts), message)
-        except ProtocolError:
-            if self._connection.state is State.ENDED:
-                raise self._lost() from None
-            raise
-        except OSError as exc:
-            raise self._lost(exc) from exc
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine sees what is sent to `host`."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
-    def _frame(self, parts: list[Buffer]) -> Frame:
-        size = sum(map(len, parts)) if len(parts) > 1 else len(parts[0])
-        if size > _JOINED_BYTES:
-            return self._large_frame(parts, size)
-        payload = b"".join(parts) if len(parts) > 1 else parts[0]
-        return self._small_frame(ws.BINARY, payload)
 
-    def _small_frame(self, opcode: int, payload: Buffer) -> Frame:
-        size = len(payload)
-        if self._masks:
-            key = os.urandom(4)
-            data = ws.frame_header(opcode, size, key) + mask(payload, key)
+def _parse_url(url: str, token: str) -> _Address:
+    try:
+        parts: SplitResult = urlsplit(url)
+        port = parts.port
+    except ValueError as exc:
+        # Not the url itself, in any of these messages: it may hold the secret that should not be there.
+        raise ConfigurationError(f"The worker's url cannot be read ({exc}). Example: ws://127.0.0.1:8765") from None
+    if "@" in parts.netloc or (token and token in url):
+        raise ConfigurationError("The worker's url holds a secret. Give the token by itself, in SKYPROXY_TOKEN.")
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if _SECRET_NAMES.search(name):
+            raise ConfigurationError(
+                f"The worker's url has a parameter {name!r}, which looks like a secret; urls end up in logs. "
+                "Give the token by itself, in SKYPROXY_TOKEN."
+            )
+    if parts.scheme not in _PORTS or not parts.hostname:
+        raise ConfigurationError(
+            f"The worker's url has the scheme {parts.scheme!r} and the host {parts.hostname!r}. "
+            "It must begin with ws:// or wss:// and a host. Example: ws://127.0.0.1:8765"
+        )
+    bare = parts._replace(query="", fragment="")
+    return _Address(
+        host=parts.hostname,
+        port=port or _PORTS[parts.scheme],
+        secure=parts.scheme == "wss",
+        url=parts._replace(fragment="").geturl(),
+        shown=bare.geturl(),
+    )
+
+
+def _check_token(token: str) -> None:
+    if not token:
+        raise ConfigurationError("No token was given, and every worker wants one. Set SKYPROXY_TOKEN.")
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigurationError("The token has characters that a header cannot carry. Use printable ASCII, no spaces.")
+
+
+def _connect_tcp(address: _Address, settings: Settings) -> socket.socket:
+    try:
+        return socket.create_connection((address.host, address.port), timeout=settings.connect_timeout_seconds)
+    except (OSError, UnicodeError) as exc:
+        if isinstance(exc, socket.gaierror):
+            reason, hint = f"the name {address.host!r} is unknown", "Check the url, and your network or VPN."
+        elif isinstance(exc, TimeoutError):
+            reason = f"nothing answered within {settings.connect_timeout_seconds:g} s"
+            hint = "Check host and port, and firewalls in between."
+        elif isinstance(exc, ConnectionRefusedError):
+            reason = f"nothing listens on port {address.port}"
+            hint = "Start a worker there (skyproxy serve), or correct the url."
         else:
-            data = ws.frame_header(opcode, size) + payload
-        return Frame([data], len(data))
-
-    def _large_frame(self, parts: list[Buffer], size: int) -> Frame:
-        if self._masks:
-            return self._large_masked_frame(parts, size)
-        header = ws.frame_header(ws.BINARY, size)
-        total = len(header) + size
-        if len(parts) > _MAX_PARTS or threading.current_thread() is threading.main_thread():
-            # On the main thread the call can end by an interrupt before the frame is written, and the borrow with it.
-            return Frame([b"".join((header, *parts))], total)
-        return Frame([header, *parts], total)
-
-    def _large_masked_frame(self, parts: list[Buffer], size: int) -> Frame:
-        key = os.urandom(4)
-        header = ws.frame_header(ws.BINARY, size, key)
-        needed = len(header) + size + 8
-        scratch = self._scratch.pop() if self._scratch else bytearray()
-        if len(scratch) < needed:
-            scratch = bytearray(needed)
-        view = memoryview(scratch)
-        # The payload keeps its alignment, else the XOR would be several times slower.
-        large = max(range(len(parts)), key=lambda index: len(parts[index]))
-        before = len(header) + sum(map(len, parts[:large]))
-        start = (address(memoryview(parts[large])) - address(view) - before) % 8
-        end = start + len(header) + size
-        view[start : start + len(header)] = header
-        mask_parts(parts, key, view[start + len(header) : end])
-        keep: Callable[[], object] | None = None
-        if len(scratch) <= _KEPT_SCRATCH_BYTES and not self._scratch:
-            keep = partial(self._scratch.append, scratch)
-        return Frame([view[start:end]], end - start, keep)
-
-    def keep_alive(self) -> None:
-        if not self._closed and self._outbox.waiting_frames < _WAITING_PONGS:
-            self._outbox.post(self._small_frame(ws.PING, b""))
-
-    # --- receiving ---------------------------------------------------------------------------------------------------
-
-    def recv(self, timeout_seconds: float | None = None) -> Message:
-        with self._reading:
-            if self._closed or self._ended is not None:
-                raise self._lost()
-            try:
-                message = self._next_message(timeout_seconds)
-            except ProtocolError as exc:
-                self._ended = f"it broke the rules: {exc}"
-                self.close("protocol", str(exc))
-                raise
-            except OSError as exc:
-                self._ended = self._ended or _reason(exc)
-                raise self._lost(exc) from exc
-            if message is None:
-                raise TimeoutError(f"No message came within {timeout_seconds} s.")
-            if type(message) is Goodbye:
-                self._ended = "it said goodbye"
-                raise self._lost()
-            return message
-
-    def _next_message(self, timeout_seconds: float | None) -> Message | None:
-        """The next message; None when it did not come in time.
-
-        Raises:
-            OSError: the connection is gone.
-        """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        steps, receive = self._steps, self._stream.recv_into
-        target = self._target
-        while True:
-            if target is None:
-                item = next(steps, None)
-            else:
-                count = receive(target, None if deadline is None else remaining(deadline))
-                if count < 0:
-                    return None
-                if count == 0:
-                    raise ConnectionResetError("the connection was closed")
-                self._bytes_received += count
-                self._target = None
-                try:
-                    item = steps.send(count)
-                except StopIteration:
-                    item = None
-            if item is None:
-                raise ConnectionResetError(self._ended or "the connection was closed")
-            if type(item) is not memoryview:
-                return item  # type: ignore[return-value]
-            self._target = target = item
-
-    def _on_control(self, opcode: int, payload: bytes) -> None:
-        if opcode == ws.PING:
-            # Only the latest ping needs an answer; a peer that asks without listening must not fill our memory.
-            if self._outbox.waiting_frames < _WAITING_PONGS:
-                self._outbox.post(self._small_frame(ws.PONG, payload))
-        elif opcode == ws.CLOSE:
-            code = int.from_bytes(payload[:2], "big") if len(payload) >= 2 else 1005
-            text = payload[2:].decode("utf-8", "replace")
-            self._ended = f"it closed the WebSocket with code {code}" + (f" ({text})" if text else "")
-            self._outbox.post(self._small_frame(ws.CLOSE, payload[:2]))
-
-    def set_sink(self, sink: PayloadSink | None) -> None:
-        self._reader.sink = sink
-
-    # --- the end -----------------------------------------------------------------------------------------------------
-
-    def close(self, code_name: str = "done", reason: str = "") -> None:
-        if not self._closing.acquire(blocking=False):
-            return
-        self._closed = True
-        deadline = time.monotonic() + self._settings.close_timeout_seconds
-        if self._say_goodbye(code_name, reason, deadline):
-            self._stream.shutdown_write()
-            self._await_end(deadline)
-        # Wakes whoever still reads or writes; only then may the file descriptor go.
-        self._stream.shutdown()
-        self._outbox.fail(ConnectionAbortedError("closed here"))
-        patience = max(remaining(deadline), 0.2)
-        self._outbox.stop(patience)
-        if self._reading.acquire(timeout=patience):
-            try:
-                self._stream.close()
-            finally:
-                self._reading.release()
-
-    def _say_goodbye(self, code_name: str, reason: str, deadline: float) -> bool:
-        """Whether the peer was told, in time, that we leave."""
-        if self._outbox.error is not None:
-            return False
-        frames: list[tuple[Frame, Message | None]] = []
-        if self._connection.state is not State.ENDED or self._connection.goodbye is not None:
-            goodbye = Goodbye(code_name, reason[:_REASON_BYTES])
-            frames.append((self._frame(framing.encode(goodbye, self._settings.max_frame_bytes)), goodbye))
-        frames.append((self._small_frame(ws.CLOSE, (1000).to_bytes(2, "big")), None))
-        try:
-            return self._outbox.send_last(frames, remaining(deadline))
-        except (ProtocolError, ConfigurationError):
-            return False
-
-    def _await_end(self, deadline: float) -> None:
-        """Waits until the peer has closed as well: closing over unread bytes could cost it our last words."""
-        if not self._reading.acquire(timeout=remaining(deadline)):
-            return
-        try:
-            trash = memoryview(bytearray(64 << 10))
-            while self._stream.recv_into(trash, remaining(deadline)) > 0:
-                pass
-        except OSError:
-            pass
-        finally:
-            self._reading.release()
-
-    def _lost(self, error: OSError | None = None) -> SessionLostError:
-        goodbye = self._connection.goodbye
-        if goodbye is not None:
-            reason = f"it said goodbye ({goodbye.code_name})" + (f": {goodbye.reason}" if goodbye.reason else "")
-        elif self._ended is not None:
-            reason = self._ended
-        elif self._closed:
-            return SessionLostError(f"The connection to the {self._peer} was closed here.")
-        else:
-            reason = _reason(error or self._outbox.error or ConnectionResetError("the connection was closed"))
-        return SessionLostError(f"The {self._peer} is gone: {reason}")
-
-    @property
-    def connection(self) -> Connection:
-        return self._connection
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._outbox.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._bytes_received
+            reason, hint = str(exc), "Check the url and the network."
+        raise _failure(address, reason, hint) from exc
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+def _secure(sock: socket.socket, address: _Address, ssl_context: ssl.SSLContext | None, deadline: float) -> Stream:
+    if not address.secure:
+        return PlainStream(sock)
+    context = ssl_context or ssl.create_default_context()
+    try:
+        return TlsStream(sock, context, server_side=False, server_hostname=address.host, deadline=deadline)
+    except ssl.SSLCertVerificationError as exc:
+        reason = f"its certificate was not accepted ({exc.verify_message})"
+        raise _failure(
+            address, reason, "Use the name in the certificate, and trust its issuer: SSL_CERT_FILE."
+        ) from exc
+    except ssl.SSLError as exc:
+        reason = f"there is no TLS ({exc.reason or exc})"
+        raise _failure(address, reason, "If the worker does not encrypt, the url begins with ws://.") from exc
+    except OSError as exc:
+        raise _failure(address, str(exc), "Check that the url names a worker.") from exc
+
+
+def _upgrade(stream: Stream, address: _Address, token: str, deadline: float) -> bytes:
+    """Makes a WebSocket of an HTTP connection; the bytes that came behind the response."""
+    protocol = ClientProtocol(parse_uri(address.url), max_size=None, logger=SILENT_LOGGER)
+    request = protocol.connect()
+    request.headers["Authorization"] = f"Bearer {token}"
+    protocol.send_request(request)
+    try:
+        write_all(stream, b"".join(protocol.data_to_send()))
+        head, received = read_head(stream, deadline, b"HTTP/")
+    except ProtocolError as exc:
+        raise _failure(address, f"no WebSocket server is there. {exc}", "Check host and port.") from exc
+    except (OSError, EOFError) as exc:
+        hint = "Check that the url names a worker; one that uses TLS has a url that begins with wss://."
+        raise _failure(address, str(exc) or type(exc).__name__, hint) from exc
+    status = head.split(b" ", 2)[1].split(b"\r", 1)[0].decode("ascii", "replace") if b" " in head else "none"
+    if status != "101":
+        raise _refusal(address, status)
+    protocol.receive_data(head)
+    if protocol.handshake_exc is not None:
+        reason = f"its answer is not that of a WebSocket server ({protocol.handshake_exc})"
+        raise _failure(address, reason, "Check that the url names a worker.") from protocol.handshake_exc
+    return received
+
+
+def _refusal(address: _Address, status: str) -> ConnectError:
+    if status in ("401", "403"):
+        return AuthenticationError(
+            f"The worker at {address.shown} refused the token (HTTP {status}). "
+            "Set SKYPROXY_TOKEN to the token that the worker was started with."
+        )
+    known = {
+        "404": ("there is no worker at that path", "Check the url's path."),
+        "426": ("it does not speak WebSocket here", "Check the url's path."),
+        "502": ("the gateway cannot reach the worker", "See whether the worker runs."),
+        "503": ("it takes no new sessions now", "It is full or shutting down; try again or use another worker."),
+        "504": ("the gateway cannot reach the worker", "See whether the worker runs."),
+    }
+    reason, hint = known.get(status, ("it is no skyproxy worker", "Check that the url names a worker."))
+    return _failure(address, f"{reason} (HTTP {status})", hint)
+
+
+def _greet(transport: WebSocketTransport, hello: Hello, address: _Address, deadline: float) -> Welcome:
+    try:
+        transport.send(hello)
+        welcome = transport.recv(remaining(deadline))
+    except TimeoutError as exc:
+        raise _failure(address, "the worker did not answer our greeting in time", "Try again.") from exc
+    except SessionLostError as exc:
+        raise _turned_away(address, transport.connection.goodbye, exc) from exc
+    except ProtocolError as exc:
+        raise _failure(address, f"the worker broke the protocol. {exc}", "Check that both sides are skyproxy.") from exc
+    assert isinstance(welcome, Welcome), "the rules allow nothing else here"
+    return welcome
+
+
+def _turned_away(address: _Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
+    if goodbye is None:
+        return _failure(address, str(lost), "See the worker's log.")
+    text = goodbye.reason or goodbye.code_name
+    if goodbye.code_name == "version":
+        return VersionMismatchError(f"Cannot work with the worker at {address.shown}. {text}")
+    if goodbye.code_name == "bad-token":
+        return AuthenticationError(f"The worker at {address.shown} refused the token. {text}")
+    hints = {"too-many-sessions": "End another session, or use another worker.", "shutdown": "Use another worker."}
+    return _failure(address, text, hints.get(goodbye.code_name, "See the worker's log."))
+
+
+def _failure(address: _Address, reason: str, hint: str) -> ConnectError:
+    return ConnectError(f"Cannot connect to the worker at {address.shown}: {reason.rstrip('.')}. {hint}")

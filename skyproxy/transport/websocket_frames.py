@@ -52,7 +52,9 @@ class _Frame(NamedTuple):
     key: bytes
 
 
-Steps = Generator[memoryview | Message | None, int, None]
+Steps = Generator[memoryview | Message, int, None]
+Reading = Generator[memoryview | Message, int, bool]
+"""Steps that tell at their end whether the WebSocket is still open."""
 
 
 class MessageReader:
@@ -94,7 +96,6 @@ class MessageReader:
         # The data frame that is being read.
         self._frame = _Frame(True, BINARY, 0, b"")
         self._left = 0
-        self._ended = False
 
     def steps(self) -> Steps:
         """The one generator that does the reading."""
@@ -104,8 +105,7 @@ class MessageReader:
                 yield from self._fill(1)
                 continue
             if frame.opcode >= CLOSE:
-                yield from self._control(frame)
-                if self._ended:
+                if not (yield from self._control(frame)):
                     return
             elif frame.opcode == CONTINUATION:
                 raise ProtocolError("A WebSocket continuation frame came without a beginning.")
@@ -164,12 +164,12 @@ class MessageReader:
         self._start = start + header
         return _Frame(bool(first & _FINAL), opcode, size, key)
 
-    def _control(self, frame: _Frame) -> Steps:
+    def _control(self, frame: _Frame) -> Reading:
         while self._end - self._start < frame.size:
             yield from self._fill(frame.size)
         payload = self._take(frame)
-        self._ended = frame.opcode == CLOSE
         self._on_control(frame.opcode, bytes(payload))
+        return frame.opcode != CLOSE
 
     def _take(self, frame: _Frame) -> memoryview:
         """The whole payload of a frame that is in the buffer."""
@@ -184,28 +184,24 @@ class MessageReader:
         self._connection.on_receive(message, frame.size)
         return message
 
-    def _streamed(self, frame: _Frame) -> Generator[memoryview | Message | None, int, Message | None]:
-        """Reads a message that is large, fragmented, or may go to the sink; None when the peer closed before its end."""
+    def _streamed(self, frame: _Frame) -> Generator[memoryview | Message, int, Message | None]:
+        """Reads a message that is large, fragmented, or may go to the sink; None when the peer closed the WebSocket."""
         self._frame, self._left = frame, frame.size
         header = bytearray(framing.PREFIX_BYTES)
-        yield from self._read(memoryview(header))
-        if self._ended:
+        if not (yield from self._read(memoryview(header))):
             return None
         size = framing.header_size(header, self._max_frame_bytes)
         header = header + bytearray(size - len(header))
-        yield from self._read(memoryview(header)[framing.PREFIX_BYTES :])
-        if self._ended:
+        if not (yield from self._read(memoryview(header)[framing.PREFIX_BYTES :])):
             return None
         head = framing.decode_head(header, self._max_frame_bytes)
         if frame.final and head.frame_bytes != frame.size:
             raise ProtocolError(f"The message has {frame.size:,} bytes, but its parts add up to {head.frame_bytes:,}.")
         target = self._place(head)
-        yield from self._read(target)
-        if self._ended:
+        if not (yield from self._read(target)):
             return None
         while not self._frame.final:
-            yield from self._next_fragment()
-            if self._ended:
+            if not (yield from self._next_fragment()):
                 return None
             if self._left:
                 raise ProtocolError(
@@ -229,16 +225,15 @@ class MessageReader:
                 return target[:total]
         return memoryview(bytearray(total))
 
-    def _read(self, target: memoryview) -> Steps:
+    def _read(self, target: memoryview) -> Reading:
         """Fills `target` with the message's next bytes, across fragments."""
         filled = 0
         while filled < len(target):
             if not self._left:
                 if self._frame.final:
                     raise ProtocolError("The message ends in the middle.")
-                yield from self._next_fragment()
-                if self._ended:
-                    return
+                if not (yield from self._next_fragment()):
+                    return False
                 continue
             piece = target[filled : filled + min(len(target) - filled, self._left)]
             yield from self._read_piece(piece)
@@ -246,6 +241,7 @@ class MessageReader:
                 unmask(piece, rotate(self._frame.key, self._frame.size - self._left))
             self._left -= len(piece)
             filled += len(piece)
+        return True
 
     def _read_piece(self, piece: memoryview) -> Steps:
         filled = 0
@@ -260,18 +256,17 @@ class MessageReader:
                 return
             yield from self._fill(1)
 
-    def _next_fragment(self) -> Steps:
+    def _next_fragment(self) -> Reading:
         """Goes on to the message's next data frame; control frames may come in between."""
         while True:
             frame = self._next_frame()
             if frame is None:
                 yield from self._fill(1)
             elif frame.opcode >= CLOSE:
-                yield from self._control(frame)
-                if self._ended:
-                    return
+                if not (yield from self._control(frame)):
+                    return False
             elif frame.opcode != CONTINUATION:
                 raise ProtocolError("A WebSocket message begins inside another one.")
             else:
                 self._frame, self._left = frame, frame.size
-                return
+                return True

@@ -238,8 +238,7 @@ msgpack_values = st.recursive(
 def only_protocol_errors(frame: bytes) -> None:
     try:
         message = framing.decode(frame, LIMIT)
-    except ProtocolError as exc:
-        assert len(str(exc)) < 1000
+    except ProtocolError:
         return
     assert encode(message)
     for name in message.__dataclass_fields__:

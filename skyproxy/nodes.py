@@ -1,0 +1,328 @@
+"""Nodes: workers that this process is connected to, and how it comes to them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import platform
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.protocol.messages import Hello, Welcome
+from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.session.local_worker import LocalWorker
+from skyproxy.session.session import Session
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.activation import activate
+from skyproxy.tensor.devices import DEVICES, SkyDevice
+from skyproxy.transport.base import Transport
+
+logger = logging.getLogger("skyproxy")
+
+
+class DeviceInfo(NamedTuple):
+    """One row of `skyproxy.devices()`.
+
+    Attributes:
+        device: `torch.device("sky", k)`.
+        name: what the worker's driver calls it.
+        type: "cuda" or "cpu".
+        total_memory_bytes: of the device.
+        source: how the worker came to be ours.
+        alive: whether its session lives.
+    """
+
+    device: torch.device
+    name: str
+    type: str
+    total_memory_bytes: int
+    source: str
+    alive: bool
+
+
+class Node:
+    """A worker that this process is connected to.
+
+    Use it as a context manager, synchronous or not, or call `close`. Whatever still lives when the process ends is
+    closed then.
+
+    Attributes:
+        url: where the worker listens.
+        source: how the worker came to be ours, for people.
+        software: versions on the worker: "skyproxy", "python", "torch".
+    """
+
+    def __init__(self, url: str, source: str, session: Session, worker: LocalWorker | None = None) -> None:
+        self.url = url
+        self.source = source
+        self.software = dict(session.welcome.software)
+        self._session = session
+        self._worker = worker
+        self._devices = DEVICES.add(session)
+        for chosen in self._devices:
+            seed = torch.initial_seed()
+            session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
+        _nodes.append(self)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The node's devices, as `sky:k`; the preferred one first."""
+        return [chosen.torch_device for chosen in self._devices]
+
+    def device(self, name: str = "cuda") -> torch.device:
+        """The `sky:k` that stands for a device of the worker.
+
+        Args:
+            name: as the worker would say: "cuda", "cuda:1", "cpu".
+
+        Raises:
+            ConfigurationError: the worker has no such device.
+        """
+        try:
+            wanted = torch.device(name)
+        except RuntimeError as error:
+            raise ConfigurationError(f"{name!r} names no device. Use 'cuda', 'cuda:1' or 'cpu'.") from error
+        for chosen in self._devices:
+            own = chosen.worker_device
+            if own.type == wanted.type and (wanted.index or 0) == (own.index or 0):
+                return chosen.torch_device
+        has = ", ".join(str(chosen.worker_device) for chosen in self._devices)
+        raise ConfigurationError(f"this worker has no {name}; it has {has}. Use node.device({has.split(', ')[0]!r}).")
+
+    def synchronize(self) -> None:
+        """Waits until the worker has done everything that was recorded."""
+        self._session.synchronize()
+
+    async def synchronize_async(self) -> None:
+        """The same, without blocking the event loop."""
+        await asyncio.to_thread(self._session.synchronize)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker is still there."""
+        return self._session.lost is None
+
+    @property
+    def process_id(self) -> int | None:
+        """The process of an embedded worker; None for others."""
+        return self._worker.process_id if self._worker is not None else None
+
+    def close(self) -> None:
+        """Ends the session, and the worker if it is embedded. Its tensors are gone. Idempotent."""
+        if self._session.is_foreign:
+            return
+        self._session.close("the node was closed")
+        if self._worker is not None:
+            self._worker.stop()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Node:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else ", lost"
+        devices = ", ".join(f"sky:{d.index}={d.worker_device}" for d in self._devices)
+        return f"<Node {self.url} ({self.source}{state}): {devices}>"
+
+
+_nodes: list[Node] = []
+_starting = threading.RLock()
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    source: str = "skyproxy.connect",
+) -> Node:
+    """Connects to a worker and numbers its devices.
+
+    Args:
+        url: "ws://host:port" or "wss://host:port".
+        token: what the worker was started with; the variable SKYPROXY_TOKEN by default.
+        ssl_context: for "wss://"; the system's certificates by default.
+        source: how to name the origin of this connection to people.
+
+    Raises:
+        ConfigurationError: no token, or a url that cannot work.
+        ConnectError: nobody answers there, or not a worker.
+        AuthenticationError: the worker refused the token.
+        VersionMismatchError: its protocol is not ours.
+    """
+    return _connect(url, token, ssl_context, source, None)
+
+
+async def connect_async(url: str, *, token: str | None = None, ssl_context: ssl.SSLContext | None = None) -> Node:
+    """`connect`, without blocking the event loop."""
+    return await asyncio.to_thread(connect, url, token=token, ssl_context=ssl_context)
+
+
+def launch_local(device: str = "auto") -> Node:
+    """Starts one more embedded worker on this machine.
+
+    Args:
+        device: "auto" (CUDA where there is any), "cpu" or "cuda".
+
+    Raises:
+        WorkerStartError: it did not come up.
+    """
+    return _launch_local(device, "skyproxy.launch_local")
+
+
+def _launch_local(device: str, source: str) -> Node:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(f"device={device!r} is none of 'auto', 'cpu', 'cuda'.")
+    worker = LocalWorker(device, SETTINGS)
+    try:
+        return _connect(worker.url, worker.token, None, source, worker)
+    except BaseException:
+        worker.stop()
+        raise
+
+
+def _connect(
+    url: str, token: str | None, ssl_context: ssl.SSLContext | None, source: str, worker: LocalWorker | None
+) -> Node:
+    activate()
+    token = token or os.environ.get("SKYPROXY_TOKEN")
+    if not token:
+        raise ConfigurationError(
+            f"no token for {url}. Pass token=..., or set SKYPROXY_TOKEN; the worker was started with --token-file."
+        )
+    operations, welcome = _open(url, token, ssl_context, "operations", "")
+    try:
+        bulk, _ = _open(url, token, ssl_context, "bulk", welcome.session)
+    except BaseException:
+        operations.close()
+        raise
+    _check_torch(welcome)
+    node = Node(url, source, Session(operations, bulk, welcome, SETTINGS), worker)
+    logger.info("skyproxy: connected to %r", node)
+    return node
+
+
+def _open(
+    url: str, token: str, ssl_context: ssl.SSLContext | None, role: str, session: str
+) -> tuple[Transport, Welcome]:
+    from skyproxy.transport.websocket import connect_websocket
+
+    hello = Hello(list(SUPPORTED), role, session, _software())
+    return connect_websocket(url, token, hello, settings=SETTINGS, ssl_context=ssl_context)
+
+
+def _software() -> dict[str, str]:
+    try:
+        own = version("skyproxy")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"skyproxy": own, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def _check_torch(welcome: Welcome) -> None:
+    """Another torch on the worker mostly works; where it does not, the reason should be known."""
+    theirs = welcome.software.get("torch", "")
+    if theirs.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
+        logger.warning(
+            "skyproxy: the worker runs torch %s, this process torch %s. Operations that differ between them fail with "
+            "a clear error; the same version on both sides is better.",
+            theirs or "of an unknown version",
+            torch.__version__,
+        )
+
+
+def _start_default() -> None:
+    """What `sky:0` means when nobody connected anything: the environment's worker, or an embedded one."""
+    with _starting:
+        if DEVICES.existing():
+            return
+        url = os.environ.get("SKYPROXY_URL")
+        if url:
+            _connect(url, None, None, "SKYPROXY_URL", None)
+        else:
+            _launch_local("auto", "embedded worker, nothing else is configured")
+
+
+def nodes() -> list[Node]:
+    """The nodes of this process, in the order in which they were added."""
+    return list(_nodes)
+
+
+def devices() -> list[DeviceInfo]:
+    """The `sky` devices of this process, in order; starts nothing."""
+    return [
+        DeviceInfo(
+            chosen.torch_device,
+            str(chosen.row.get("name", chosen.row["type"])),
+            chosen.row["type"],
+            int(chosen.row.get("total_memory_bytes", 0)),
+            node.source,
+            node.alive,
+        )
+        for node in _nodes
+        for chosen in node._devices
+    ]
+
+
+def reset() -> None:
+    """Closes every node and forgets every device: the next use of `sky:0` starts anew. Old tensors are gone."""
+    _close_all()
+    _nodes.clear()
+    DEVICES.forget_all()
+
+
+def _close_all() -> None:
+    for node in reversed(_nodes):
+        with contextlib.suppress(SessionLostError):
+            node.close()
+
+
+def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
+    """Asks for a remote tensor's values and gives an awaitable of the CPU tensor; neither blocks.
+
+    Must be called on a running event loop.
+    """
+    from skyproxy.tensor.copies import start_download
+
+    finish = start_download(tensor)
+    return asyncio.get_running_loop().run_in_executor(None, finish)
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[str], None]) -> Iterator[None]:
+    """Calls `observer` before every wait for a worker, inside a `with` block."""
+    from skyproxy.session.session import WAIT_OBSERVERS
+
+    WAIT_OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        WAIT_OBSERVERS.remove(observer)
+
+
+def _chosen(device: Any) -> SkyDevice:
+    return DEVICES.of(device)
+
+
+DEVICES.start_default = _start_default
+atexit.register(_close_all)

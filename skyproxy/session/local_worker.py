@@ -1,0 +1,125 @@
+"""An embedded worker: a child process on this machine whose life is tied to ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO
+
+from skyproxy.errors import WorkerStartError
+from skyproxy.settings import Settings
+
+_SHOWN_OUTPUT_BYTES = 4000
+
+
+class LocalWorker:
+    """A worker process on loopback.
+
+    The token goes through the child's standard input, so it is in no process list and no environment. That pipe is
+    also its life-line: when it closes, by `stop` or because we died, the worker ends at once.
+
+    Attributes:
+        url: where it listens.
+        token: what it wants to hear.
+    """
+
+    def __init__(self, device: str, settings: Settings) -> None:
+        """Starts the process and waits until it listens.
+
+        Args:
+            device: "auto", "cpu" or "cuda".
+            settings: limits.
+
+        Raises:
+            WorkerStartError: it ended, or did not listen in time; with the end of its output.
+        """
+        self.token = secrets.token_urlsafe(32)
+        self._output: IO[bytes] = tempfile.TemporaryFile()
+        command = [sys.executable, "-P", "-m", "skyproxy_server", "--embedded"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._output,
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C in the terminal is for the client alone
+            )
+        except OSError as error:
+            raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(self.token.encode() + b"\n")
+            self._process.stdin.flush()
+            self.url = f"ws://127.0.0.1:{self._read_port(settings.worker_start_timeout_seconds)}"
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, OSError | ValueError):
+                raise WorkerStartError(self._explain()) from error
+            raise
+
+    def _read_port(self, timeout_seconds: float) -> int:
+        lines: list[bytes] = []
+        assert self._process.stdout is not None
+        stdout = self._process.stdout
+        # A thread, because only sockets can be waited for on every system.
+        reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
+        reader.start()
+        reader.join(timeout_seconds)
+        if not lines:
+            raise ValueError(f"no answer within {timeout_seconds:.0f} s")
+        return int(json.loads(lines[0])["port"])
+
+    def _explain(self) -> str:
+        status = self._process.poll()
+        how = f"ended with status {status}" if status is not None else "did not listen in time"
+        return (
+            f"the embedded worker {how}. The end of its output:\n{self.output()}\n"
+            "Try `python -m skyproxy_server --help`, or connect to another worker with skyproxy.connect(url, token=...)."
+        )
+
+    @property
+    def process_id(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def output(self) -> str:
+        """The end of what the worker wrote to its standard error."""
+        with contextlib.suppress(OSError, ValueError):
+            self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, self._output.tell() - _SHOWN_OUTPUT_BYTES))
+            return self._output.read().decode(errors="replace").strip()
+        return ""
+
+    def stop(self) -> None:
+        """Ends the process; idempotent, bounded in time."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        for end in (lambda: None, self._process.terminate, self._process.kill):
+            end()
+            try:
+                self._process.wait(2.0)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with a path to the packages where they are not installed but lie beside this one."""
+    environment = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        known = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = root + (os.pathsep + known if known else "")
+    return environment

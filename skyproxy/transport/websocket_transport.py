@@ -1,0 +1,276 @@
+"""One end of a WebSocket: one reader, many writers. `websocket.py` and the server's listener make them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from skyproxy.errors import ConfigurationError, ProtocolError, SessionLostError
+from skyproxy.protocol import framing
+from skyproxy.protocol.connection import Connection, State
+from skyproxy.protocol.messages import CLIENT, Buffer, Goodbye, Message
+from skyproxy.settings import SETTINGS, Settings
+from skyproxy.transport import websocket_frames as ws
+from skyproxy.transport.base import PayloadSink, Transport
+from skyproxy.transport.masking import address, mask, mask_parts
+from skyproxy.transport.outbox import Frame, Outbox
+from skyproxy.transport.stream import Stream, remaining
+from skyproxy.transport.tls import TlsStream
+
+_JOINED_BYTES = 32 << 10
+"""Frames up to this size are joined into one piece; larger buffers are not copied once more."""
+_MAX_PARTS = 64
+_KEPT_SCRATCH_BYTES = 4 << 20
+_WAITING_PONGS = 16
+_REASON_BYTES = 512
+
+
+class WebSocketTransport(Transport):
+    """One end of a WebSocket, after its HTTP upgrade."""
+
+    def __init__(self, stream: Stream, role: str, settings: Settings = SETTINGS, received: bytes = b"") -> None:
+        """Args:
+        stream: the connected stream; it belongs to the transport from now on.
+        role: `CLIENT` or `WORKER`.
+        settings: limits.
+        received: what came in after the upgrade already.
+        """
+        self._connection = Connection(role)
+        self._stream = stream
+        self._settings = settings
+        self._masks = role == CLIENT
+        self._peer = "worker" if role == CLIENT else "client"
+        self._outbox = Outbox(stream, self._connection, f"skyproxy-{role}-outbox")
+        self._reader = ws.MessageReader(
+            self._connection,
+            masked=not self._masks,
+            max_frame_bytes=settings.max_frame_bytes,
+            on_control=self._on_control,
+            received=received,
+        )
+        self._steps = self._reader.steps()
+        self._target: memoryview | None = None
+        # Held by whoever reads; re-entrant, for the reader itself closes a connection whose peer breaks the rules.
+        self._reading = threading.RLock()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._ended: str | None = None
+        self._bytes_received = 0
+        self._scratch: list[bytearray] = []
+        if isinstance(stream, TlsStream):
+            stream.on_output = self._outbox.nudge
+        if role == CLIENT:
+            # Before the first message, so that no interrupt finds it half started.
+            self._outbox.start()
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        parts = framing.encode(message, self._settings.max_frame_bytes)
+        if self._closed or self._ended is not None:
+            raise self._lost()
+        try:
+            self._outbox.send(self._frame(parts), message)
+        except ProtocolError:
+            if self._connection.state is State.ENDED:
+                raise self._lost() from None
+            raise
+        except OSError as exc:
+            raise self._lost(exc) from exc
+
+    def _frame(self, parts: list[Buffer]) -> Frame:
+        size = sum(map(len, parts)) if len(parts) > 1 else len(parts[0])
+        if size > _JOINED_BYTES:
+            return self._large_frame(parts, size)
+        payload = b"".join(parts) if len(parts) > 1 else parts[0]
+        return self._small_frame(ws.BINARY, payload)
+
+    def _small_frame(self, opcode: int, payload: Buffer) -> Frame:
+        size = len(payload)
+        if self._masks:
+            key = os.urandom(4)
+            data = ws.frame_header(opcode, size, key) + mask(payload, key)
+        else:
+            data = ws.frame_header(opcode, size) + payload
+        return Frame([data], len(data))
+
+    def _large_frame(self, parts: list[Buffer], size: int) -> Frame:
+        if self._masks:
+            return self._large_masked_frame(parts, size)
+        header = ws.frame_header(ws.BINARY, size)
+        total = len(header) + size
+        if len(parts) > _MAX_PARTS or threading.current_thread() is threading.main_thread():
+            # On the main thread the call can end by an interrupt before the frame is written, and the borrow with it.
+            return Frame([b"".join((header, *parts))], total)
+        return Frame([header, *parts], total)
+
+    def _large_masked_frame(self, parts: list[Buffer], size: int) -> Frame:
+        key = os.urandom(4)
+        header = ws.frame_header(ws.BINARY, size, key)
+        needed = len(header) + size + 8
+        scratch = self._scratch.pop() if self._scratch else bytearray()
+        if len(scratch) < needed:
+            scratch = bytearray(needed)
+        view = memoryview(scratch)
+        # The payload keeps its alignment, else the XOR would be several times slower.
+        large = max(range(len(parts)), key=lambda index: len(parts[index]))
+        before = len(header) + sum(map(len, parts[:large]))
+        start = (address(memoryview(parts[large])) - address(view) - before) % 8
+        end = start + len(header) + size
+        view[start : start + len(header)] = header
+        mask_parts(parts, key, view[start + len(header) : end])
+        keep: Callable[[], object] | None = None
+        if len(scratch) <= _KEPT_SCRATCH_BYTES and not self._scratch:
+            keep = partial(self._scratch.append, scratch)
+        return Frame([view[start:end]], end - start, keep)
+
+    def keep_alive(self) -> None:
+        if not self._closed and self._outbox.waiting_frames < _WAITING_PONGS:
+            self._outbox.post(self._small_frame(ws.PING, b""))
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def recv(self, timeout_seconds: float | None = None) -> Message:
+        with self._reading:
+            if self._closed or self._ended is not None:
+                raise self._lost()
+            try:
+                message = self._next_message(timeout_seconds)
+            except ProtocolError as exc:
+                self._ended = f"it broke the rules: {exc}"
+                self.close("protocol", str(exc))
+                raise
+            except OSError as exc:
+                if self._ended is None:
+                    self._ended = _reason(exc)
+                raise self._lost(exc) from exc
+            if message is None:
+                raise TimeoutError(f"No message came within {timeout_seconds} s.")
+            if type(message) is Goodbye:
+                self._ended = "it said goodbye"
+                raise self._lost()
+            return message
+
+    def _next_message(self, timeout_seconds: float | None) -> Message | None:
+        """The next message; None when it did not come in time.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        steps, receive = self._steps, self._stream.recv_into
+        target = self._target
+        while True:
+            if target is None:
+                item = next(steps, None)
+            else:
+                count = receive(target, None if deadline is None else remaining(deadline))
+                if count < 0:
+                    return None
+                if count == 0:
+                    raise ConnectionResetError("the connection was closed")
+                self._bytes_received += count
+                self._target = None
+                try:
+                    item = steps.send(count)
+                except StopIteration:
+                    item = None
+            if item is None:
+                raise ConnectionResetError(self._ended or "the connection was closed")
+            if type(item) is not memoryview:
+                return item
+            self._target = target = item
+
+    def _on_control(self, opcode: int, payload: bytes) -> None:
+        if opcode == ws.PING:
+            # Only the latest ping needs an answer; a peer that asks without listening must not fill our memory.
+            if self._outbox.waiting_frames < _WAITING_PONGS:
+                self._outbox.post(self._small_frame(ws.PONG, payload))
+        elif opcode == ws.CLOSE:
+            code = int.from_bytes(payload[:2], "big") if len(payload) >= 2 else 1005
+            text = payload[2:].decode("utf-8", "replace")
+            self._ended = f"it closed the WebSocket with code {code}" + (f" ({text})" if text else "")
+            self._outbox.post(self._small_frame(ws.CLOSE, payload[:2]))
+
+    def set_sink(self, sink: PayloadSink | None) -> None:
+        self._reader.sink = sink
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, code_name: str = "done", reason: str = "") -> None:
+        if not self._closing.acquire(blocking=False):
+            return
+        self._closed = True
+        deadline = time.monotonic() + self._settings.close_timeout_seconds
+        try:
+            if self._say_goodbye(code_name, reason, deadline):
+                self._stream.shutdown_write()
+                self._await_end(deadline)
+        finally:
+            # Wakes whoever still reads or writes; only then may the file descriptor go.
+            self._stream.shutdown()
+            patience = max(remaining(deadline), 0.2)
+            self._outbox.stop(patience)
+            if self._reading.acquire(timeout=patience):
+                try:
+                    self._stream.close()
+                finally:
+                    self._reading.release()
+
+    def _say_goodbye(self, code_name: str, reason: str, deadline: float) -> bool:
+        """Whether the peer was told, in time, that we leave."""
+        if self._outbox.error is not None:
+            return False
+        frames: list[tuple[Frame, Message | None]] = []
+        if self._connection.state is not State.ENDED or self._connection.goodbye is not None:
+            goodbye = Goodbye(code_name, reason[:_REASON_BYTES])
+            frames.append((self._frame(framing.encode(goodbye, self._settings.max_frame_bytes)), goodbye))
+        frames.append((self._small_frame(ws.CLOSE, (1000).to_bytes(2, "big")), None))
+        try:
+            return self._outbox.send_last(frames, remaining(deadline))
+        except (ProtocolError, ConfigurationError):
+            return False
+
+    def _await_end(self, deadline: float) -> None:
+        """Waits until the peer has closed as well: closing over unread bytes could cost it our last words."""
+        if not self._reading.acquire(timeout=remaining(deadline)):
+            return
+        try:
+            trash = memoryview(bytearray(64 << 10))
+            while self._stream.recv_into(trash, remaining(deadline)) > 0:
+                pass
+        except OSError:
+            pass
+        finally:
+            self._reading.release()
+
+    def _lost(self, error: OSError | None = None) -> SessionLostError:
+        goodbye = self._connection.goodbye
+        if goodbye is not None:
+            reason = f"it said goodbye ({goodbye.code_name})" + (f": {goodbye.reason}" if goodbye.reason else "")
+        elif self._ended is not None:
+            reason = self._ended
+        elif self._closed:
+            return SessionLostError(f"The connection to the {self._peer} was closed here.")
+        else:
+            reason = _reason(error or self._outbox.error or ConnectionResetError("the connection was closed"))
+        return SessionLostError(f"The {self._peer} is gone: {reason}")
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._outbox.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._bytes_received
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

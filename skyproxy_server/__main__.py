@@ -1,0 +1,186 @@
+"""`python -m skyproxy_server`: runs a worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import ssl
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.settings import SETTINGS
+from skyproxy_server import auth
+from skyproxy_server.inventory import CHOICES, inventory
+from skyproxy_server.listener import Listener, SessionHost, serve
+
+logger = logging.getLogger("skyproxy.server")
+
+_EPILOG = """\
+The token comes from --token-file, or from SKYPROXY_TOKEN, or with --embedded from the first line of standard input;
+without any of these a new one is made and written to a file whose name is printed. It is never an argument, for the
+arguments of a process are visible to everyone on the machine.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The worker's arguments."""
+    result = argparse.ArgumentParser(
+        prog="skyproxy_server",
+        description="Run a skyproxy worker: it holds the tensors and executes the operations of its clients.",
+        epilog=_EPILOG,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = result.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=_port, default=8765, help="port to listen on; 0 takes a free one")
+    add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
+    add("--token-file", type=Path, metavar="PATH", help="file with the token that clients must know")
+    add("--tls-cert", type=Path, metavar="PATH", help="certificate chain (PEM); with it clients use wss://")
+    add("--tls-key", type=Path, metavar="PATH", help="private key of the certificate (PEM)")
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen for other machines without TLS; for a worker behind a gateway where TLS ends",
+    )
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may connect; repeatable")
+    add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
+    add(
+        "--embedded",
+        action="store_true",
+        help="be the child of a client: token from stdin, port to stdout as JSON, exit when stdin ends",
+    )
+    return result
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use a number from 0 to 65535")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a worker until it is told to end.
+
+    Args:
+        argv: the arguments, by default those of the process.
+
+    Returns:
+        The exit status: 0 after an orderly end, 2 where the configuration cannot work.
+    """
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    made: Path | None = None
+    try:
+        stop = _stop_event(arguments.embedded)
+        token, made = _token(arguments)
+        listener = serve(
+            arguments.host,
+            arguments.port,
+            token,
+            _session_host(arguments.device),
+            _ssl_context(arguments.tls_cert, arguments.tls_key),
+            _announce if arguments.embedded else None,
+            insecure=arguments.insecure,
+            allowed_origins=arguments.allow_origin,
+        )
+        _wait(listener, stop, arguments.drain_seconds)
+    except ConfigurationError as exc:
+        print(f"skyproxy_server: {exc}", file=sys.stderr)
+        return 2
+    finally:
+        if made is not None:
+            made.unlink(missing_ok=True)
+    return 0
+
+
+def _stop_event(embedded: bool) -> threading.Event:
+    """An event that SIGTERM and SIGINT set; from now on neither kills us halfway."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # Ctrl-C in a terminal goes to every process in it. The embedded worker must survive it: the user means the client.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if embedded else lambda *_: stop.set())
+    return stop
+
+
+def _token(arguments: argparse.Namespace) -> tuple[str, Path | None]:
+    """The token, and the file that was made for it if one was."""
+    if arguments.token_file is not None:
+        return auth.token_from_file(arguments.token_file), None
+    if arguments.embedded:
+        token = auth.token_from_stream(sys.stdin.buffer)
+        threading.Thread(target=_end_with_parent, name="skyproxy-parent", daemon=True).start()
+        return token, None
+    # Taken out of the environment: processes that are started here have no use for it.
+    given = auth.token_from_environment(os.environ)
+    os.environ.pop(auth.TOKEN_VARIABLE, None)
+    if given is not None:
+        return given, None
+    token, path = auth.new_token_file()
+    print(f"A new token was made. Clients find it in: {path}", file=sys.stderr, flush=True)
+    return token, path
+
+
+def _end_with_parent() -> None:
+    """Ends the process when standard input ends: whoever started us is gone, and our tensors belong to nobody."""
+    try:
+        while sys.stdin.buffer.readline(4096):
+            pass
+    except (OSError, ValueError):
+        pass
+    # At once, whatever other threads are doing.
+    os._exit(0)
+
+
+def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None and key is None:
+        return None
+    if certificate is None:
+        raise ConfigurationError("--tls-key was given without --tls-cert. Give both, or a --tls-cert that holds both.")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as exc:
+        raise ConfigurationError(f"The certificate {certificate} cannot be used: {exc.strerror or exc}.") from exc
+    return context
+
+
+def _session_host(device: str) -> SessionHost:
+    devices = inventory(device)
+    # Late: it loads torch, and a wrong argument should not wait for that.
+    from skyproxy_server.worker_session import WorkerHost
+
+    logger.info("devices: %s", ", ".join(_named(row) for row in devices))
+    host: SessionHost = WorkerHost(devices=devices, settings=SETTINGS)
+    return host
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['type']}:{row['index']} ({row['name']})"
+
+
+def _announce(port: int) -> None:
+    print(json.dumps({"port": port}), flush=True)
+
+
+def _wait(listener: Listener, stop: threading.Event, drain_seconds: float) -> None:
+    # In slices, for on Windows a signal does not end a wait.
+    while not stop.wait(1.0):
+        pass
+    logger.info("shutting down")
+    listener.close(drain_seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

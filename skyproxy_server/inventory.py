@@ -1,0 +1,79 @@
+"""Which devices this worker offers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+
+CHOICES = ("auto", "cuda", "cpu")
+
+
+def inventory(choice: str) -> list[dict[str, Any]]:
+    """The devices of this machine, the preferred one first.
+
+    Args:
+        choice: "cpu", "cuda", or "auto" for CUDA devices, if there are any, followed by the CPU.
+
+    Returns:
+        A row a device: "type", "index", "name", "total_memory_bytes"; for CUDA also "compute_capability",
+        "multiprocessors", and "uuid" where torch tells it; for the CPU "threads".
+
+    Raises:
+        ConfigurationError: the choice is none, or CUDA was asked for and is not to be had.
+    """
+    if choice not in CHOICES:
+        raise ConfigurationError(f"No device choice {choice!r}. Use one of: {', '.join(CHOICES)}.")
+    import torch  # late: `--help` and a wrong argument must not wait for it
+
+    rows: list[dict[str, Any]] = []
+    if choice != "cpu":
+        rows += [_cuda_row(torch, index) for index in range(torch.cuda.device_count())]
+        if choice == "cuda" and not rows:
+            reason = (
+                "this torch was built without CUDA"
+                if torch.version.cuda is None and torch.version.hip is None
+                else "torch sees no CUDA device"
+            )
+            raise ConfigurationError(
+                f"--device cuda was asked for, but {reason} (torch {torch.__version__}). "
+                "Check nvidia-smi and the installed torch, or use --device auto."
+            )
+    if choice != "cuda":
+        rows.append(_cpu_row(torch))
+    return rows
+
+
+def _cuda_row(torch: Any, index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    row = {
+        "type": "cuda",
+        "index": index,
+        "name": properties.name,
+        "total_memory_bytes": properties.total_memory,
+        "compute_capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
+    }
+    if hasattr(properties, "uuid"):
+        row["uuid"] = str(properties.uuid)
+    return row
+
+
+def _cpu_row(torch: Any) -> dict[str, Any]:
+    return {
+        "type": "cpu",
+        "index": 0,
+        "name": platform.processor() or platform.machine() or "cpu",
+        "total_memory_bytes": _host_memory_bytes(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _host_memory_bytes() -> int:
+    """The machine's memory; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

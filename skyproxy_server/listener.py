@@ -1,0 +1,333 @@
+"""Listens, and brings each connection to the point where a session can use it. One thread a connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from skyproxy.errors import (
+    ConfigurationError,
+    LimitExceededError,
+    ProtocolError,
+    SessionLostError,
+    VersionMismatchError,
+)
+from skyproxy.protocol.connection import OPERATIONS
+from skyproxy.protocol.messages import WORKER, Hello, Welcome
+from skyproxy.protocol.versions import choose_version
+from skyproxy.settings import SETTINGS, Settings
+from skyproxy.transport.base import Transport
+from skyproxy.transport.stream import PlainStream, Stream, remaining
+from skyproxy.transport.tls import TlsStream
+from skyproxy.transport.websocket import is_loopback
+from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server.auth import TokenCheck
+from skyproxy_server.upgrade import Upgrader
+
+logger = logging.getLogger("skyproxy.server")
+
+_BACKLOG = 128
+_SPARE_CONNECTIONS = 16
+"""Beyond `max_connections`, so that a full worker still answers health questions and says that it is full."""
+
+
+class Served(Protocol):
+    """What the host makes of an accepted connection."""
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the client is told; the listener fills in the version."""
+
+    def run(self) -> None:
+        """Uses the connection, on the calling thread, until it ends. The listener closes the transport afterwards."""
+
+
+class SessionHost(Protocol):
+    """The sessions of this worker, as the listener sees them. Both calls come from the connection's own thread."""
+
+    def open_session(self, hello: Hello, transport: Transport) -> Served:
+        """A new session whose operations travel on `transport`.
+
+        Raises:
+            LimitExceededError: there are too many sessions.
+        """
+
+    def join_bulk(self, session_id: str, transport: Transport) -> Served:
+        """Gives a session its bulk connection.
+
+        Raises:
+            LookupError: there is no such session.
+        """
+
+
+class Listener:
+    """A listening port and its connections; `serve` makes one."""
+
+    def __init__(
+        self,
+        listening: Sequence[socket.socket],
+        token: str,
+        host: SessionHost,
+        *,
+        ssl_context: ssl.SSLContext | None,
+        allowed_origins: Sequence[str],
+        settings: Settings,
+    ) -> None:
+        self._listening = listening
+        self._host = host
+        self._ssl_context = ssl_context
+        self._settings = settings
+        self._stopping = threading.Event()
+        self._upgrader = Upgrader(
+            TokenCheck(token), allowed_origins, is_ready=self._is_ready, pause=self._stopping.wait
+        )
+        self._draining = False
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._transports: set[WebSocketTransport] = set()
+        self._sockets: set[socket.socket] = set()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._acceptor = threading.Thread(target=self._accept, name="skyproxy-listener", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def port(self) -> int:
+        """The port that we listen on."""
+        port: int = self._listening[0].getsockname()[1]
+        return port
+
+    @property
+    def connections(self) -> int:
+        """Connections that are past their handshake."""
+        return len(self._transports)
+
+    def _is_ready(self) -> bool:
+        return not self._draining and len(self._transports) < self._settings.max_connections
+
+    # --- accepting ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for listening in (*self._listening, self._wake_read):
+                selector.register(listening, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                for key, _ in selector.select():
+                    if key.fileobj is not self._wake_read:
+                        self._accept_one(key.fileobj)  # type: ignore[arg-type]
+
+    def _accept_one(self, listening: socket.socket) -> None:
+        try:
+            sock, peer = listening.accept()
+        except OSError as exc:  # the client left again, or we are out of descriptors
+            logger.warning("a connection could not be accepted: %s", exc)
+            self._stopping.wait(0.05)
+            return
+        with self._lock:
+            full = len(self._threads) >= self._settings.max_connections + _SPARE_CONNECTIONS
+            if not full:
+                thread = threading.Thread(
+                    target=self._serve, args=(sock, f"{peer[0]}:{peer[1]}"), name="skyproxy-connection", daemon=True
+                )
+                self._threads.add(thread)
+                self._sockets.add(sock)
+        if full:
+            logger.warning("a connection from %s was dropped: there are too many", peer[0])
+            sock.close()
+        else:
+            thread.start()
+
+    # --- one connection ----------------------------------------------------------------------------------------------
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        deadline = time.monotonic() + self._settings.handshake_timeout_seconds
+        try:
+            stream = self._stream(sock, deadline)
+            received = self._upgrader.upgrade(stream, peer, deadline)
+            if received is None:
+                return
+            transport = WebSocketTransport(stream, WORKER, self._settings, received)
+            with self._lock:
+                self._transports.add(transport)
+            try:
+                self._greet(transport, peer, deadline)
+            finally:
+                transport.close()
+                with self._lock:
+                    self._transports.discard(transport)
+        except (SessionLostError, TimeoutError, EOFError, OSError) as exc:
+            logger.debug("the connection from %s ended early: %s", peer, exc)
+        except ProtocolError as exc:
+            logger.warning("the connection from %s was closed: %s", peer, exc)
+        except Exception:
+            logger.exception("the connection from %s ended by an internal error", peer)
+        finally:
+            sock.close()
+            with self._lock:
+                self._sockets.discard(sock)
+                self._threads.discard(threading.current_thread())
+
+    def _stream(self, sock: socket.socket, deadline: float) -> Stream:
+        if self._ssl_context is None:
+            return PlainStream(sock)
+        return TlsStream(sock, self._ssl_context, server_side=True, server_hostname=None, deadline=deadline)
+
+    def _greet(self, transport: WebSocketTransport, peer: str, deadline: float) -> None:
+        hello = transport.recv(remaining(deadline))
+        assert isinstance(hello, Hello), "the rules allow nothing else here"
+        try:
+            version = choose_version(hello.versions)
+            if self._draining:
+                transport.close("shutdown", "The worker is shutting down.")
+                return
+            if hello.role == OPERATIONS:
+                served = self._host.open_session(hello, transport)
+            else:
+                served = self._host.join_bulk(hello.session, transport)
+        except VersionMismatchError as exc:
+            transport.close("version", str(exc))
+        except LimitExceededError as exc:
+            transport.close("too-many-sessions", str(exc))
+        except LookupError:
+            transport.close("no-such-session", "The worker has no such session; it may have ended.")
+        else:
+            welcome = dataclasses.replace(served.welcome, version=version)
+            logger.info("%s connected (%s of session %s)", peer, hello.role, welcome.session[:8])
+            # `run` even when the welcome cannot be sent any more: it is where the session ends properly.
+            try:
+                transport.send(welcome)
+            except SessionLostError as exc:
+                logger.debug("%s left before its welcome: %s", peer, exc)
+            served.run()
+            logger.info("%s disconnected (%s of session %s)", peer, hello.role, welcome.session[:8])
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Stops taking sessions, lets those that run end for a while, and ends the others. Idempotent.
+
+        Args:
+            drain_seconds: how long sessions may go on; health questions are answered meanwhile, and new sessions not.
+        """
+        self._draining = True
+        deadline = time.monotonic() + drain_seconds
+        while self._transports and time.monotonic() < deadline:
+            self._stopping.wait(0.05)
+        self._stopping.set()
+        self._wake_write.send(b"x")
+        self._acceptor.join()
+        for sock in self._listening:
+            sock.close()
+        with self._lock:
+            transports, threads = list(self._transports), list(self._threads)
+        # All at once: each takes up to its timeout when the peer does not answer.
+        closers = [
+            threading.Thread(target=item.close, args=("shutdown", "The worker is shutting down."), daemon=True)
+            for item in transports
+        ]
+        for closer in closers:
+            closer.start()
+        deadline = time.monotonic() + 2 * self._settings.close_timeout_seconds
+        for closer in closers:
+            closer.join(remaining(deadline))
+        with self._lock:
+            for sock in self._sockets:
+                # Those still in their handshake.
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+        for thread in threads:
+            thread.join(remaining(deadline))
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def serve(
+    host: str,
+    port: int,
+    token: str,
+    session_host: SessionHost,
+    ssl_context: ssl.SSLContext | None = None,
+    on_ready: Callable[[int], None] | None = None,
+    *,
+    insecure: bool = False,
+    allowed_origins: Sequence[str] = (),
+    settings: Settings = SETTINGS,
+) -> Listener:
+    """Starts to listen; the work happens on the listener's threads.
+
+    Args:
+        host: the address to listen on; a name may stand for several.
+        port: the port, 0 for a free one.
+        token: what clients must know.
+        session_host: makes sessions of connections.
+        ssl_context: the certificate; without one the connections are not encrypted.
+        on_ready: is told the port once connections are accepted.
+        insecure: allows unencrypted connections from other machines.
+        allowed_origins: web pages that may connect; without, no browser may.
+        settings: limits and timeouts.
+
+    Raises:
+        ConfigurationError: other machines could connect without encryption, or the address cannot be used.
+    """
+    if ssl_context is None and not insecure and not is_loopback(host):
+        raise ConfigurationError(
+            f"Listening on {host or 'all addresses'} without TLS would send the token and all tensors over the network "
+            "in clear. Give --tls-cert and --tls-key; or --insecure, if TLS ends in front of this worker."
+        )
+    listening = _bind(host, port)
+    listener = Listener(
+        listening, token, session_host, ssl_context=ssl_context, allowed_origins=allowed_origins, settings=settings
+    )
+    logger.info("listening on %s port %d", host, listener.port)
+    if on_ready is not None:
+        on_ready(listener.port)
+    return listener
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets on those addresses of `host` that are to be had, at least one, and all on the same port."""
+    sockets: list[socket.socket] = []
+    problem: OSError | None = None
+    try:
+        rows = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        rows, problem = [], exc
+    for family, _, _, _, address in sorted(set(rows)):
+        actual = sockets[0].getsockname()[1] if sockets else port
+        try:
+            sockets.append(_listen(family, (address[0], actual, *address[2:])))
+        except OSError as exc:
+            problem = exc
+    if not sockets:
+        reason = "the name is unknown" if problem is None else problem.strerror or problem
+        raise ConfigurationError(
+            f"Cannot listen on {host or 'all addresses'} port {port}: {reason}. "
+            "Use another --port (0 for a free one) or --host."
+        ) from problem
+    return sockets
+
+
+def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # On Windows this option would let others take the same port.
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,109 @@
+"""From a fresh connection to a WebSocket: health answers, the token, the upgrade. One request a connection."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from websockets.http11 import Request
+from websockets.server import ServerProtocol
+from websockets.typing import Origin
+
+from skyproxy.errors import ProtocolError
+from skyproxy.transport.http_head import SILENT_LOGGER, read_head
+from skyproxy.transport.stream import Stream, remaining, write_all
+from skyproxy_server.auth import TokenCheck
+from skyproxy_server.health import answer, http_response
+
+logger = logging.getLogger("skyproxy.server")
+
+_REFUSAL_SECONDS = 0.3
+"""How long a wrong token waits for its answer: guessing stays slow, and a connection is not held for long."""
+_LINGER_SECONDS = 1.0
+
+
+class Upgrader:
+    """Decides what becomes of a connection's first and only HTTP request."""
+
+    def __init__(
+        self,
+        token: TokenCheck,
+        allowed_origins: Sequence[str],
+        *,
+        is_ready: Callable[[], bool],
+        pause: Callable[[float], object],
+    ) -> None:
+        """Args:
+        token: who may connect.
+        allowed_origins: the web pages that may.
+        is_ready: whether new sessions are taken.
+        pause: waits that many seconds, or less when the listener ends.
+        """
+        self._token = token
+        # None stands for a request without Origin, that is, one that no browser makes.
+        self._origins: list[Origin | None] = [None, *map(Origin, allowed_origins)]
+        self._is_ready = is_ready
+        self._pause = pause
+
+    def upgrade(self, stream: Stream, peer: str, deadline: float) -> bytes | None:
+        """Reads the request and answers it.
+
+        Args:
+            stream: the fresh stream.
+            peer: who it is, for the log.
+            deadline: when the request must be there, in the time of `time.monotonic`.
+
+        Returns:
+            What came in behind the request when it is a WebSocket now, None when the connection is over.
+
+        Raises:
+            TimeoutError, EOFError, OSError: the request did not come.
+        """
+        try:
+            head, received = read_head(stream, deadline, b"GET ")
+        except ProtocolError as exc:
+            logger.warning("%s: %s", peer, exc)
+            _end(stream, http_response(HTTPStatus.BAD_REQUEST, "this is a skyproxy worker"), deadline)
+            return None
+        protocol = ServerProtocol(origins=self._origins, max_size=None, logger=SILENT_LOGGER)
+        protocol.receive_data(head)
+        request = next((event for event in protocol.events_received() if isinstance(event, Request)), None)
+        if request is None:
+            logger.warning("%s: malformed HTTP request", peer)
+            _end(stream, http_response(HTTPStatus.BAD_REQUEST, "malformed request"), deadline)
+            return None
+        response = answer(request.path, ready=self._is_ready()) or self._refusal(request, peer)
+        if response is not None:
+            _end(stream, response, deadline)
+            return None
+        accepted = protocol.accept(request)
+        protocol.send_response(accepted)
+        data = b"".join(protocol.data_to_send())
+        if accepted.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            logger.warning("%s: not a WebSocket request (HTTP %d)", peer, accepted.status_code)
+            _end(stream, data, deadline)
+            return None
+        write_all(stream, data)
+        return received
+
+    def _refusal(self, request: Request, peer: str) -> bytes | None:
+        if not self._token.accepts(request.headers.get_all("Authorization")):
+            logger.warning("%s was refused: no token or a wrong one", peer)
+            self._pause(_REFUSAL_SECONDS)
+            return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
+        if not self._is_ready():
+            logger.warning("%s was refused: no new sessions", peer)
+            return http_response(HTTPStatus.SERVICE_UNAVAILABLE, "not taking sessions")
+        return None
+
+
+def _end(stream: Stream, response: bytes, deadline: float) -> None:
+    """Answers and waits a little for the client to read it: closing over unread bytes would take it back."""
+    write_all(stream, response)
+    stream.shutdown_write()
+    trash = memoryview(bytearray(4096))
+    for _ in range(64):
+        if stream.recv_into(trash, min(_LINGER_SECONDS, remaining(deadline))) <= 0:
+            break
+    stream.shutdown()
