@@ -1,47 +1,25 @@
-"""Fixtures for all tests: remote devices without a second process.
+"""Fixtures for all tests: two workers, each in a process of its own, as users have them.
 
-Most tests run against workers on threads of this process, joined by the in-memory transport: the real session, the
-real frames and the real executor, and a debugger that sees both ends. `tests/integration` uses real processes.
+Not threads of this process: a worker draws from its process's default generator, and would draw from ours.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 
-def add_memory_worker() -> list[int]:
-    """Starts a worker on threads of this process; the numbers of its `sky` devices."""
-    from skyproxy.protocol.messages import Welcome
-    from skyproxy.session.session import Session
-    from skyproxy.settings import SETTINGS
-    from skyproxy.tensor.devices import DEVICES
-    from skyproxy.transport.memory import memory_transport_pair
-    from skyproxy_server.worker_session import WorkerSession
-
-    client_end, worker_end = memory_transport_pair()
-    client_bulk, worker_bulk = memory_transport_pair(kind="bulk")
-    rows = [{"type": "cpu", "index": 0, "name": "CPU"}]
-    worker = WorkerSession(worker_end, rows, SETTINGS)
-    threading.Thread(target=worker.run, name="worker", daemon=True).start()
-    threading.Thread(target=worker.run_bulk, args=(worker_bulk,), name="worker-bulk", daemon=True).start()
-    welcome = Welcome(1, worker.identity, {"torch": "in-process"}, rows, {})
-    session = Session(client_end, client_bulk, welcome, SETTINGS)
-    return [device.index for device in DEVICES.add(session)]
-
-
 @pytest.fixture(scope="session")
 def sky_devices() -> Iterator[tuple[str, str]]:
     """Two devices on two workers: "sky:0" and "sky:1"."""
-    from skyproxy.tensor.activation import activate
+    import skyproxy
     from skyproxy.tensor.devices import DEVICES
 
-    activate()
     while len(DEVICES.existing()) < 2:
-        add_memory_worker()
+        skyproxy.launch_local("cpu")
     yield "sky:0", "sky:1"
+    skyproxy.reset()
 
 
 @pytest.fixture

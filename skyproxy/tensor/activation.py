@@ -18,7 +18,9 @@ def activate() -> None:
     with _lock:
         if _active:
             return
-        from skyproxy.tensor import copies, device_module, registration  # noqa: F401  (copies registers special ops)
+        # Each module that is only imported fills the table of special ops.
+        from skyproxy.tensor import attention, copies, device_module, registration  # noqa: F401
 
         registration.register(device_module.MODULE)
+        attention.install(registration.library())
         _active = True

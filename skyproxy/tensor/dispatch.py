@@ -96,7 +96,7 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
                     return record(plan, func, args, kwargs or {})
                 key.append(kind)
                 wire.append(a if a is not None or how == SCALAR else 0)
-            elif how == FIXED and kind is bool:
+            elif how == FIXED and (kind is bool or a is None):
                 key.append(a)
             else:
                 return record(plan, func, args, kwargs or {})
@@ -207,16 +207,19 @@ class Call:
             self.wire.append(a.handle_on(self.device).slot)
             return "t"
         if a is None and how == TENSOR:
-            self.key.append(None)
+            self.key.append(kind)
             self.wire.append(0)
             return "t"
+        if how == FIXED and (kind is bool or a is None):
+            self.key.append(a)
+            return ("c", "", a)
         if how == FIXED or kind in _FIXED_TYPES or how == GENERATOR:
             constant = self._constant(a)
             self.key.append(("c", _frozen(constant)))
             return ("c", *_frozen(constant))
         if how == NUMBER:
             value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
-            self.key.append(tuple((type(item), item) for item in value) if type(value) is list else value)
+            self.key.append(tuple(value) if type(value) is list else value)
             self.wire.append(value)
             return "v"
         if isinstance(a, list | tuple):

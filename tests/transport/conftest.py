@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
+from skyproxy.protocol.connection import OPERATIONS
 from skyproxy.protocol.messages import CLIENT, WORKER, Hello, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream, Stream
@@ -37,12 +37,75 @@ def tcp_pair(buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1 and localhost, and its key."""
-    trustme = pytest.importorskip("trustme")
-    folder = tmp_path_factory.mktemp("tls")
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", "localhost")
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    issued.private_key_and_cert_chain_pem.write_to_path(folder / "server.pem")
-    return folder / "ca.pem", folder / "server.pem"
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="session")
+def tls_contexts(authority: trustme.CA) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A client's context that trusts a server's, and that server's."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return client, server
+
+
+def tls_streams(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], client: socket.socket, server: socket.socket
+) -> tuple[Stream, Stream]:
+    """Both ends of a TLS connection over connected sockets."""
+    deadline = time.monotonic() + 10
+    made: list[Stream] = []
+
+    def accept() -> None:
+        made.append(TlsStream(server, contexts[1], server_side=True, server_hostname=None, deadline=deadline))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    mine = TlsStream(client, contexts[0], server_side=False, server_hostname="127.0.0.1", deadline=deadline)
+    thread.join(10)
+    return mine, made[0]
+
+
+@pytest.fixture
+def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
+    """Makes joined transports that are past their handshake, and closes them in the end."""
+    made: list[WebSocketTransport] = []
+
+    def make(
+        kind: str = OPERATIONS,
+        *,
+        tls: bool = False,
+        settings: Settings = FAST,
+        handshake: bool = True,
+        buffer_bytes: int = 0,
+    ) -> Pair:
+        sockets = tcp_pair(buffer_bytes)
+        streams: tuple[Stream, Stream]
+        if tls:
+            streams = tls_streams(request.getfixturevalue("tls_contexts"), *sockets)
+        else:
+            streams = PlainStream(sockets[0]), PlainStream(sockets[1])
+        client = WebSocketTransport(streams[0], CLIENT, settings)
+        worker = WebSocketTransport(streams[1], WORKER, settings)
+        made.extend((client, worker))
+        if handshake:
+            client.send(Hello([1], kind, "" if kind == OPERATIONS else "s", {}))
+            worker.recv(5)
+            worker.send(Welcome(1, "s", {}, [], {}))
+            client.recv(5)
+        return client, worker
+
+    yield make
+    threads = [threading.Thread(target=item.close) for item in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def tls(request: pytest.FixtureRequest) -> bool:
+    chosen: bool = request.param
+    return chosen

@@ -1,0 +1,77 @@
+"""Scaled dot-product attention: the kernel that the worker's own PyTorch would choose, as one op.
+
+For a device like ours PyTorch would choose the math form: a dozen ops, and other roundings than the fused kernel that
+local PyTorch takes. So the choice is made here as the worker would make it, and the fused op is called by its name;
+its backward follows from PyTorch's own derivative formulas.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.metadata import Meta
+from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+aten = torch.ops.aten
+_MATH = 0
+_FLASH = 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _cpu_choice(
+    query: Meta, key: Meta, value: Meta, mask: Meta | None, mask_grad: bool, dropout: float, causal: bool, gqa: bool
+) -> int:
+    """What PyTorch chooses for CPU tensors that look like these. Their memory is never touched."""
+    q, k, v, m = (
+        None if meta is None else torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+        for meta in (query, key, value, mask)
+    )
+    if m is not None and mask_grad:
+        m.requires_grad_()
+    return int(torch._fused_sdp_choice(q, k, v, m, dropout, causal, enable_gqa=gqa))
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` for remote tensors; see there for shapes."""
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    plain = torch._C._functorch.maybe_current_level() is None and all(type(t) is RemoteTensor for t in tensors)
+    if plain and query._sky.device.place[0] == "cpu":  # type: ignore[attr-defined]
+        looks = [t._sky.meta for t in tensors] + [None] * (4 - len(tensors))  # type: ignore[attr-defined]
+        needs = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        if _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa) == _FLASH:
+            result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+            )[0]
+            return result
+    result = aten._scaled_dot_product_attention_math.default(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return result
+
+
+@implements("aten::scaled_dot_product_attention")
+def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """In inference mode the op arrives here undivided."""
+    return attention(*args, **kwargs)
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts our choice in the place of PyTorch's."""
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")

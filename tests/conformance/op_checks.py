@@ -1,0 +1,197 @@
+"""Holds one entry of PyTorch's operator database against the local CPU, sample by sample."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.conformance.twins import Twins, tree_differences
+
+SEED = 7
+UNDEFINED_VALUES = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
+"""Ops whose results hold whatever the memory held: only their metadata can be compared."""
+
+
+class Tally:
+    """What was found on one entry.
+
+    Attributes:
+        ran: checks that were made: samples, gradients and variants that work on the local CPU.
+        problems: one line for each that differs, or fails on the device only.
+    """
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.problems: list[str] = []
+
+    def check(self, what: str, on_cpu: Callable[[], Any], on_device: Callable[[], Any], *, values: bool) -> Any:
+        """Runs the same on both sides; what fails on the local CPU is not held against the device.
+
+        Returns:
+            Both results, or None where there is no pair.
+        """
+        try:
+            torch.manual_seed(SEED)
+            torch.sky.synchronize()
+            expected = on_cpu()
+        except Exception:
+            return None
+        self.ran += 1
+        try:
+            torch.manual_seed(SEED)
+            result = on_device()
+            differences = tree_differences(result, expected, values=values)
+            torch.sky.synchronize()
+        except Exception as error:
+            text = " ".join(str(error).split())
+            self.problems.append(f"{what}: {type(error).__name__}: {text[:300]}")
+            _settle()
+            return None
+        self.problems += [f"{what}: {difference}" for difference in differences]
+        return result, expected
+
+
+def _settle() -> None:
+    """Takes errors that are still under way, so that the next sample starts clean."""
+    for _ in range(20):
+        try:
+            torch.sky.synchronize()
+        except Exception:
+            continue
+        return
+
+
+def check_op(
+    op: Any, dtype: torch.dtype, device: str, *, limit: int | None = None, gradients: bool = True, variants: bool = True
+) -> Tally:
+    """Compares forward, gradients, in-place and out= forms of an entry.
+
+    Args:
+        limit: samples to take; None takes all.
+        gradients: whether to compare gradients, for dtypes that have them.
+        variants: whether to compare in-place and out= forms.
+    """
+    tally = Tally()
+    differentiable = gradients and op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    differentiable = differentiable and op.supports_dtype(dtype, "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, sample in enumerate(itertools.islice(_samples(op, dtype, differentiable), limit)):
+            _check_sample(tally, op, sample, device, f"sample {number}", differentiable)
+            if variants:
+                _check_inplace(tally, op, sample, device, f"in-place, sample {number}", differentiable)
+                _check_out(tally, op, sample, device, f"out=, sample {number}")
+    return tally
+
+
+def _samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
+    torch.manual_seed(SEED)
+    return iter(list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad)))
+
+
+def _arguments(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arguments = twins.of((sample.input, *sample.args), requires_grad=requires_grad)
+    return arguments, twins.of(dict(sample.kwargs), requires_grad=requires_grad)
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _check_sample(tally: Tally, op: Any, sample: Any, device: str, what: str, differentiable: bool) -> None:
+    inputs: list[Any] = []
+
+    def run(place: str) -> Callable[[], Any]:
+        def call() -> Any:
+            args, kwargs = _arguments(sample, Twins(place))
+            inputs.append(_leaves((args, kwargs)))
+            return op(*args, **kwargs)
+
+        return call
+
+    pair = tally.check(what, run("cpu"), run(device), values=op.name not in UNDEFINED_VALUES)
+    if pair is not None and differentiable:
+        _check_gradients(tally, sample, pair, inputs, device, what)
+
+
+def _check_gradients(tally: Tally, sample: Any, pair: Any, inputs: list[Any], device: str, what: str) -> None:
+    result, expected = (sample.output_process_fn_grad(side) for side in pair)
+    ours, theirs = _leaves(result), _leaves(expected)
+    if not theirs or len(ours) != len(theirs):
+        return
+    generator = torch.Generator().manual_seed(SEED)
+    weights = [torch.rand(side.shape, generator=generator, dtype=torch.float64).to(side.dtype) for side in theirs]
+    tally.check(
+        f"gradients, {what}",
+        lambda: torch.autograd.grad(theirs, inputs[0], weights, allow_unused=True),
+        lambda: torch.autograd.grad(ours, inputs[1], [w.to(device) for w in weights], allow_unused=True),
+        values=True,
+    )
+
+
+def _check_inplace(tally: Tally, op: Any, sample: Any, device: str, what: str, differentiable: bool) -> None:
+    inplace = op.get_inplace()
+    if inplace is None or not isinstance(sample.input, torch.Tensor):
+        return
+    inputs: list[Any] = []
+
+    def run(place: str) -> Callable[[], Any]:
+        def call() -> Any:
+            args, kwargs = _arguments(sample, Twins(place), requires_grad=None if differentiable else False)
+            inputs.append(_leaves((args, kwargs)))
+            target = args[0].clone()
+            result = inplace(target, *args[1:], **kwargs)
+            return result, target
+
+        return call
+
+    pair = tally.check(what, run("cpu"), run(device), values=op.name not in UNDEFINED_VALUES)
+    if pair is not None and differentiable and op.supports_inplace_autograd:
+        _check_gradients(tally, sample, (pair[0][0], pair[1][0]), inputs, device, what)
+
+
+def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> None:
+    if not op.supports_out:
+        return
+    try:
+        torch.manual_seed(SEED)
+        args, kwargs = _arguments(sample, Twins("cpu"), requires_grad=False)
+        shape = op(*args, **kwargs)
+    except Exception:
+        return
+    if not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(shape)) or "out" in sample.kwargs:
+        return
+
+    def outs(place: str, form: str) -> Any:
+        def out(like: torch.Tensor) -> torch.Tensor:
+            if form == "same":
+                return torch.ones_like(like, device=place)
+            if form == "empty":
+                return torch.empty((0,), dtype=like.dtype, device=place)
+            size = (*like.shape[:-1], 2 * like.shape[-1]) if like.dim() else (2,)
+            return torch.ones(size, dtype=like.dtype, device=place)[..., : like.shape[-1]] if like.dim() else torch.ones(
+                size, dtype=like.dtype, device=place
+            )[1]
+
+        return pytree.tree_map(out, tuple(shape) if isinstance(shape, tuple | list) else shape)
+
+    def run(place: str, form: str) -> Callable[[], Any]:
+        def call() -> Any:
+            args, kwargs = _arguments(sample, Twins(place), requires_grad=False)
+            out = outs(place, form)
+            result = op(*args, **kwargs, out=out)
+            return result, out
+
+        return call
+
+    for form in ("same", "empty", "strided"):
+        tally.check(
+            f"{what}, {form}", run("cpu", form), run(device, form), values=op.name not in UNDEFINED_VALUES
+        )
