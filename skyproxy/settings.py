@@ -22,6 +22,9 @@ class Settings:
     """Uploads and downloads up to this size travel with the operations, larger ones on the bulk connection."""
     max_in_flight_bytes: int = 64 << 20
     """Bytes of batches that may wait for their ack before the recorder waits too."""
+    max_in_flight_batches: int = 256
+    """Batches that may wait for their ack, so that the program does not run far ahead of the worker; enough to keep a
+    worker busy over a link of 80 ms."""
     max_frame_bytes: int = 64 << 20
     """The largest frame either side accepts."""
     chunk_bytes: int = 1 << 20
@@ -35,7 +38,7 @@ class Settings:
     max_connections: int = 256
     """Connections that one worker accepts, those still in their handshake included."""
     max_signatures: int = 65_536
-    """Op signatures that one session may define before the table starts anew."""
+    """Op signatures that one session may define."""
     max_cached_shapes: int = 65_536
     """Entries in the client's cache of inferred metadata, a device; the oldest quarter goes when it is full."""
     connect_timeout_seconds: float = 10.0

@@ -56,6 +56,7 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._send = send
         self._max_in_flight = settings.max_in_flight_bytes
+        self._max_in_flight_batches = settings.max_in_flight_batches
         self._max_handles = settings.max_handles
         self._slots = itertools.count(1)
         self._top = 0
@@ -157,7 +158,9 @@ class Recorder:
 
     def _wait_for_room(self) -> None:
         with self._acked:
-            while self._in_flight > self._max_in_flight and self._ended is None:
+            while self._ended is None and (
+                self._in_flight > self._max_in_flight or len(self._sent) > self._max_in_flight_batches
+            ):
                 self._acked.wait()
 
     def ack(self, sequence: int) -> None:
