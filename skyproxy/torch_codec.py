@@ -50,6 +50,31 @@ FORBIDDEN_OPS = frozenset(
 )
 
 
+_SHAPING_TYPES = frozenset({"int", "SymInt", "List[int]", "List[SymInt]", "List[float]"})
+_SHAPED_BY_ALL_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
+
+
+def shapes_results(argument_type: Any, op: str) -> bool:
+    """Whether the value of a number argument, and not its type alone, can change what the results look like.
+
+    Args:
+        argument_type: as the op's schema gives it.
+        op: the op's name.
+    """
+    text = bare_type(argument_type)
+    if text in _SHAPING_TYPES:
+        return True
+    return text in ("number", "float", "complex") and op.startswith(_SHAPED_BY_ALL_NUMBERS)
+
+
+def bare_type(argument_type: Any) -> str:
+    """A schema's type without its "Optional"."""
+    text = str(argument_type)
+    while text.startswith("Optional[") and text.endswith("]"):
+        text = text[len("Optional[") : -1]
+    return text
+
+
 class Description(NamedTuple):
     """What a tensor looks like, without its values.
 

@@ -57,6 +57,13 @@ def equal(executor: Executor, first: int, second: int) -> bool:
 
 
 @_control
+def take_apart(executor: Executor, slot: int, slots: list[int]) -> None:
+    """Each value of a list gets a slot of its own."""
+    for target, value in zip(slots, executor.value(slot), strict=True):
+        executor.values[target] = value
+
+
+@_control
 def copy_to_device(executor: Executor, slot: int, source: int, device: list[Any]) -> None:
     """A copy of a value on another device of this worker."""
     executor.values[slot] = executor.value(source).to(executor.device_of(device), copy=True)
@@ -114,6 +121,17 @@ def set_generator_state(executor: Executor, slot: int, state: bytes) -> None:
     executor.value(slot).set_state(_state(state))
 
 
+@_control
+def generator_seed(executor: Executor, slot: int) -> int:
+    """The seed that a generator of the client's own was last given."""
+    return int(executor.value(slot).initial_seed())
+
+
+@_control
+def copy_generator_state(executor: Executor, slot: int, source: int) -> None:
+    executor.value(slot).set_state(executor.value(source).get_state())
+
+
 def _state(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
@@ -126,7 +144,7 @@ def set_storage(
     executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]
 ) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
-    target, base = executor.value(slot), executor.value(source)
+    target, base = executor.value(slot, writes=True), executor.value(source)
     target.set_(base.untyped_storage(), offset, size, stride)
 
 
@@ -142,7 +160,7 @@ def view_storage(
 
 @_control
 def resize_storage(executor: Executor, slot: int, byte_count: int) -> None:
-    executor.value(slot).untyped_storage().resize_(byte_count)
+    executor.value(slot, writes=True).untyped_storage().resize_(byte_count)
 
 
 @_control

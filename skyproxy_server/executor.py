@@ -18,7 +18,7 @@ from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
 from skyproxy_server.random_state import RandomState
 from skyproxy_server.signatures import Handler, Signature
-from skyproxy_server.transfers import Transfers
+from skyproxy_server.transfers import TransferCancelledError, Transfers
 
 _REMEMBERED_FAILURES = 100
 _CONFORMED_SHAPES = 65_536
@@ -90,7 +90,8 @@ class Executor:
                 position = self._failed(stream, position, error)
         if self.gates:
             self.gates.open_finished()
-        if len(values) > self._settings.max_handles:
+        values[0] = None  # an output that nobody wants goes there
+        if len(values) > self._settings.max_handles + 1:
             raise ProtocolError(f"the session holds more than {self._settings.max_handles} values")
 
     def _run_gated(self, stream: list[Any], position: int) -> int:
@@ -140,9 +141,16 @@ class Executor:
             self.gates.mark_failed(self.values.get(slot), failed)
         return at + 1 + signature.width
 
-    def new_failure(self, error: Exception, op: str, position: int) -> Failed:
-        """Remembers a failure and tells the client at once, while it still knows which line recorded the command."""
-        failed = Failed(error, op, self._sequence, position)
+    def new_failure(self, error: Exception, op: str, position: int, sequence: int | None = None) -> Failed:
+        """Remembers a failure and tells the client at once, while it still knows which line recorded the command.
+
+        Args:
+            error: what went wrong.
+            op: the command's name.
+            position: where it stands in its batch.
+            sequence: the batch; by default the one that is being executed.
+        """
+        failed = Failed(error, op, self._sequence if sequence is None else sequence, position)
         if len(self.unseen) < _REMEMBERED_FAILURES:
             self.unseen.append(failed)
         self._send(Failure(RequestId(0), failed.record))
@@ -166,8 +174,12 @@ class Executor:
         except Exception as error:
             self.deliver(request, Failed(error, op, self._sequence, position))
 
-    def value(self, slot: int) -> Any:
+    def value(self, slot: int, *, writes: bool = False) -> Any:
         """What a slot holds, ready to use.
+
+        Args:
+            slot: where it is.
+            writes: whether its values or its storage will change; then bytes that are still leaving are waited for.
 
         Raises:
             PoisonedError: the command that should have made or changed it failed.
@@ -180,7 +192,7 @@ class Executor:
         if isinstance(value, Failed):
             raise PoisonedError(value)
         if self.gates:
-            self.gates.pass_through([value], [])
+            self.gates.pass_through([value], [value] if writes else [])
         return value
 
     # --- built-in commands -------------------------------------------------------------------------------------------
@@ -230,25 +242,47 @@ class Executor:
         description = torch_codec.decode_description(fields)
         place = self.device_of(device)
 
+        sequence = self._sequence
+
         def allocate() -> torch.Tensor:
             transfer = self._transfers.arrival(number, torch_codec.byte_count(description))
-            staging = torch.as_strided(
-                transfer.target.view(description.dtype), description.size, description.stride
-            )
+            if transfer.target is None:
+                transfer.wait()  # raises: there was no memory, or nothing comes any more
+            assert transfer.target is not None
+            staging = torch.as_strided(transfer.target.view(description.dtype), description.size, description.stride)
             if place.type == "cpu":
-                self.gates.close(staging, Gate(None, transfer.finished, transfer.wait))
-                return staging
-            value = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=place)
+                value = staging
+            else:
+                value = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=place)
 
             def land() -> None:
-                transfer.wait()
-                value.copy_(staging)
+                try:
+                    transfer.wait()
+                    if value is not staging:
+                        value.copy_(staging)
+                except Exception as error:
+                    # Nothing else can have this storage: whoever wanted it had to pass through here.
+                    if values.get(slot) is value:
+                        values[slot] = failed = self._upload_failure(error, sequence, position)
+                    else:
+                        failed = Failed(error, "upload", sequence, position)
+                    raise PoisonedError(failed) from None
 
             self.gates.close(value, Gate(None, transfer.finished, land))
             return value
 
-        values[slot] = self._or_failure("upload", position, allocate)
+        try:
+            values[slot] = allocate()
+        except ProtocolError:
+            raise
+        except Exception as error:
+            values[slot] = self._upload_failure(error, sequence, position)
         return position + 5
+
+    def _upload_failure(self, error: Exception, sequence: int, position: int) -> Failed:
+        if isinstance(error, TransferCancelledError):  # the client knows
+            return Failed(error, "upload", sequence, position)
+        return self.new_failure(error, "upload", position, sequence)
 
     def _or_failure(self, op: str, position: int, make: Callable[[], Any]) -> Any:
         try:
@@ -280,15 +314,17 @@ class Executor:
         def answer() -> None:
             tensors = [self.value(slot) for slot in outputs]
             keys = [storage_key(value) if isinstance(value, torch.Tensor) else None for value in map(values.get, inputs)]
-            rows: list[Any] = []
-            for tensor in tensors:
-                if not isinstance(tensor, torch.Tensor):
-                    rows.append([None, tensor])
-                    continue
-                key = storage_key(tensor)
+
+            def row(value: Any) -> list[Any]:
+                if isinstance(value, list | tuple):
+                    return ["list", [row(item) for item in value]]
+                if not isinstance(value, torch.Tensor):
+                    return [None, value]
+                key = storage_key(value)
                 alias = keys.index(key) if key is not None and key in keys else -1
-                rows.append([torch_codec.encode_description(torch_codec.describe(tensor)), alias])
-            self._send(Reply(request, rows))
+                return [torch_codec.encode_description(torch_codec.describe(value)), alias]
+
+            self._send(Reply(request, [row(tensor) for tensor in tensors]))
 
         self._answer(request, position, "describe", answer)
         return position + 4
@@ -324,7 +360,7 @@ class Executor:
     # --- verification ------------------------------------------------------------------------------------------------
 
     def _expect(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
-        """Runs the next op and holds its outputs against what the client believes of them."""
+        """Runs the next op and holds its outputs, and what it wrote, against what the client believes of them."""
         expected = [torch_codec.decode_description(fields) for fields in stream[position + 1]]
         at = position + 2
         signature = self._signatures.get(stream[at])
@@ -335,16 +371,17 @@ class Executor:
         handler = self._handlers[stream[at]]
         assert handler is not None
         following = handler(values, stream, at)
-        slots = signature.output_slots(stream, at)
+        outputs = signature.output_slots(stream, at)
+        slots = [*outputs, *signature.written_slots(stream, at)]
         if len(slots) != len(expected):
             raise ProtocolError(f"{signature.name} has {len(slots)} outputs, {len(expected)} were described")
-        for slot, description in zip(slots, expected, strict=True):
+        for number, (slot, description) in enumerate(zip(slots, expected, strict=True)):
             actual = torch_codec.describe(values[slot]) if isinstance(values[slot], torch.Tensor) else None
             if actual == description or (actual is not None and _same_but_idle_strides(actual, description)):
                 continue
-            fresh = actual is not None and storage_key(values[slot]) not in inputs
+            fresh = number < len(outputs) and storage_key(values[slot]) not in inputs
             if fresh and actual is not None and _differs_in_strides_only(actual, description):
-                self._conform_from_now_on(stream[at], signature, key, expected)
+                self._conform_from_now_on(stream[at], signature, key, expected[: len(outputs)])
                 values[slot] = _restrided(values[slot], description)
                 continue
             raise InferenceMismatchError(
@@ -355,7 +392,7 @@ class Executor:
 
     def _input_key(self, signature: Signature, stream: list[Any], position: int) -> tuple[Any, ...]:
         metadata = tuple(
-            (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            torch_codec.describe(tensor)
             for slot in signature.input_slots(stream, position)
             if isinstance(tensor := self.values.get(slot), torch.Tensor) and tensor.layout is torch.strided
         )

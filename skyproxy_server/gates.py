@@ -5,6 +5,7 @@ While any gate is closed, the executor looks at the storages of every op; otherw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ class Gate:
     Attributes:
         storage: kept alive, so that its address stays its own.
         finished: whether the transfer is over; None for a failed change.
-        wait: waits for the transfer; raises if it failed.
+        wait: waits for the transfer; raises PoisonedError if it failed.
         blocks_reads: whether readers must wait too, or writers only.
         failed: the command that should have changed the storage.
     """
@@ -64,8 +65,12 @@ class Gates:
     def pass_through(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
         """Waits until these tensors may be used.
 
+        Args:
+            reads: what is used.
+            writes: those of `reads` that will change.
+
         Raises:
-            PoisonedError: a change of one of them failed and the client has not been told yet.
+            PoisonedError: a change of one of them failed and the client has not been told yet, or its bytes never came.
         """
         written = {storage_key(tensor) for tensor in writes if isinstance(tensor, torch.Tensor)}
         for tensor in reads:
@@ -89,7 +94,9 @@ class Gates:
                 if gate.finished is not None and gate.finished():
                     assert gate.wait is not None
                     self._open(key, gate)
-                    gate.wait()
+                    # A transfer that failed has left poison behind for those who want its values.
+                    with contextlib.suppress(PoisonedError):
+                        gate.wait()
 
     def delivered(self, failed: Failed) -> None:
         """The client knows of this failure: what it should have changed is as it was before, and usable again."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError
+from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 
@@ -33,39 +33,48 @@ class Signature:
     """
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
-        """Raises:
-        ProtocolError: the definition is malformed.
-        UnsupportedOpError: the op is not allowed or not known.
+        """An op that is not allowed, or not known here, fails whenever it is called; the session goes on.
+
+        Raises:
+            ProtocolError: the definition is malformed.
         """
         try:
             name, positional, keywords, outputs = definition
         except (TypeError, ValueError):
             raise ProtocolError(f"an op definition has four parts: {definition!r:.100}") from None
         self.name: str = name
-        overload = torch_codec.find_overload(name)
-        schema = overload._schema
-        self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         self._inputs: list[tuple[int, bool]] = []
-        self._inline: list[int] = []
+        self._inline: list[tuple[int, bool]] = []
         self._outputs: list[tuple[int, bool]] = []
         self._writes: list[tuple[int, bool]] = []
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.conformed: dict[Any, Any] | None = None
+        self.draws = False
+        try:
+            overload = torch_codec.find_overload(name)
+        except UnsupportedOpError as error:
+            self._refuse(error, positional, keywords, outputs)
+            return
+        schema = overload._schema
+        self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         written = {
             argument.name
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }
         names = [argument.name for argument in schema.arguments]
+        shaping = {argument.name: torch_codec.shapes_results(argument.type, name) for argument in schema.arguments}
         if len(positional) > len(names):
             raise ProtocolError(f"{name} takes {len(names)} arguments, not {len(positional)}")
-        parts = [self._argument(template, names[i] in written) for i, template in enumerate(positional)]
+        parts = [
+            self._argument(template, names[i] in written, shaping[names[i]]) for i, template in enumerate(positional)
+        ]
         reserved: list[str] = []
         for key, template in keywords.items():
             if key not in names:
                 raise ProtocolError(f"{name} has no argument {key!r:.40}")
-            text = self._argument(template, key in written)
+            text = self._argument(template, key in written, shaping[key])
             if keyword.iskeyword(key):
                 reserved.append(f"{key!r}: {text}")
             else:
@@ -78,6 +87,16 @@ class Signature:
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
 
+    def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
+        def refuse() -> None:
+            raise UnsupportedOpError(str(error))
+
+        for template in (*positional, *keywords.values()):
+            self._argument(template, False, False)
+        self._constants["op"] = refuse
+        self.handler = self._compile("op()", outputs)
+        self.width = self._next_operand - 1
+
     def _operand(self) -> str:
         text = f"L[i + {self._next_operand}]"
         self._next_operand += 1
@@ -88,7 +107,7 @@ class Signature:
         self._constants[name] = value
         return name
 
-    def _argument(self, template: Any, written: bool) -> str:
+    def _argument(self, template: Any, written: bool, shaping: bool) -> str:
         position = self._next_operand
         if template == commands.TENSOR:
             self._inputs.append((position, False))
@@ -101,11 +120,10 @@ class Signature:
                 self._writes.append((position, True))
             return f"[S[k] for k in {self._operand()}]"
         if template == commands.VALUE:
-            self._inline.append(position)
+            self._inline.append((position, shaping))
             return self._operand()
         match template:
             case [commands.HOST_SCALAR, str(dtype)] if dtype in torch_codec.DTYPES:
-                self._inline.append(position)
                 return f"host({self._operand()}, {self._constant(torch_codec.DTYPES[dtype])})"
             case [commands.CONSTANT, str(tag), value]:
                 try:
@@ -162,9 +180,14 @@ class Signature:
         return list(self._slots(self._outputs, stream, position))
 
     def inline_operands(self, stream: list[Any], position: int) -> tuple[Any, ...]:
-        """The inline numbers of the op, hashable."""
-        values = (stream[position + offset] for offset in self._inline)
-        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+        """What of the op's inline numbers can shape its results, hashable: the value of some, of others the type."""
+        return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
+
+
+def _inline_key(value: Any, shaping: bool) -> Any:
+    if isinstance(value, list):
+        return tuple(value) if shaping else tuple(type(item) for item in value)
+    return value if shaping else type(value)
 
 
 def _host_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -13,39 +13,64 @@ from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, Ping, Pong
 from skyproxy.transport.base import Transport
 
+_REMEMBERED_CANCELS = 1000
+"""Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
+
 
 class Arrival:
-    """Bytes that come from the client, in pieces."""
+    """Bytes that come from the client, in pieces.
+
+    Attributes:
+        target: where they land; None where there was no memory for them, or nothing comes any more.
+        view: the same as bytes.
+        byte_count: how many there are.
+        missing: how many did not come yet.
+        over: whether no more pieces come.
+    """
 
     def __init__(self, byte_count: int) -> None:
-        self.target = torch.empty(byte_count, dtype=torch.uint8)
-        self.view = torch_codec.byte_view(self.target)
+        self.target: torch.Tensor | None = None
+        self.view: memoryview | None = None
+        self.byte_count = byte_count
         self.missing = byte_count
+        self.over = False
         self._done = threading.Event()
-        self._error: str | None = None
+        self._error: Exception | None = None
+        try:
+            self.target = torch.empty(byte_count, dtype=torch.uint8)
+            self.view = torch_codec.byte_view(self.target)
+        except (RuntimeError, MemoryError) as error:  # the operation that wanted the values fails, nothing else
+            self.fail(error)
 
     def finished(self) -> bool:
         return self._done.is_set()
 
-    def wait(self) -> None:
-        """Waits for the last piece.
+    def wait(self) -> torch.Tensor:
+        """Waits for the last piece; the bytes.
 
         Raises:
-            RuntimeError: the client gave the transfer up, or the connection ended.
+            Exception: there was no memory, the client gave the transfer up, or the connection ended.
         """
         self._done.wait()
         if self._error is not None:
-            raise RuntimeError(self._error)
+            raise self._error
+        assert self.target is not None
+        return self.target
 
     def count(self, byte_count: int) -> None:
         self.missing -= byte_count
         if self.missing <= 0:
+            self.over = True
             self._done.set()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: Exception) -> None:
         if not self._done.is_set():
-            self._error = reason
+            self._error = error
             self._done.set()
+
+
+class TransferCancelledError(RuntimeError):
+    """The client gave a transfer up; it knows that, and why."""
 
 
 class Departure:
@@ -74,6 +99,7 @@ class Transfers:
         self._chunk_bytes = chunk_bytes
         self._arrivals: dict[int, Arrival] = {}
         self._announced: set[int] = set()
+        self._cancelled: dict[int, str] = {}
         self._lock = threading.Lock()
         self._departures: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
         self._ended = False
@@ -83,13 +109,18 @@ class Transfers:
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
-                arrival = self._arrivals[number] = Arrival(byte_count)
-            if len(arrival.view) != byte_count:
-                raise ProtocolError(f"transfer {number} has {len(arrival.view)} bytes, {byte_count} were announced")
+                # Nothing may come of a transfer that was given up before its announcement was executed.
+                reason = self._cancelled.pop(number, None)
+                arrival = self._arrivals[number] = Arrival(byte_count if reason is None else 0)
+                if reason is not None:
+                    arrival.over = True
+                    arrival.fail(TransferCancelledError(reason))
+            elif arrival.byte_count != byte_count:
+                raise ProtocolError(f"transfer {number} has {arrival.byte_count} bytes, {byte_count} were announced")
             self._announced.add(number)
             self._tidy(number, arrival)
             if self._ended:
-                arrival.fail("the bulk connection ended")
+                arrival.fail(RuntimeError("the bulk connection ended"))
             return arrival
 
     def depart(self, number: int, tensor: torch.Tensor) -> Departure:
@@ -103,18 +134,21 @@ class Transfers:
             arrival = self._arrivals.get(chunk.transfer)
             if arrival is None:
                 arrival = self._arrivals[chunk.transfer] = Arrival(chunk.total_bytes)
-            if len(arrival.view) != chunk.total_bytes or chunk.offset > chunk.total_bytes:
+            if arrival.byte_count != chunk.total_bytes or chunk.offset > chunk.total_bytes:
                 raise ProtocolError(f"a chunk of transfer {chunk.transfer} does not fit")
             return arrival
 
     def _tidy(self, number: int, arrival: Arrival) -> None:
-        if arrival.finished() and number in self._announced:
+        if arrival.over and number in self._announced:
             self._arrivals.pop(number, None)
             self._announced.discard(number)
 
     def sink(self, message: Message) -> memoryview | None:
         """Where a chunk's bytes go: straight into the tensor."""
-        return self._of_chunk(message).view[message.offset :] if isinstance(message, Chunk) else None
+        if not isinstance(message, Chunk):
+            return None
+        view = self._of_chunk(message).view
+        return view[message.offset :] if view is not None else None
 
     def receive(self, transport: Transport, load: Callable[[], dict[str, int]]) -> None:
         """Reads the bulk connection until it ends."""
@@ -122,18 +156,31 @@ class Transfers:
         while True:
             message = transport.recv()
             if isinstance(message, Chunk):
-                arrival = self._of_chunk(message)
-                arrival.count(len(message.buffers[0]))
-                with self._lock:
-                    self._tidy(message.transfer, arrival)
+                self.on_chunk(message)
             elif isinstance(message, CancelTransfer):
-                with self._lock:
-                    cancelled = self._arrivals.get(message.transfer)
-                    if cancelled is not None:
-                        cancelled.fail(message.reason)
-                        self._tidy(message.transfer, cancelled)
+                self.on_cancel(message)
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """A piece has landed."""
+        arrival = self._of_chunk(chunk)
+        with self._lock:
+            arrival.count(len(chunk.buffers[0]))
+            self._tidy(chunk.transfer, arrival)
+
+    def on_cancel(self, message: CancelTransfer) -> None:
+        """No more pieces of this transfer come."""
+        with self._lock:
+            arrival = self._arrivals.get(message.transfer)
+            if arrival is not None:
+                arrival.over = True
+                arrival.fail(TransferCancelledError(message.reason))
+                self._tidy(message.transfer, arrival)
+            else:
+                if len(self._cancelled) >= _REMEMBERED_CANCELS:
+                    self._cancelled.pop(next(iter(self._cancelled)))
+                self._cancelled[message.transfer] = message.reason
 
     def send(self, transport: Transport) -> None:
         """Writes departures until `end`."""
@@ -153,7 +200,7 @@ class Transfers:
         with self._lock:
             self._ended = True
             for arrival in self._arrivals.values():
-                arrival.fail("the bulk connection ended")
+                arrival.fail(RuntimeError("the bulk connection ended"))
         pending: list[Departure] = []
         while True:
             try:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from operator import call
 from typing import Any, NamedTuple
 
-from skyproxy.errors import LimitExceededError
+from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, Sequence
+from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
+
+_CUT_AT_BYTES = 1 << 20
+"""Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
 
 
 class SentBatch(NamedTuple):
@@ -19,7 +25,6 @@ class SentBatch(NamedTuple):
 
     batch: Batch
     lines: list[Any]
-    byte_count: int
 
 
 class Recorder:
@@ -40,9 +45,12 @@ class Recorder:
         limit: the length of `stream` from which the dispatcher calls `flush`.
     """
 
-    def __init__(self, send: Callable[[Batch], int], settings: Settings) -> None:
+    def __init__(
+        self, send: Callable[[Batch], object], unacked: Callable[[], tuple[int, int]], settings: Settings
+    ) -> None:
         """Args:
-        send: hands a batch to the connection and returns its size in bytes.
+        send: hands a batch to the connection; doing so twice with the last one changes nothing.
+        unacked: how many batches, and how many bytes of them, were sent and not acknowledged.
         settings: limits.
         """
         self.stream: list[Any] = []
@@ -51,10 +59,12 @@ class Recorder:
         self.free: list[int] = []
         self.widths: dict[int, int] = {}
         self.limit = settings.max_batch_commands * 4
-        self.batches = 0
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
+        self._buffered_bytes = 0
+        self._releasing: list[int] = []
         self._send = send
+        self._unacked = unacked
         self._max_in_flight = settings.max_in_flight_bytes
         self._max_in_flight_batches = settings.max_in_flight_batches
         self._max_handles = settings.max_handles
@@ -63,10 +73,11 @@ class Recorder:
         self._lock = threading.RLock()
         self._outgoing: tuple[Batch, list[Any]] | None = None
         self._sequence = 0
+        # Whoever sends adds to it, the reading thread takes from it: no lock, for Ctrl-C could leave one held.
         self._sent: deque[SentBatch] = deque()
-        self._in_flight = 0
-        self._acked = threading.Condition(threading.Lock())
-        self._ended: BaseException | None = None
+        self._kept: Batch | None = None
+        self._waiting: deque[Waiter] = deque()
+        self._ended: SessionLostError | None = None
 
     def new_slot(self) -> int:
         """A slot that was never used, or any free one.
@@ -94,19 +105,29 @@ class Recorder:
         return self._sent_ops + len(self.lines) // 2
 
     @property
+    def batches(self) -> int:
+        """Batches that were cut so far."""
+        return self._sequence
+
+    @property
     def handles(self) -> int:
         """Values that the client holds on the worker."""
         return self._top - len(self.free) - len(self.dirty)
 
     def append(self, *command: Any) -> None:
-        """Records one built-in command."""
+        """Records one built-in command; sends, if it is time."""
         self.stream.extend(command)
+        if len(self.stream) > self.limit:
+            self.flush()
 
     def append_with_buffer(self, buffer: Buffer, *command: Any) -> None:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
         with self._lock:
-            self._buffers.append(buffer)
-            self.stream.extend(command)
+            # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C strikes.
+            deque(map(call, (self._buffers.append, self.stream.extend), (buffer, command)), 0)
+            self._buffered_bytes += len(buffer)
+        if len(self.stream) > self.limit or self._buffered_bytes > _CUT_AT_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         """Sends what was recorded. Waits while more than the allowed bytes are under way.
@@ -115,80 +136,92 @@ class Recorder:
             SessionLostError: the worker is gone.
         """
         with self._lock:
-            while self.stream or self.dirty or self._outgoing is not None:
-                if self._outgoing is None:
-                    self._cut()
-                assert self._outgoing is not None
-                batch, lines = self._outgoing
-                if self._ended is not None:
-                    raise self._ended
-                self._wait_for_room()
-                size = self._send(batch)
-                self._outgoing = None
-                self._keep(SentBatch(batch, lines, size))
+            while self.stream or self.dirty or self._releasing or self._outgoing is not None:
+                self._send_next()
+
+    def flush_unless_busy(self) -> None:
+        """Sends what was recorded, unless that would have to wait for another thread or for the worker."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._has_room():
+                    self.flush()
+            finally:
+                self._lock.release()
+
+    def _send_next(self) -> None:
+        if self._outgoing is None:
+            self._cut()
+        assert self._outgoing is not None
+        batch, lines = self._outgoing
+        if self._ended is not None:
+            raise SessionLostError(str(self._ended)) from self._ended
+        self._wait_for_room()
+        # First, so that the batch is known when news of it come.
+        if self._kept is not batch:
+            self._sent.append(SentBatch(batch, lines))
+            self._kept = batch
+        self._send(batch)
+        self._outgoing = None
 
     def _cut(self) -> None:
         # Slots are taken one by one: a pop is atomic, so no other thread can be given a slot that is released here.
-        released: list[int] = []
+        # `extend` keeps what it took if another thread was faster, and the attribute keeps it if Ctrl-C strikes.
         dirty = self.dirty
-        while dirty:
-            try:
-                released.append(dirty.pop())
-            except IndexError:
-                break
-        if released:
-            self.stream.extend((commands.RELEASE, released))
+        with contextlib.suppress(IndexError):
+            self._releasing.extend(map(list.pop, itertools.repeat(dirty, len(dirty))))
+        if self._releasing:
+            self.stream.extend((commands.RELEASE, list(self._releasing)))
         count, line_count, buffers = len(self.stream), len(self.lines), self._buffers
         batch = Batch(Sequence(self._sequence + 1), self.stream[:count], tuple(buffers))
         # No call may stand between these statements: Ctrl-C strikes after calls only, and would lose or repeat commands.
         # The lists themselves stay: the dispatcher has bound them.
         self._outgoing = (batch, self.lines[:line_count])
         self._buffers = []
+        self._buffered_bytes = 0
         del self.stream[:count]
         del self.lines[:line_count]
         self._sent_ops += line_count // 2
         self._sequence += 1
-        self.free += released
+        self.free += self._releasing
+        self._releasing = []
 
-    def _keep(self, sent: SentBatch) -> None:
-        self.batches += 1
-        with self._acked:
-            self._sent.append(sent)
-            self._in_flight += sent.byte_count
+    def _has_room(self) -> bool:
+        batches, byte_count = self._unacked()
+        return byte_count <= self._max_in_flight and batches <= self._max_in_flight_batches
 
     def _wait_for_room(self) -> None:
-        with self._acked:
-            while self._ended is None and (
-                self._in_flight > self._max_in_flight or len(self._sent) > self._max_in_flight_batches
-            ):
-                self._acked.wait()
+        while self._ended is None and not self._has_room():
+            waiter = Waiter()
+            self._waiting.append(waiter)
+            if self._ended is not None or self._has_room():  # after the insertion, so that no news is missed
+                return
+            waiter.wait()
 
     def ack(self, sequence: int) -> None:
         """Everything up to this batch was executed; called by the reading thread."""
-        with self._acked:
-            while self._sent and self._sent[0].batch.sequence <= sequence:
-                self._in_flight -= self._sent.popleft().byte_count
-            self._acked.notify_all()
+        while self._sent and self._sent[0].batch.sequence <= sequence:
+            self._sent.popleft()
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().set(None)
 
     def sent(self, sequence: int) -> SentBatch | None:
-        """A batch that is not acknowledged yet."""
-        with self._acked:
-            return next((item for item in self._sent if item.batch.sequence == sequence), None)
+        """A batch that is not acknowledged yet; called by the reading thread."""
+        return next((item for item in tuple(self._sent) if item.batch.sequence == sequence), None)
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: SessionLostError) -> None:
         """Nothing more can be sent; wakes whoever waits for room."""
-        with self._acked:
-            self._ended = error
-            self._acked.notify_all()
+        self._ended = error
+        self._wake()
 
-    def abandon(self, error: BaseException) -> None:
-        """After a fork, in the child: fresh locks, for the old ones may be held by threads that do not exist here."""
+    def abandon(self, error: SessionLostError) -> None:
+        """After a fork, in the child: a fresh lock, for a thread that does not exist here may hold the old one."""
         self._lock = threading.RLock()
-        self._acked = threading.Condition(threading.Lock())
         self._ended = error
 
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
         self.stream.extend((commands.RELEASE, [slot]))
         self.free.append(slot)
-

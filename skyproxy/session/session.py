@@ -9,13 +9,17 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from operator import call
 from typing import Any
 
 import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import (
+    ConfigurationError,
     InferenceMismatchError,
     LimitExceededError,
     ProtocolError,
@@ -88,7 +92,7 @@ class Session:
         self._bulk = bulk
         self._on_end = on_end
         self._waiters = Waiters()
-        self.recorder = Recorder(self._send_batch, settings)
+        self.recorder = Recorder(self._send_batch, self._unacked, settings)
         self._downloads = Downloads(self._waiters)
         self._uploads = Uploads(bulk, settings.chunk_bytes)
         self._signatures: dict[Any, int] = {}
@@ -253,8 +257,11 @@ class Session:
                             "Set SKYPROXY_MAX_SIGNATURES on both sides."
                         )
                     self.recorder.widths[number] = width
-                    self.recorder.append(commands.DEFINE, number, define())
-                    self._signatures[structure] = number
+                    record = partial(self.recorder.stream.extend, (commands.DEFINE, number, define()))
+                    remember = partial(self._signatures.__setitem__, structure, number)
+                    # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C
+                    # strikes, and a number that was given twice would end the session.
+                    deque(map(call, (record, remember)), 0)
         return number
 
     def upload(self, slot: int, tensor: torch.Tensor, device: list[Any]) -> None:
@@ -272,9 +279,12 @@ class Session:
             return
         self.check()
         transfer = self._waiters.next_number()
-        self.recorder.append(commands.RECEIVE, slot, fields, device, transfer)
-        self.recorder.flush()
-        self._uploads.send(transfer, view, tensor)
+
+        def announce() -> None:
+            self.recorder.append(commands.RECEIVE, slot, fields, device, transfer)
+            self.recorder.flush()
+
+        self._uploads.send(transfer, view, tensor, announce)
 
     def synchronize(self) -> None:
         """Waits until the worker has executed everything, its device included.
@@ -286,10 +296,17 @@ class Session:
 
     # --- the connections ---------------------------------------------------------------------------------------------
 
-    def _send_batch(self, batch: Batch) -> int:
-        before = self._operations.bytes_sent
-        self._operations.send(batch)
-        return self._operations.bytes_sent - before
+    def _send_batch(self, batch: Batch) -> None:
+        try:
+            self._operations.send(batch)
+        except (ConfigurationError, LimitExceededError) as error:
+            # What was recorded can never leave, and everything after it depends on it.
+            self._end(f"a batch of operations cannot be sent: {error}")
+            raise
+
+    def _unacked(self) -> tuple[int, int]:
+        connection = self._operations.connection
+        return connection.last_sequence - connection.acked_sequence, connection.unacked_bytes
 
     def _read_operations(self) -> None:
         handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -355,7 +372,10 @@ class Session:
             text += f"\n  in {record['op']} on the worker"
         if user_line:
             text += f"\n  recorded at {user_line}"
-        error = kind(text)
+        try:
+            error = kind(text)
+        except TypeError:  # its constructor wants more than a text
+            error = RemoteError(f"{name}: {text}")
         error.op, error.user_line, error.remote_traceback = record["op"], user_line, record["traceback"]
         if record["traceback"]:
             error.add_note("Traceback of the worker:\n" + record["traceback"].rstrip())
@@ -364,7 +384,10 @@ class Session:
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
-        """Sends what lies around unsent, asks a silent worker whether it lives, gives up on a dead one."""
+        """Sends what lies around unsent, asks a silent worker whether it lives, gives up on a dead one.
+
+        Never waits for the worker itself, nor for a thread that does.
+        """
         seen, idle, number, last_ping = -1, 0.001, 0, time.monotonic()
         interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
         while not self._stop.wait(idle):
@@ -375,13 +398,14 @@ class Session:
             idle = 0.001 if pending else min(idle * 2, 0.05)
             try:
                 if stale:
-                    recorder.flush()
+                    recorder.flush_unless_busy()
                 now = time.monotonic()
-                if now - last_ping >= interval:
+                # Behind a large upload a question would wait; its progress tells as much.
+                if now - last_ping >= interval and not self._uploads.busy:
                     number, last_ping = number + 1, now
                     self._bulk.send(Ping(number))
-                if now - self._last_heard > patience + interval:
-                    self._end(f"the worker answered nothing for {patience:.0f} s")
+                if now - max(self._last_heard, self._uploads.last_progress) > patience + interval:
+                    self._end(f"the worker answered nothing for {patience:g} s")
             except SessionLostError as error:
                 self._end(str(error))
             except Exception:  # a failed flush is the recorder's to report, at the next wait

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import RemoteError
+from skyproxy.errors import RemoteError, SessionLostError
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Message
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
@@ -70,51 +72,74 @@ class _Job:
 
 
 class Uploads:
-    """Chunks that leave, written by one thread, so that Ctrl-C can never cut a chunk in two."""
+    """Chunks that leave, written by one thread, so that Ctrl-C can never cut a chunk in two.
+
+    Attributes:
+        busy: whether a transfer is under way.
+        last_progress: when the last chunk left, on the clock of `time.monotonic`.
+    """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
+        self.busy = False
+        self.last_progress = 0.0
         self._transport = transport
         self._chunk_bytes = chunk_bytes
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ended: BaseException | None = None
+        self._ended: SessionLostError | None = None
         self._lock = threading.Lock()
 
-    def send(self, transfer: int, view: memoryview, keep_alive: Any) -> None:
+    def send(self, transfer: int, view: memoryview, keep_alive: Any, announce: Callable[[], object]) -> None:
         """Sends the bytes as one transfer and waits until they were read.
 
         On Ctrl-C the transfer is given up: the worker is told, and the value that waits for it is poisoned.
+
+        Args:
+            transfer: its number.
+            view: the bytes.
+            keep_alive: what owns them.
+            announce: tells the worker that they come; called first.
         """
         job = _Job(transfer, view, keep_alive)
-        self._jobs.put(job)
-        if self._ended is not None:
-            raise self._ended
         try:
+            announce()
+            self._jobs.put(job)
+            if self._ended is not None:
+                raise SessionLostError(str(self._ended)) from self._ended
             job.done.wait()
         except BaseException:
+            # Perhaps announced and not in the queue, perhaps already on its way: either way the worker must not wait.
             job.cancelled = True
+            self._jobs.put(job)
             raise
 
     def run(self) -> None:
         """The writing thread."""
         while (job := self._jobs.get()) is not None:
+            if job.done.done:
+                continue  # a second time, because its sender was interrupted
+            self.last_progress = time.monotonic()
+            self.busy = True
             try:
                 self._write(job)
                 job.done.set(None)
             except Exception as error:
                 job.done.fail(error)
+            finally:
+                self.busy = False
 
     def _write(self, job: _Job) -> None:
         total = len(job.view)
         for offset in range(0, total, self._chunk_bytes):
             if self._ended is not None:
-                raise self._ended
+                raise SessionLostError(str(self._ended)) from self._ended
             if job.cancelled:
                 self._transport.send(CancelTransfer(job.transfer, "the upload was interrupted"))
                 return
             piece = job.view[offset : offset + self._chunk_bytes]
             self._transport.send(Chunk(job.transfer, offset, total, (piece,)))
+            self.last_progress = time.monotonic()
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: SessionLostError) -> None:
         """Fails what waits and ends the thread."""
         self._ended = error
         self._jobs.put(None)

@@ -15,12 +15,38 @@ def activate() -> None:
         ConfigurationError: this torch is not supported, or another backend is registered already.
     """
     global _active
+    # Before the lock: importing torch may call this very function, see `skyproxy._load_device`.
+    import torch  # noqa: F401
+
     with _lock:
         if _active:
             return
         # Each module that is only imported fills the table of special ops.
-        from skyproxy.tensor import attention, copies, device_module, registration  # noqa: F401
+        from skyproxy.tensor import (  # noqa: F401
+            attention,
+            autocast,
+            copies,
+            device_module,
+            generators,
+            host,
+            hot_path,
+            modules,
+            registration,
+            serialization,
+            special_ops,
+            storage,
+            values,
+        )
 
+        hot_path.install()
         registration.register(device_module.MODULE)
         attention.install(registration.library())
+        special_ops.install(registration.library())
+        storage.install()
+        serialization.install()
+        values.install()
+        modules.install()
+        generators.install()
+        autocast.install()
+        host.install()
         _active = True

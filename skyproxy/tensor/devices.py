@@ -24,9 +24,10 @@ class Handle:
         slot: where the value lives.
         meta: what it looks like; None for generators and events.
         root: for a view, the handle of the tensor whose storage it shares; else None.
+        memory: the storage's address and size, once somebody asked; see `storage.memory_of`.
     """
 
-    __slots__ = ("meta", "root", "slot")
+    __slots__ = ("memory", "meta", "root", "slot")
     device: SkyDevice
     slot: int
     meta: Any

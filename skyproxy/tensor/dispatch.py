@@ -1,7 +1,6 @@
-"""Every operation on remote tensors comes through here: found in the shape cache, recorded, wrapped.
+"""Records calls of ops with all the care they need: any kind of argument, results that are not known yet.
 
-`RemoteTensor.__torch_dispatch__` is the hot path of the whole product and is written for speed: one pass over the
-arguments builds the cache key and the command together, and everything unusual leaves the function early.
+`hot_path` handles what is known already, and calls `record` for the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.generators import handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
-from skyproxy.tensor.plans import FIXED, GENERATOR, NUMBER, SCALAR, TENSOR, TENSORS, Plan, plan_of
+from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor, set_metadata
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -42,100 +42,17 @@ class _Foreign(dict[str, bool]):
         return foreign
 
 
-_foreign = _Foreign()
+FOREIGN = _Foreign()
 
 
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame that is neither PyTorch's nor ours, from `frame` on outwards."""
-    while _foreign[frame.f_code.co_filename] and frame.f_back is not None:
+    while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 _record_lines = SETTINGS.record_lines
-
-
-def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    try:
-        plan = func._sky_plan
-    except AttributeError:
-        plan = plan_of(func)
-    if plan.special is not None:
-        return plan.special(plan, func, args, kwargs or {})
-    device = None
-    key = [plan]
-    wire = [0]
-    root = None
-    for a in args:
-        kind = type(a)
-        if kind is RemoteTensor:
-            handle = a._sky
-            if handle.device is not device:
-                if device is not None:
-                    return _several_devices(plan, func, args, kwargs or {})
-                device = handle.device
-                root = handle
-            key.append(handle.meta)
-            wire.append(handle.slot)
-        elif kind is float:
-            key.append(float)
-            wire.append(a)
-        else:
-            how = plan.kinds[len(key) - 1]
-            if how == NUMBER and kind is not torch.dtype:
-                if kind is list:
-                    key.append(tuple(a))
-                    wire.append(a)
-                elif kind is int or a is None or kind is bool:
-                    key.append(a)
-                    wire.append(a)
-                else:
-                    return record(plan, func, args, kwargs or {})
-            elif how == SCALAR or (how == TENSOR and (kind is int or kind is bool or a is None)):
-                if kind is list:
-                    return record(plan, func, args, kwargs or {})
-                key.append(kind)
-                wire.append(a if a is not None or how == SCALAR else 0)
-            elif how == FIXED and (kind is bool or a is None):
-                key.append(a)
-            else:
-                return record(plan, func, args, kwargs or {})
-    if kwargs or device is None:
-        return record(plan, func, args, kwargs or {})
-    entry = device.cache.get(tuple(key))
-    if entry is None or not entry.simple:
-        return record(plan, func, args, {})
-    recorder = device.recorder
-    wire[0] = entry.number
-    if entry.meta is not None:
-        meta = entry.meta
-        result = _make_wrapper(
-            RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
-        )
-        handle = device.handle_type()
-        handle.meta = meta
-        handle.root = (root.root or root) if entry.shares_first else None
-        try:
-            handle.slot = slot = recorder.dirty.pop() if recorder.dirty else recorder.free.pop()
-        except IndexError:
-            handle.slot = slot = recorder.new_slot()
-        result._sky = handle
-        wire.append(slot)
-    else:
-        result = args[0]
-    stream = recorder.stream
-    stream.extend(wire)
-    frame = _getframe(1)
-    if _record_lines:
-        while _foreign[frame.f_code.co_filename] and frame.f_back is not None:
-            frame = frame.f_back
-    recorder.lines.extend((frame.f_code, frame.f_lasti))
-    if len(stream) > recorder.limit:
-        recorder.flush()
-    return result
-
-
-RemoteTensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[method-assign,assignment]
 
 
 class Call:
@@ -204,22 +121,21 @@ class Call:
             return self._take_list(a)
         if how == GENERATOR and a is not None:
             self.key.append("generator")
-            self.wire.append(a.handle_on(self.device).slot)
+            self.wire.append(handle_of(a, self.device).slot)
             return "t"
         if a is None and how == TENSOR:
             self.key.append(kind)
             self.wire.append(0)
             return "t"
-        if how == FIXED and (kind is bool or a is None):
-            self.key.append(a)
-            return ("c", "", a)
-        if how == FIXED or kind in _FIXED_TYPES or how == GENERATOR:
-            constant = self._constant(a)
-            self.key.append(("c", _frozen(constant)))
-            return ("c", *_frozen(constant))
+        if how == FIXED or kind in FIXED_TYPES or how == GENERATOR:
+            constant = _frozen(self._constant(a))
+            self.key.append(tuple(a) if kind is list else a)
+            return ("c", *constant)
         if how == NUMBER:
             value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
-            self.key.append(tuple(value) if type(value) is list else value)
+            # 1, True and 1.0 are equal as keys, but not as arguments of arange.
+            typed = value if kind is int or a is None else (kind, value)
+            self.key.append(tuple(value) if type(value) is list else typed)
             self.wire.append(value)
             return "v"
         if isinstance(a, list | tuple):
@@ -285,9 +201,6 @@ class Call:
         return self.args[position] if position < len(self.args) else None
 
 
-_FIXED_TYPES = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.device, str})
-
-
 def _number(a: Any) -> Any:
     if a is None or isinstance(a, bool | int | float | complex):
         return a
@@ -329,6 +242,8 @@ def run(call: Call) -> Any:
         entry = inference.infer(call)
         if entry is None:
             return _ask(call)
+        if call.plan.learns:
+            return _ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
         expected = bool(entry.descriptions)
@@ -374,11 +289,11 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
         elif output.tensor is not None:
             results.append(call.tensors[output.tensor])
         elif output.items is not None:
-            made = [_new(device, call, meta, shared) for meta, shared in output.items]
+            made = [new_tensor(device, meta, _base(call, shared)) for meta, shared in output.items]
             wire.append([tensor._sky.slot for tensor in made])
             results.append(made)
         elif output.meta is not None:
-            tensor = _new(device, call, output.meta, output.shares)
+            tensor = new_tensor(device, output.meta, _base(call, output.shares))
             wire.append(tensor._sky.slot)
             results.append(tensor)
         else:
@@ -396,50 +311,70 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     return tuple(results) if results else None
 
 
-def _new(device: SkyDevice, call: Call, meta: Meta, shares: int | None) -> RemoteTensor:
-    root: Handle | None = None
-    if shares is not None:
-        base = call.tensors[shares]._sky
-        root = base.root or base
-    return make_tensor(meta, device.new_handle(meta, root))
+def _base(call: Call, shares: int | None) -> Handle | None:
+    return None if shares is None else call.tensors[shares]._sky
 
 
-def _ask(call: Call) -> Any:
+def new_tensor(device: SkyDevice, meta: Meta, base: Handle | None = None) -> RemoteTensor:
+    """A fresh tensor; for a view, `base` is the handle of a tensor with the same storage."""
+    return make_tensor(meta, device.new_handle(meta, (base.root or base) if base is not None else None))
+
+
+def _ask(call: Call, key: Any = None) -> Any:
     """Runs an op whose results only the worker knows: their sizes depend on values, or nothing here can infer them.
 
-    Costs one round trip. Errors are the worker's, raised here and now.
+    Costs one round trip. Errors are the worker's, raised here and now. With `key`, what the worker tells is remembered
+    for the next call that looks the same.
     """
     plan, device = call.plan, call.device
-    outputs = ["x" if argument is not None else "n" for argument in plan.returns]
-    entry = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
-    entry.output_templates = outputs
-    handles = [device.new_handle(None) for template in outputs if template == "n"]
-    device.recorder.stream.extend((_signature(call, entry), *call.wire, *(h.slot for h in handles)))
+    asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
+    asked.output_templates = ["x" if argument is not None else "n" for argument in plan.returns]
+    handles = [device.new_handle(None) for argument in plan.returns if argument is None]
+    device.recorder.stream.extend((_signature(call, asked), *call.wire, *(h.slot for h in handles)))
     remember_line(device)
+    if plan.waits:
+        device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
-    changed = [call.argument(name) for name in plan.writes]
-    changed = [tensor for tensor in changed if type(tensor) is RemoteTensor]
-    slots = [handle.slot for handle in handles] + [tensor._sky.slot for tensor in changed]
+    written = inference.written_tensors(call)
+    slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
     rows = device.session.request(plan.name, lambda number: (7, number, slots, inputs))
-    made = []
-    for handle, (fields, alias) in zip(handles, rows, strict=False):
-        if fields is None:
-            made.append(alias)
-            continue
-        handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
-        if alias >= 0:
-            base = call.tensors[alias]._sky
-            handle.root = base.root or base
-        made.append(make_tensor(handle.meta, handle))
-    for tensor, (fields, _) in zip(changed, rows[len(handles) :], strict=True):
+    answered = iter([_answered(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
+    changed = []
+    for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
         meta = inference.intern_meta(torch_codec.decode_description(fields))
-        if meta is not tensor._sky.meta:
-            set_metadata(tensor, meta)
-    fresh = iter(made)
-    results = [next(fresh) if name is None else call.argument(name) for name in plan.returns]
+        if meta is not call.tensors[i]._sky.meta:
+            changed.append((i, meta))
+    for i, meta in changed:
+        set_metadata(call.tensors[i], meta)
+    outputs = []
+    results = []
+    for name in plan.returns:
+        output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(answered)
+        outputs.append(output)
+        results.append(result)
+    if key is not None and all(output.argument is not None or output.meta is not None for output in outputs):
+        entry = Entry(outputs, changed).settle(call)
+        entry.number = _signature(call, entry)
+        device.remember(key, entry)
     if len(results) == 1:
         return results[0]
     return tuple(results) if results else None
+
+
+def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, Any]:
+    """One result of an op that was asked for: what is known of it, and the result itself."""
+    fields, alias = row
+    if fields is None:
+        return inference.Output(), alias
+    if fields == "list":  # one slot holds them all; each gets its own
+        handles = [call.device.new_handle(None) for _ in alias]
+        call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
+        return inference.Output(), [_answered(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
+    handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
+    if alias >= 0:
+        base = call.tensors[alias]._sky
+        handle.root = base.root or base
+    return inference.Output(meta=handle.meta, shares=alias if alias >= 0 else None), make_tensor(handle.meta, handle)
 
 
 def _several_devices(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from skyproxy import torch_codec
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
+from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.tensor.shape_rules import RULES
 from skyproxy.torch_codec import Description
@@ -63,7 +64,11 @@ class Entry:
         number: the op's number on the wire.
         simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
         meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
+        several: whether the results are several fresh plain tensors, for the fast path.
+        nothing: whether there is no result at all, for the fast path.
         shares_first: in the simple case, whether the fresh tensor shares the first tensor's storage.
+        output_templates: how each result is kept, see `protocol.commands`.
+        descriptions: what the worker checks the first time: the fresh tensors, then those that were written.
     """
 
     outputs: list[Output]
@@ -72,6 +77,8 @@ class Entry:
     simple: bool = False
     meta: Meta | None = None
     shares_first: bool = False
+    several: bool = False
+    nothing: bool = False
     output_templates: list[str] = field(default_factory=list)
     descriptions: list[Description] = field(default_factory=list)
 
@@ -83,6 +90,13 @@ class Entry:
                 self.descriptions.append(output.meta.description)
             elif output.items is not None:
                 self.descriptions += [meta.description for meta, _ in output.items]
+        looks = dict(self.changed)
+        self.descriptions += [looks.get(i, call.tensors[i]._sky.meta).description for i in written_tensors(call)]
+        quiet = not self.changed and not call.plan.waits
+        self.nothing = quiet and not self.outputs
+        self.several = quiet and len(self.outputs) > 1 and all(
+            output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
+        )
         if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):
@@ -92,14 +106,39 @@ class Entry:
         return self
 
 
+_ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_has_same_storage_numel"})
+"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of the storages that are shared."""
+
+
 def infer(call: Call) -> Entry | None:
     """What the results of `call` look like; None where only the worker can tell."""
+    if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
+        return None
     rule = RULES.get(call.plan.name)
     if rule is not None:
         outputs = rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
         if outputs is not None:
             return Entry([Output(meta=meta, shares=shares) for meta, shares in outputs], []).settle(call)
     return _infer_by_fake(call)
+
+
+def written_tensors(call: Call) -> list[int]:
+    """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
+    found: list[int] = []
+    if not call.plan.writes:
+        return found
+    number = 0
+    for name, a in (*zip(call.plan.names, call.args, strict=False), *call.kwargs.items()):
+        if type(a) is RemoteTensor:
+            count = 1
+        elif isinstance(a, list | tuple) and call.plan.keyword_kinds[name] == TENSORS:
+            count = sum(item is not None for item in a)
+        else:
+            continue
+        if name in call.plan.writes:
+            found += range(number, number + count)
+        number += count
+    return found
 
 
 def _looks(args: Any) -> list[Any]:
@@ -225,4 +264,4 @@ def _describe_fake(item: Any, storages: dict[int, int]) -> tuple[Meta, int | Non
     return meta_of(item), storages.get(item.untyped_storage()._cdata)
 
 
-__all__ = ["Entry", "Output", "infer", "intern_meta"]
+__all__ = ["Entry", "Output", "infer", "intern_meta", "written_tensors"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.torch_codec import FORBIDDEN_OPS
+from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.
 TENSOR = 0
@@ -23,6 +23,9 @@ FIXED = 4
 GENERATOR = 5
 """A random generator."""
 
+FIXED_TYPES = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.device, str})
+"""Values that are part of a signature wherever they stand: a schema calls dtypes and layouts "int"."""
+
 _KINDS = {
     "Tensor": TENSOR,
     "Tensor[]": TENSORS,
@@ -32,14 +35,8 @@ _KINDS = {
     "float": SCALAR,
     "complex": SCALAR,
     "List[number]": SCALAR,
-    "List[float]": NUMBER,
-    "int": NUMBER,
-    "SymInt": NUMBER,
-    "List[int]": NUMBER,
-    "List[SymInt]": NUMBER,
     "Generator": GENERATOR,
 }
-_VALUES_SHAPE_RESULT = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
 _INDEXING = frozenset(
     {
         "aten::index",
@@ -50,6 +47,31 @@ _INDEXING = frozenset(
         "aten::_unsafe_index_put",
     }
 )
+
+SENT_WHOLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "cross_entropy_loss",
+        "group_norm",
+        "layer_norm",
+        "linear",
+        "log_softmax",
+        "matmul",
+        "rms_norm",
+        "softmax",
+    )
+)
+"""Composites that the worker takes as one op. In inference mode PyTorch hands composites over undivided; the others
+are divided here, because some of them look at devices, values or flags that only this side has."""
+
+_NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
+_FAKED_WRONGLY: frozenset[str] = frozenset()
+"""Ops whose fake kernels give fresh results other strides than the real ones."""
+_DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 Special = Callable[..., Any]
 SPECIALS: dict[str, Special] = {}
@@ -79,12 +101,15 @@ class Plan:
         special: who handles the op instead, or None.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
         waits: whether the op exists for its exception only, so that it must be waited for.
+        learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
+            are not to be trusted with this op.
     """
 
     __slots__ = (
         "func",
         "keyword_kinds",
         "kinds",
+        "learns",
         "name",
         "names",
         "places_host_indices",
@@ -98,8 +123,10 @@ class Plan:
         schema = func._schema
         self.func = func
         self.name = func.name()
-        shaping = self.name.startswith(_VALUES_SHAPE_RESULT)
-        self.kinds = tuple(_kind(argument.type, shaping) for argument in schema.arguments)
+        self.kinds = tuple(
+            NUMBER if shapes_results(a.type, self.name) else _KINDS.get(bare_type(a.type), FIXED)
+            for a in schema.arguments
+        )
         self.names = tuple(argument.name for argument in schema.arguments)
         self.keyword_kinds = dict(zip(self.names, self.kinds, strict=True))
         written = {
@@ -113,21 +140,29 @@ class Plan:
             for result in schema.returns
         )
         self.places_host_indices = self.name.partition(".")[0] in _INDEXING
-        self.waits = not self.returns and not self.writes
+        packet = self.name.partition(".")[0]
+        self.waits = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
+        self.learns = not _DYNAMIC.intersection(func.tags) and (
+            packet in _FAKED_WRONGLY
+            # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
+            or any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        )
         self.special = SPECIALS.get(self.name)
-        if self.name.partition(".")[0] in FORBIDDEN_OPS and self.special is None:
-            self.special = SPECIALS["refused"]
+        if self.special is None:
+            self.special = self._substitute(packet)
+
+    def _substitute(self, packet: str) -> Special | None:
+        """Who handles an op that the worker would not take as it is."""
+        if packet in FORBIDDEN_OPS:
+            return SPECIALS["refused"]
+        if self.name.partition("::")[0] not in ALLOWED_NAMESPACES:
+            return SPECIALS["foreign"]
+        if packet not in SENT_WHOLE and _has_kernel(self.name, "CompositeImplicitAutograd"):
+            return SPECIALS["composite"]
+        return None
 
     def __repr__(self) -> str:
         return f"<plan of {self.name}>"
-
-
-def _kind(kind: Any, shaping: bool) -> int:
-    text = str(kind)
-    while text.startswith("Optional[") and text.endswith("]"):
-        text = text[len("Optional[") : -1]
-    found = _KINDS.get(text, FIXED)
-    return NUMBER if found == SCALAR and shaping else found
 
 
 def plan_of(func: Any) -> Plan:

@@ -71,7 +71,7 @@ def _register_kernels() -> None:
             continue
         if has_kernel(name, "CompositeImplicitAutograd") or has_kernel(name, _dispatch_key):
             continue
-        library.m.impl(name[len("aten::") :], _dispatch_key, _kernel(name), False)
+        library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
     _library = library
     _keep.append(fallback)
 
@@ -79,16 +79,17 @@ def _register_kernels() -> None:
 _keep: list[Any] = []
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+def kernel(name: str) -> Callable[..., Any]:
+    """A kernel for the op of this name that records it."""
     packet_name, _, overload_name = name[len("aten::") :].partition(".")
     resolved: list[Any] = []
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not resolved:
             resolved.append(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default"))
         return dispatch(resolved[0], args, kwargs)
 
-    return kernel
+    return run
 
 
 def library() -> torch.library.Library:

@@ -56,7 +56,10 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
 
 def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
     """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
+    from skyproxy.tensor.storage import note_change
+
     handle = tensor._sky
+    note_change(handle, meta)
     handle.meta = meta
     fresh = make_tensor(meta, handle)
     TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """Shape rules of our own, for ops that are hot and whose shapes change from call to call.
 
 A rule takes what the op takes, with a `Meta` in place of each tensor, and gives `(meta, shares)` for each result,
-`shares` being the number of the argument whose storage it shares, or None. It gives None where it does not apply, and
-PyTorch's fake tensors are asked instead. It must be exactly right where it answers: conformance tests hold every rule
-against PyTorch, and the worker checks each result once more.
+`shares` being the number of the tensor whose storage it shares, or None. It gives None where it does not apply, and
+PyTorch's fake tensors are asked instead, which cost several times as much. It must be exactly right where it answers:
+tests hold every rule against PyTorch, and the worker checks each result once more.
 """
 
 from __future__ import annotations
@@ -11,5 +11,245 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-RuleResult = list[tuple[Any, int | None]] | None
-RULES: dict[str, Callable[..., RuleResult]] = {}
+import torch
+
+from skyproxy.tensor.metadata import Meta, plain_meta
+from skyproxy.tensor.view_rules import VIEW_RULES
+from skyproxy.torch_codec import contiguous_stride, is_dense
+
+RuleResult = list[tuple[Meta, int | None]] | None
+Rule = Callable[..., RuleResult]
+RULES: dict[str, Rule] = dict(VIEW_RULES)
+
+_SAME_DTYPE = "add.Tensor sub.Tensor mul.Tensor maximum minimum fmod.Tensor remainder.Tensor"
+_BITWISE = "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor"
+_TRUE_DIVISION = "div.Tensor atan2"
+_COMPARISONS = (
+    "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
+    "ge.Scalar"
+)
+_FLOAT_UNARY = (
+    "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf silu gelu neg relu abs square floor ceil round "
+    "hardswish softplus leaky_relu elu dropout"
+)
+_WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max mul.Scalar add.Scalar sub.Scalar div.Scalar rsub.Scalar"
+_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            RULES["aten::" + name] = function
+        return function
+
+    return register
+
+
+def _row_major(meta: Meta) -> bool:
+    return meta.plain and meta.stride == contiguous_stride(meta.size)
+
+
+def _settled(meta: Meta) -> bool:
+    """Whether an elementwise result has just these strides. Strides of dimensions of size one are made anew."""
+    return _row_major(meta) or (meta.plain and 1 not in meta.size and is_dense(meta.size, meta.stride))
+
+
+def _broadcast(a: Meta, b: Meta) -> Meta | None:
+    """Whose sizes and strides an elementwise result has, for the cases that need no thought."""
+    if a.size == b.size and a.stride == b.stride:
+        return a if b.plain and _settled(a) else None
+    if not (_row_major(a) and _row_major(b)):
+        return None
+    large, small = (a, b) if len(a.size) >= len(b.size) else (b, a)
+    if len(a.size) == len(b.size) and any(m < n for m, n in zip(large.size, small.size, strict=True)):
+        large, small = small, large
+    tail = large.size[len(large.size) - len(small.size) :]
+    return large if all(n in (1, m) for m, n in zip(tail, small.size, strict=True)) else None
+
+
+def _shaped(like: Meta, dtype: torch.dtype) -> RuleResult:
+    return [(plain_meta(like.size, dtype, like.stride), None)]
+
+
+def _promoted(a: Any, b: Any) -> tuple[Meta, torch.dtype] | None:
+    """The common look and dtype of two operands of which one may be a number."""
+    if isinstance(a, Meta) and isinstance(b, Meta):
+        if a.dtype is not b.dtype:
+            return None
+        like = _broadcast(a, b)
+        return None if like is None else (like, a.dtype)
+    meta, number = (a, b) if isinstance(a, Meta) else (b, a)
+    if not (isinstance(meta, Meta) and _settled(meta)):
+        return None
+    kind = type(number)
+    fits = kind in (float, int, bool) if meta.dtype in _FLOATS else kind is int and meta.dtype in _INTEGERS
+    return (meta, meta.dtype) if fits else None
+
+
+@_rule(_SAME_DTYPE)
+def _arithmetic(a: Any, b: Any, **kwargs: Any) -> RuleResult:
+    found = _promoted(a, b)
+    if found is None or found[1] is torch.bool or any(type(v) not in (int, float) for v in kwargs.values()):
+        return None
+    if found[1] in _INTEGERS and any(type(v) is not int for v in kwargs.values()):
+        return None
+    return _shaped(*found)
+
+
+@_rule(_BITWISE)
+def _bitwise(a: Any, b: Any) -> RuleResult:
+    found = _promoted(a, b)
+    return _shaped(*found) if found is not None and found[1] not in _FLOATS else None
+
+
+@_rule(_TRUE_DIVISION)
+def _division(a: Any, b: Any, **kwargs: Any) -> RuleResult:
+    found = _promoted(a, b)
+    return _shaped(*found) if found is not None and found[1] in _FLOATS and not kwargs else None
+
+
+@_rule(_COMPARISONS)
+def _comparison(a: Any, b: Any) -> RuleResult:
+    found = _promoted(a, b)
+    return _shaped(found[0], torch.bool) if found is not None else None
+
+
+@_rule(_FLOAT_UNARY)
+def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
+    fits = a.dtype in _FLOATS and _settled(a)
+    return _shaped(a, a.dtype) if fits and not any(isinstance(r, Meta) for r in rest) else None
+
+
+@_rule(_WITH_SCALARS)
+def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
+    numbers = [*scalars, *kwargs.values()]
+    fits = a.dtype in _FLOATS and _settled(a)
+    return _shaped(a, a.dtype) if fits and all(n is None or type(n) in (int, float) for n in numbers) else None
+
+
+@_rule("where.self")
+def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
+    if not (isinstance(a, Meta) and isinstance(b, Meta) and condition.size == a.size == b.size and a.dtype is b.dtype):
+        return None
+    same = _row_major(condition) and _row_major(a) and _row_major(b)
+    return _shaped(a, a.dtype) if same else None
+
+
+@_rule("masked_fill.Scalar")
+def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
+    like = _broadcast(a, mask)
+    fits = (
+        like is a and _row_major(a) and a.dtype in _FLOATS and mask.dtype is torch.bool and type(value) in (int, float)
+    )
+    return _shaped(a, a.dtype) if fits else None
+
+
+@_rule("clone")
+def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
+    if not a.plain:
+        return None
+    if memory_format is torch.contiguous_format:
+        return [(plain_meta(a.size, a.dtype), None)]
+    plain = memory_format in (None, torch.preserve_format)
+    return _shaped(a, a.dtype) if plain and _settled(a) else None
+
+
+@_rule("_to_copy")
+def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
+    if kwargs or not _settled(a):
+        return None
+    return _shaped(a, dtype if dtype is not None else a.dtype)
+
+
+@_rule("mm")
+def _mm(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 2 and a.size[1] == b.size[0] and a.dtype is b.dtype and a.plain and b.plain
+    return [(plain_meta((a.size[0], b.size[1]), a.dtype), None)] if fits else None
+
+
+@_rule("bmm")
+def _bmm(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 3 and a.size[0] == b.size[0] and a.size[2] == b.size[1]
+    if not (fits and a.dtype is b.dtype and a.plain and b.plain):
+        return None
+    return [(plain_meta((a.size[0], a.size[1], b.size[2]), a.dtype), None)]
+
+
+@_rule("addmm")
+def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+    fits = len(bias.size) == 1 and len(b.size) == 2 and bias.size[0] in (1, b.size[1]) and bias.dtype is a.dtype
+    return _mm(a, b) if fits and bias.plain else None
+
+
+@_rule("cat")
+def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
+    if not parts or not all(isinstance(part, Meta) and _row_major(part) for part in parts):
+        return None
+    first = parts[0]
+    rank = len(first.size)
+    if rank == 0 or not -rank <= dim < rank:
+        return None
+    dim %= rank
+    rest = first.size[:dim] + first.size[dim + 1 :]
+    for part in parts:
+        same = len(part.size) == rank and part.dtype is first.dtype and 0 not in part.size
+        if not same or part.size[:dim] + part.size[dim + 1 :] != rest:
+            return None
+    size = (*first.size[:dim], sum(part.size[dim] for part in parts), *first.size[dim + 1 :])
+    return [(plain_meta(size, first.dtype), None)]
+
+
+@_rule("_softmax _log_softmax")
+def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
+    fits = not half_to_float and a.dtype in _FLOATS and _row_major(a) and len(a.size) > 0
+    return _shaped(a, a.dtype) if fits and -len(a.size) <= dim < len(a.size) else None
+
+
+@_rule("embedding")
+def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
+    fits = len(weight.size) == 2 and _row_major(weight) and _row_major(indices) and indices.dtype in _INTEGERS
+    return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
+
+
+@_rule("sum.dim_IntList mean.dim amax amin")
+def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+    rank = len(a.size)
+    if not (dim and a.dtype in _FLOATS and dtype in (None, a.dtype) and _row_major(a) and rank and 0 not in a.size):
+        return None
+    if not all(type(d) is int and -rank <= d < rank for d in dim):
+        return None
+    dims = {d % rank for d in dim}
+    if len(dims) != len(dim):
+        return None
+    size = tuple(1 if i in dims else n for i, n in enumerate(a.size) if keepdim or i not in dims)
+    return [(plain_meta(size, a.dtype), None)]
+
+
+@_rule("arange.start arange")
+def _arange(start: Any, end: Any = None, **kwargs: Any) -> RuleResult:
+    if end is None:
+        start, end = 0, start
+    dtype = kwargs.pop("dtype", None)
+    layout = kwargs.pop("layout", None)
+    kwargs.pop("device", None)
+    kwargs.pop("pin_memory", None)
+    whole = type(start) is int and type(end) is int and end >= start
+    if not whole or dtype not in (None, torch.int64) or layout not in (None, torch.strided) or kwargs:
+        return None
+    return [(plain_meta((end - start,), torch.int64), None)]
+
+
+@_rule("_scaled_dot_product_flash_attention_for_cpu")
+def _flash_attention(
+    query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+) -> RuleResult:
+    if len(query.size) != 4 or query.dtype not in _FLOATS or value.size[-1] != query.size[-1]:
+        return None
+    if not (query.plain and is_dense(query.size, query.stride)):
+        return None
+    batch, heads, length, _ = query.size
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = plain_meta(query.size, query.dtype, query.stride)
+    sums = plain_meta((batch, heads, length), wide, (length * heads, 1, heads))
+    return [(out, None), (sums, None)]

@@ -19,8 +19,12 @@ _NUMPY_FROM_BYTES = 16 << 10
 
 
 @functools.cache
-def _numpy() -> ModuleType | None:
-    # Late, for the command line must start fast; and optional, for only torch brings it along.
+def load_numpy() -> ModuleType | None:
+    """numpy, where it is installed.
+
+    Late, for the command line must start fast; optional, for only torch brings it along. A transport calls this when it
+    is made, because an import that Ctrl-C interrupts in the middle of a send would stay broken.
+    """
     try:
         import numpy
     except ImportError:
@@ -51,7 +55,7 @@ def unmask(view: memoryview, key: bytes) -> None:
 
 def xor(source: memoryview, target: memoryview, key: bytes) -> None:
     """Writes `source` XOR `key` to `target`, which is as long and either the same memory or separate."""
-    numpy = _numpy() if len(source) >= _NUMPY_FROM_BYTES else None
+    numpy = load_numpy() if len(source) >= _NUMPY_FROM_BYTES else None
     if numpy is None:
         target[:] = apply_mask(source, key)
         return
@@ -75,7 +79,7 @@ def xor(source: memoryview, target: memoryview, key: bytes) -> None:
 
 def address(view: memoryview, numpy: ModuleType | None = None) -> int:
     """Where in memory `view` begins; 0 where nobody can tell."""
-    numpy = numpy or _numpy()
+    numpy = numpy or load_numpy()
     if numpy is None or not len(view):
         return 0
     interface: dict[str, Any] = numpy.frombuffer(view, numpy.uint8).__array_interface__

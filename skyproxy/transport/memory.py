@@ -94,6 +94,7 @@ class MemoryTransport(Transport):
             self.close("protocol", str(exc))
             raise
         if isinstance(message, Goodbye):
+            self.close()
             raise self._lost()
         return message
 

@@ -106,7 +106,7 @@ class Outbox:
             finally:
                 self._busy = nested
         except OSError as exc:
-            self.fail(exc)
+            self._fail(exc)
             raise
         finally:
             if held:
@@ -193,9 +193,13 @@ class Outbox:
         self.nudge()
         return last.done.acquire(timeout=timeout_seconds) and self.error is None
 
-    def fail(self, error: OSError) -> None:
-        """Gives up: nothing more can be written. Wakes whoever waits."""
+    def abort(self, error: OSError) -> None:
+        """Takes no more frames; `stop` then drops those that wait."""
         self.error = self.error or error
+
+    def _fail(self, error: OSError) -> None:
+        """Drops all frames and wakes whoever waits for them; the lock is held."""
+        self.abort(error)
         while self._frames:
             frame = self._frames.popleft()
             if frame.done is not None:
@@ -218,7 +222,7 @@ class Outbox:
                     self._flush()
                     self._stream.pump()
                 except OSError as exc:
-                    self.fail(exc)
+                    self._fail(exc)
 
     def stop(self, timeout_seconds: float) -> None:
         """Gives up what is unwritten and ends the outbox's thread.
@@ -228,7 +232,7 @@ class Outbox:
         """
         if self._lock.acquire(timeout=timeout_seconds):
             try:
-                self.fail(ConnectionAbortedError("the connection was closed here"))
+                self._fail(ConnectionAbortedError("the connection was closed here"))
             finally:
                 self._lock.release()
         thread = self._thread

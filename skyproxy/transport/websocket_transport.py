@@ -15,7 +15,7 @@ from skyproxy.protocol.messages import CLIENT, Buffer, Goodbye, Message
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport import websocket_frames as ws
 from skyproxy.transport.base import PayloadSink, Transport
-from skyproxy.transport.masking import address, mask, mask_parts
+from skyproxy.transport.masking import address, load_numpy, mask, mask_parts
 from skyproxy.transport.outbox import Frame, Outbox
 from skyproxy.transport.stream import Stream, remaining
 from skyproxy.transport.tls import TlsStream
@@ -60,6 +60,7 @@ class WebSocketTransport(Transport):
         self._ended: str | None = None
         self._bytes_received = 0
         self._scratch: list[bytearray] = []
+        load_numpy()
         if isinstance(stream, TlsStream):
             stream.on_output = self._outbox.nudge
         if role == CLIENT:
@@ -146,11 +147,15 @@ class WebSocketTransport(Transport):
             except OSError as exc:
                 if self._ended is None:
                     self._ended = _reason(exc)
-                raise self._lost(exc) from exc
+                self._outbox.abort(exc)
+                self.close()
+                raise self._lost() from exc
             if message is None:
                 raise TimeoutError(f"No message came within {timeout_seconds} s.")
             if type(message) is Goodbye:
+                # The peer waits for our end before it closes; it should not have to wait for our user.
                 self._ended = "it said goodbye"
+                self.close()
                 raise self._lost()
             return message
 

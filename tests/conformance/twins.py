@@ -57,12 +57,16 @@ class Twins:
         return torch.as_strided(around, tensor.shape, tensor.stride(), offset)
 
 
-def look(value: Any) -> Any:
-    """Everything but the values and the device, comparable: shape, dtype, strides, bits and autograd state."""
+def look(value: Any, *, memory: bool = True) -> Any:
+    """Everything but the values and the device, comparable.
+
+    Args:
+        memory: whether strides and bits count, and whether it is a view.
+    """
     if not isinstance(value, torch.Tensor):
         return type(value)
     row = [tuple(value.shape), value.dtype, value.layout, value.requires_grad, value.is_leaf]
-    if value.layout is torch.strided:
+    if value.layout is torch.strided and memory:
         strides = tuple(s if n > 1 and value.numel() else 0 for n, s in zip(value.shape, value.stride()))
         row += [strides, value.is_conj(), value.is_neg(), value._is_view()]
     return tuple(row)
@@ -71,9 +75,9 @@ def look(value: Any) -> Any:
 _FIELDS = ("shape", "dtype", "layout", "requires_grad", "is_leaf", "stride", "is_conj", "is_neg", "is_view")
 
 
-def look_difference(ours: Any, theirs: Any) -> str:
+def look_difference(ours: Any, theirs: Any, *, memory: bool = True) -> str:
     """Which metadata differ, in words; empty if none does."""
-    a, b = look(ours), look(theirs)
+    a, b = look(ours, memory=memory), look(theirs, memory=memory)
     if a == b:
         return ""
     if not isinstance(a, tuple) or not isinstance(b, tuple) or len(a) != len(b):
@@ -114,15 +118,20 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def tree_differences(ours: Any, theirs: Any, *, values: bool = True) -> list[str]:
-    """The differences between two trees of results."""
+def tree_differences(ours: Any, theirs: Any, *, values: bool = True, memory: bool = True) -> list[str]:
+    """The differences between two trees of results.
+
+    Args:
+        values: whether the values count.
+        memory: whether strides and the like count.
+    """
     flat_ours, spec_ours = pytree.tree_flatten(_plain(ours))
     flat_theirs, spec_theirs = pytree.tree_flatten(_plain(theirs))
     if len(flat_ours) != len(flat_theirs):
         return [f"{spec_ours} instead of {spec_theirs}"]
     found = []
     for number, (a, b) in enumerate(zip(flat_ours, flat_theirs)):
-        for difference in (look_difference(a, b), value_difference(a, b) if values else ""):
+        for difference in (look_difference(a, b, memory=memory), value_difference(a, b) if values else ""):
             if difference:
                 found.append(f"result {number}: {difference}")
     return found

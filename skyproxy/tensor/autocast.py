@@ -1,0 +1,200 @@
+"""`torch.autocast("sky")`: the casts that PyTorch makes for CUDA, by the same lists of ops.
+
+They are made above autograd, on the dispatch key that PyTorch keeps for this, so that gradients flow through them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+
+# The names are those of ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, _FP32, _FP32_SET_OPT_DTYPE,
+# _DIFFERENT_REDISPATCH_SIGNATURE and _PROMOTE.
+LOWER_PRECISION = """
+_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+_scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+FULL_PRECISION = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+_upsample_bicubic2d_aa
+""".split()
+FULL_PRECISION_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+NORMS = {"norm.Scalar": ("norm.ScalarOpt_dtype", 2), "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", 4)}
+"""Ops that take the result's dtype in another overload only, after so many arguments."""
+PROMOTE = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+_KEY = "AutocastPrivateUse1"
+_below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_Without = torch._C._ExcludeDispatchKeyGuard
+_keep: list[torch.library.Library] = []
+
+
+class _Cache(threading.local):
+    """Weights that were cast already; for each, the weight itself (so that its id stays its own) and the cast."""
+
+    def __init__(self) -> None:
+        self.casts: dict[tuple[int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_cache = _Cache()
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == "sky"
+    )
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with each of its floating-point tensors in `dtype`, double precision excepted."""
+    if isinstance(value, list | tuple):
+        return [cast(item, dtype) for item in value]
+    if not _eligible(value) or value.dtype is dtype:
+        return value
+    if not (
+        value.requires_grad
+        and value.is_leaf
+        and value.dtype is torch.float32
+        and dtype is torch.get_autocast_dtype("sky")
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+    ):
+        return value.to(dtype)
+    # A cast made without gradients is no use to those who want one.
+    key = (id(value), torch.is_grad_enabled(), dtype)
+    known = _cache.casts.get(key)
+    if known is None:
+        known = _cache.casts[key] = (value, value.to(dtype))
+    return known[1]
+
+
+def _lower(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("sky")
+        with _Without(_below):
+            return op(*cast(args, dtype), **{name: cast(value, dtype) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _full(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            return op(*cast(args, torch.float32), **{name: cast(value, torch.float32) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _full_result(op: Any) -> Callable[..., Any]:
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            given = kwargs.get("dtype") if len(args) <= position else args[position]
+            if _eligible(args[0]) and given is None:
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _norm(op: Any, with_dtype: Any, count: int) -> Callable[..., Any]:
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            if not _eligible(args[0]):
+                return op(*args, **kwargs)
+            names = [argument.name for argument in op._schema.arguments]
+            whole = [*args, *(kwargs.get(name, defaults[i]) for i, name in enumerate(names) if i >= len(args))]
+            return with_dtype(*whole[:count], dtype=torch.float32)
+
+    return kernel
+
+
+def _promote(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            dtype = torch.get_autocast_dtype("sky")
+            for value in [*args, *kwargs.values()]:
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, torch.Tensor) and item.is_floating_point():
+                        if item.dtype not in (torch.float32, torch.get_autocast_dtype("sky"), torch.float64):
+                            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+                        dtype = torch.float32 if item.dtype is torch.float32 else dtype
+            return op(*cast(args, dtype), **{name: cast(value, dtype) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+        "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+        "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+        "safe to autocast."
+    )
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    except AttributeError:
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no aten::{name}, which skyproxy casts for autocast"
+        ) from None
+
+
+def install() -> None:
+    """Registers the casts, and a cache that is emptied where PyTorch empties its own.
+
+    Raises:
+        ConfigurationError: this torch lacks one of the ops.
+    """
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
+    library = torch.library.Library("aten", "IMPL")
+    for names, make in (
+        (LOWER_PRECISION, _lower),
+        (FULL_PRECISION, _full),
+        (FULL_PRECISION_RESULT, _full_result),
+        (PROMOTE, _promote),
+    ):
+        for name in names:
+            library.impl(name, make(_overload(name)), _KEY)
+    for name, (other, count) in NORMS.items():
+        library.impl(name, _norm(_overload(name), _overload(other), count), _KEY)
+    library.impl("binary_cross_entropy", _refuse, _KEY)
+    _keep.extend((others, library))
+    if not hasattr(torch, "clear_autocast_cache"):
+        raise ConfigurationError(f"torch {torch.__version__} has no torch.clear_autocast_cache")
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        _cache.casts.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_autocast_cache

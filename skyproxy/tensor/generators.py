@@ -1,0 +1,161 @@
+"""`torch.Generator(device="sky:0")`: a generator of its own, on the worker."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+
+_DEFAULT_SEED = 67280421310721  # what PyTorch gives a new generator
+_METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state")
+_plain_generator = torch._C.Generator
+
+
+class SkyGenerator(torch._C.Generator):
+    """A random generator on a worker. To PyTorch's C++ it is a generator of the CPU, whose state nobody uses.
+
+    Seeding and drawing are commands in order with the operations around them; only reading the state waits.
+    """
+
+    sky_device: SkyDevice
+    _handle: Handle
+    _seed: int | None
+
+    def __new__(cls, device: Any = "sky") -> SkyGenerator:
+        generator: SkyGenerator = _plain_generator.__new__(cls, "cpu")  # type: ignore[call-arg]
+        return generator
+
+    def __init__(self, device: Any = "sky") -> None:
+        self.sky_device = DEVICES.of(device)
+        self._handle = self.sky_device.new_handle(None)
+        self._seed = _DEFAULT_SEED
+        self._do("new_generator", self.sky_device.place)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.sky_device.torch_device
+
+    def handle_on(self, device: SkyDevice) -> Handle:
+        """The handle, for an op that runs on `device`.
+
+        Raises:
+            RuntimeError: the generator is on another device.
+        """
+        if device is not self.sky_device:
+            raise _wrong_device(device, self)
+        return self._handle
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        self.sky_device.session.do(name, self._handle.slot, *arguments)
+
+    def manual_seed(self, seed: int) -> SkyGenerator:
+        seed = int(seed)
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise RuntimeError("Overflow when unpacking long long")
+        self._seed = seed % (1 << 64)
+        # C++ cannot tell this one from a generator of the CPU: a CPU op that is given it draws at least the same each time.
+        super().manual_seed(self._seed)
+        self._do("seed_generator", seed if seed < 1 << 63 else seed - (1 << 64))
+        return self
+
+    def seed(self) -> int:
+        seed = int.from_bytes(os.urandom(7), "little")
+        self.manual_seed(seed)
+        return seed
+
+    def initial_seed(self) -> int:
+        if self._seed is None:
+            self._seed = int(self.sky_device.session.call("generator_seed", self._handle.slot))
+        return self._seed
+
+    def get_state(self) -> torch.Tensor:
+        """The state as a ByteTensor on the CPU. Waits."""
+        state = self.sky_device.session.call("generator_state", self._handle.slot)
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def set_state(self, new_state: torch.Tensor) -> SkyGenerator:  # type: ignore[override]
+        if not isinstance(new_state, torch.Tensor) or new_state.dtype is not torch.uint8:
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        self._do("set_generator_state", bytes(new_state.cpu().contiguous().numpy()))
+        self._seed = None
+        return self
+
+    def clone_state(self) -> SkyGenerator:
+        """A new generator in the same state."""
+        clone = SkyGenerator(self.device)
+        clone._do("copy_generator_state", self._handle.slot)
+        clone._seed = self._seed
+        return clone
+
+    def graphsafe_get_state(self) -> NoReturn:
+        raise NotImplementedError(f"graphsafe_get_state is for CUDA graphs; a generator on {self.device} has get_state")
+
+    def graphsafe_set_state(self, state: Any) -> NoReturn:
+        raise NotImplementedError(f"graphsafe_set_state is for CUDA graphs; a generator on {self.device} has set_state")
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (str(self.device), self.get_state())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkyGenerator:
+        return self.clone_state()
+
+    def __repr__(self) -> str:
+        return f"<torch.Generator device={self.device}>"
+
+
+def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
+    return SkyGenerator(device).set_state(state)
+
+
+def handle_of(generator: torch.Generator, device: SkyDevice) -> Handle:
+    """The handle of any generator, for an op that runs on `device`.
+
+    Raises:
+        RuntimeError: the generator is on another device.
+    """
+    if not isinstance(generator, SkyGenerator):
+        raise _wrong_device(device, generator)
+    return generator.handle_on(device)
+
+
+def _wrong_device(device: SkyDevice, generator: torch.Generator) -> RuntimeError:
+    """PyTorch's error for a generator of another device than the op's."""
+    expected, found = device.torch_device, generator.device
+    if found.type != "sky":
+        expected, found = torch.device("sky"), torch.device(found.type)
+    return RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")
+
+
+class _GeneratorMeta(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _plain_generator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _plain_generator)
+
+
+class Generator(metaclass=_GeneratorMeta):
+    """Stands in for `torch.Generator`, which a Python class cannot extend to a new device by itself."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        if torch.device(device).type == "sky":
+            return SkyGenerator(device)
+        return _plain_generator(device)
+
+
+def install() -> None:
+    """Puts our factory in the place of `torch.Generator`; generators of other devices are made as before.
+
+    Raises:
+        ConfigurationError: this torch's generators lack a method that ours have.
+    """
+    missing = [name for name in _METHODS if not hasattr(_plain_generator, name)]
+    if missing:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch.Generator.{missing[0]}")
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
+    Generator.__doc__ = _plain_generator.__doc__
+    torch.Generator = Generator  # type: ignore[misc,assignment]

@@ -1,0 +1,166 @@
+"""What happens to every operation on remote tensors: found in the shape cache, recorded, wrapped.
+
+The hot path of the whole product, written for speed: one pass over the arguments builds the cache key and the command
+together. Whatever is unusual, or not in the cache yet, leaves for `dispatch.record`, which does the same thing with
+all the care it needs; both must build the same keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.dispatch import FOREIGN, new_tensor, record
+from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_getframe = sys._getframe
+_record_lines = SETTINGS.record_lines
+
+
+def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    try:
+        plan = func._sky_plan
+    except AttributeError:
+        plan = plan_of(func)
+    if plan.special is not None:
+        return plan.special(plan, func, args, kwargs or {})
+    device = None
+    key = [plan]
+    wire = [0]
+    root = None
+    for a in args:
+        kind = type(a)
+        if kind is RemoteTensor:
+            handle = a._sky
+            if handle.device is not device:
+                if device is not None:
+                    return record(plan, func, args, kwargs or {})
+                device = handle.device
+                root = handle
+            key.append(handle.meta)
+            wire.append(handle.slot)
+        elif kind is float:
+            key.append(float)
+            wire.append(a)
+        else:
+            how = plan.kinds[len(key) - 1]
+            if how == TENSORS and kind is list:
+                looks = []
+                slots = []
+                for item in a:
+                    if type(item) is not RemoteTensor:
+                        return record(plan, func, args, kwargs or {})
+                    handle = item._sky
+                    if handle.device is not device:
+                        if device is not None:
+                            return record(plan, func, args, kwargs or {})
+                        device = handle.device
+                        root = handle
+                    looks.append(handle.meta)
+                    slots.append(handle.slot)
+                key.append(tuple(looks))
+                wire.append(slots)
+            elif kind in FIXED_TYPES or how == FIXED:
+                if kind is torch.device or kind is list:
+                    return record(plan, func, args, kwargs or {})
+                key.append(a)
+            elif how == NUMBER:
+                if kind is list:
+                    key.append(tuple(a))
+                elif kind is int or a is None:
+                    key.append(a)
+                else:
+                    return record(plan, func, args, kwargs or {})
+                wire.append(a)
+            elif how == SCALAR:
+                key.append(tuple(map(type, a)) if kind is list else kind)
+                wire.append(a)
+            elif how == TENSOR and (kind is int or kind is bool or a is None):
+                key.append(kind)
+                wire.append(a if a is not None else 0)
+            else:
+                return record(plan, func, args, kwargs or {})
+    if device is None:
+        return record(plan, func, args, kwargs or {})
+    if kwargs:
+        kinds = plan.keyword_kinds
+        for name, a in kwargs.items():
+            if name == "pin_memory" and not a:
+                continue
+            key.append(name)
+            kind = type(a)
+            how = kinds[name]
+            if kind is RemoteTensor and how == TENSOR:
+                handle = a._sky
+                if handle.device is not device:
+                    return record(plan, func, args, kwargs)
+                key.append(handle.meta)
+                wire.append(handle.slot)
+            elif kind in FIXED_TYPES or how == FIXED:
+                if kind is torch.device or kind is list:
+                    return record(plan, func, args, kwargs)
+                key.append(a)
+            elif how == SCALAR and kind is not list:
+                key.append(kind)
+                wire.append(a)
+            elif how == NUMBER and (kind is int or a is None):
+                key.append(a)
+                wire.append(a)
+            elif how == TENSOR and a is None:
+                key.append(kind)
+                wire.append(0)
+            else:
+                return record(plan, func, args, kwargs)
+    entry = device.cache.get(tuple(key))
+    if entry is None:
+        return record(plan, func, args, kwargs or {})
+    recorder = device.recorder
+    wire[0] = entry.number
+    if entry.simple:
+        if entry.meta is not None:
+            meta = entry.meta
+            result = _make_wrapper(
+                RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
+            )
+            handle = device.handle_type()
+            handle.meta = meta
+            handle.root = (root.root or root) if entry.shares_first else None
+            try:
+                handle.slot = slot = recorder.dirty.pop() if recorder.dirty else recorder.free.pop()
+            except IndexError:
+                handle.slot = slot = recorder.new_slot()
+            result._sky = handle
+            wire.append(slot)
+        else:
+            result = args[0]
+    elif entry.several:
+        result = []
+        for output in entry.outputs:
+            tensor = new_tensor(device, output.meta, root if output.shares == 0 else None)
+            wire.append(tensor._sky.slot)
+            result.append(tensor)
+        result = tuple(result)
+    elif entry.nothing:
+        result = None
+    else:
+        return record(plan, func, args, kwargs or {})
+    stream = recorder.stream
+    stream.extend(wire)
+    frame = _getframe(1)
+    if _record_lines:
+        while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
+    recorder.lines.extend((frame.f_code, frame.f_lasti))
+    if len(stream) > recorder.limit:
+        recorder.flush()
+    return result
+
+
+def install() -> None:
+    """Makes remote tensors dispatch through here."""
+    RemoteTensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[method-assign,assignment]

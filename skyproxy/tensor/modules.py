@@ -1,0 +1,114 @@
+"""Modules and optimizers: a parameter that moves to a worker stays the same object."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _foreach_utils
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
+_plain_apply: Any = None
+
+
+class _Move(threading.local):
+    """The outermost `Module._apply` on this thread.
+
+    Attributes:
+        function: what it does to each tensor; None if none is under way.
+        replaced: parameters that could not keep their identity, each with its old and new object, by the old one's id.
+    """
+
+    function: Crossing | None = None
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+_move = _Move()
+
+
+class Crossing:
+    """What `Module._apply` does to each tensor, and more for a parameter that changes sides.
+
+    A tensor of the CPU and one of a worker are of different classes, so PyTorch could not put the new values into the
+    old parameter and would make a new one, which an optimizer made before would never see. So the two are exchanged
+    here: the old object becomes the new parameter, and PyTorch finds that nothing is left to do.
+    """
+
+    def __init__(self, function: _Function) -> None:
+        self.function = function
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = self.function(tensor)
+        crosses = (type(tensor) is RemoteTensor) != (type(result) is RemoteTensor)
+        if not (crosses and isinstance(tensor, torch.nn.Parameter)):
+            return result
+        if torch.nn.parameter.is_lazy(tensor):  # nothing to move yet: it only remembers where it will be
+            return result
+        return tensor if self._exchange(tensor, result) else result
+
+    def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
+        gradient, parameter.grad = parameter.grad, None
+        fresh = torch.nn.Parameter(result, parameter.requires_grad)
+        attributes = {name: value for name, value in parameter.__dict__.items() if name not in ("_sky", "_is_param")}
+        try:
+            torch.utils.swap_tensors(parameter, fresh)
+        except RuntimeError:
+            # Somebody holds a weak reference, or a graph that is not done yet: then PyTorch's way, a new parameter.
+            parameter.grad = gradient
+            return False
+        parameter.__dict__.update(attributes)
+        if gradient is not None:
+            moved = self.function(gradient)
+            parameter.grad = moved.requires_grad_(gradient.requires_grad)
+        return True
+
+
+def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply`, on which `to`, `half`, `cpu`, `to_empty` and the others stand."""
+    if isinstance(fn, Crossing):
+        return _apply_one(self, fn, recurse)
+    outermost = _move.function is None
+    if outermost:
+        _move.function, _move.replaced = Crossing(fn), {}
+    try:
+        return _apply_one(self, Crossing(fn), recurse)
+    finally:
+        if outermost:
+            _move.function, _move.replaced = None, {}
+
+
+def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn.Module:
+    before = dict(module._parameters)
+    _plain_apply(module, fn, recurse)
+    replaced = _move.replaced
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            # The old object is kept too: its id must not be given to another one meanwhile.
+            known = replaced.setdefault(id(old), (old, new))
+            module._parameters[name] = known[1]  # tied weights stay tied
+    return module
+
+
+def install() -> None:
+    """Replaces `Module._apply`, and lets optimizers use their fused and foreach kernels on remote tensors.
+
+    Raises:
+        ConfigurationError: this torch lacks one of the places to do so.
+    """
+    global _plain_apply
+    lists = [getattr(place, "_foreach_supported_types", None) for place in (optimizer_module, _foreach_utils)]
+    if None in lists or not hasattr(torch.nn.Module, "_apply"):
+        raise ConfigurationError(f"torch {torch.__version__} lacks Module._apply or _foreach_supported_types")
+    for kinds in lists:
+        if RemoteTensor not in kinds:
+            kinds.append(RemoteTensor)
+    if torch.nn.Module._apply is not _apply:
+        _plain_apply = torch.nn.Module._apply
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]

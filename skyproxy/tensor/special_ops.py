@@ -1,0 +1,181 @@
+"""Ops that are not simply recorded: some are answered or divided here, some need values that PyTorch reads itself.
+
+What moves values is in `copies`, attention in `attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.registration import kernel
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+aten = torch.ops.aten
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+@implements("composite")
+def _divide(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A composite that came undivided, as they do below autograd and in inference mode."""
+    return func.decompose(*args, **kwargs)
+
+
+@implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar")
+def _run_here(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all."""
+    return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
+
+
+@implements("foreign")
+def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded."""
+    if _has_kernel(plan.name, "CompositeExplicitAutograd"):
+        return _run_here(plan, func, args, kwargs)
+    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)
+    raise UnsupportedOpError(
+        f"{plan.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
+        "written in PyTorch ops (torch.library.custom_op without device_types), or move the tensor first: x.cpu()"
+    )
+
+
+@implements("prim::layout")
+def _layout(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.layout:
+    layout: torch.layout = args[0]._sky.meta.layout
+    return layout
+
+
+@implements("aten::lift_fresh", "aten::lift")
+def _lift(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+@implements("aten::is_pinned")
+def _is_pinned(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@implements("aten::_pin_memory")
+def _pin_memory(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(f"cannot pin '{args[0].device.type}' tensors: only dense CPU tensors can be pinned")
+
+
+@implements("aten::record_stream")
+def _record_stream(plan: Plan, func: Any, args: Any, kwargs: Any) -> None:
+    """A device has one stream, and the worker frees memory in its order."""
+
+
+@implements("aten::_efficientzerotensor")
+def _efficient_zeros(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
+    return torch.zeros(*args, **kwargs)
+
+
+# --- composites that look at values, or treat tensor subclasses otherwise --------------------------------------------
+
+
+def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0) -> Any:
+    """`torch.tensor_split` with the places to split at in a tensor: the number of results depends on its values."""
+    places = tensor_indices_or_sections
+    if places.dtype is not torch.int64 or places.dim() > 1:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to be a zero-dimensional or one-dimensional tensor of "
+            f"dtype long, but got {places.dim()} dimensions and {places.dtype}"
+        )
+    values = places.tolist()
+    if isinstance(values, list):
+        return aten.tensor_split.indices(self, values, dim)
+    return aten.tensor_split.sections(self, values, dim)
+
+
+def _filled(functional: Any) -> Any:
+    """An out= form made of the functional one: for tensor subclasses PyTorch's own forgets to fill `out`."""
+
+    def fill(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = functional(*args, **kwargs)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return fill
+
+
+_COMPOSITES = {
+    "tensor_split.tensor_indices_or_sections": _tensor_split,
+    "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),
+    "linalg_matrix_rank.out_tol_tensor": _filled(aten.linalg_matrix_rank.tol_tensor),
+    "linalg_matrix_rank.atol_rtol_float_out": _filled(aten.linalg_matrix_rank.atol_rtol_float),
+    "linalg_matrix_rank.atol_rtol_tensor_out": _filled(aten.linalg_matrix_rank.atol_rtol_tensor),
+}
+
+
+def _sparse_compressed(
+    compressed_indices: torch.Tensor,
+    plain_indices: torch.Tensor,
+    values: torch.Tensor,
+    size: Any,
+    *,
+    layout: torch.layout | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """PyTorch's unchecked constructor makes a tensor without asking the device. The checked one is an op."""
+    options = {name: value for name, value in options.items() if name in ("dtype", "device") and value is not None}
+    return torch.sparse_compressed_tensor(
+        compressed_indices, plain_indices, values, size, layout=layout, check_invariants=True, **options
+    )
+
+
+_COMPOSITES["_sparse_compressed_tensor_unsafe"] = _sparse_compressed
+for _layout_name in ("csr", "csc", "bsr", "bsc"):
+    _COMPOSITES[f"_sparse_{_layout_name}_tensor_unsafe"] = functools.partial(
+        _sparse_compressed, layout=getattr(torch, f"sparse_{_layout_name}")
+    )
+
+
+def _as_special(function: Any) -> Any:
+    return lambda plan, func, args, kwargs: function(*args, **kwargs)
+
+
+for _name, _function in _COMPOSITES.items():
+    implements(f"aten::{_name}")(_as_special(_function))
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts our composites in the place of PyTorch's, and makes factories of sparse tensors ours too."""
+    for name, function in _COMPOSITES.items():
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            library.impl(name, function, key)
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
+            continue
+        if not _has_kernel(name, "CompositeImplicitAutograd"):
+            for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
+                library.m.impl(name[len("aten::") :], key, kernel(name), False)
+
+
+# --- packed sequences: lengths and batch sizes live on the CPU, on every device --------------------------------------
+
+
+@implements("aten::_pack_padded_sequence")
+def _pack_padded_sequence(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
+    from skyproxy.tensor.copies import upload
+
+    padded, lengths, batch_first = args
+    if type(lengths) is RemoteTensor:
+        lengths = lengths.cpu()
+    first, second = padded.shape[:2]
+    rows, batch_sizes = func(torch.arange(first * second).view(first, second, 1), lengths, batch_first)
+    places = upload(rows.flatten(), padded._sky.device)
+    return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
+
+
+__all__ = ["install"]

@@ -1,0 +1,317 @@
+"""Storages of remote tensors: who shares memory with whom, at which (invented) address, and how large it is.
+
+The bytes are on the worker; here a storage is the handle of the tensor that first had it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.copies import download, upload
+from skyproxy.tensor.devices import Handle, SkyDevice
+from skyproxy.tensor.metadata import Meta, plain_meta
+from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase, make_tensor
+
+_ALIGNMENT_BYTES = 512
+_next_address = 1 << 40
+_lock = threading.Lock()
+
+
+class Memory:
+    """Address and size of one storage.
+
+    Attributes:
+        key: unique for the life of the process; what PyTorch calls `_cdata`.
+        address: where it would lie, aligned as CUDA aligns; moves when the storage grows. Never given twice.
+        byte_count: its size.
+    """
+
+    __slots__ = ("address", "byte_count", "key")
+
+    def __init__(self, byte_count: int) -> None:
+        self.resize(byte_count)
+        self.key = self.address
+
+    def resize(self, byte_count: int) -> None:
+        global _next_address
+        with _lock:
+            self.address = _next_address
+            _next_address += (byte_count // _ALIGNMENT_BYTES + 1) * _ALIGNMENT_BYTES
+        self.byte_count = byte_count
+
+
+def _bytes_needed(meta: Meta) -> int:
+    return torch_codec.storage_extent(meta.size, meta.stride, meta.offset) * meta.dtype.itemsize
+
+
+def memory_of(handle: Handle) -> Memory:
+    """The memory that a handle's tensor lies in.
+
+    Raises:
+        NotImplementedError: sparse tensors have none of their own.
+    """
+    root = handle.root or handle
+    try:
+        return root.memory
+    except AttributeError:
+        if root.meta.layout is not torch.strided:
+            raise NotImplementedError("Cannot access storage of a sparse tensor") from None
+        memory = root.memory = Memory(_bytes_needed(root.meta))
+        return memory
+
+
+def note_change(handle: Handle, meta: Meta) -> None:
+    """A tensor is about to look like `meta`: its storage grows if it must, and never shrinks, as in PyTorch."""
+    if meta.layout is torch.strided and handle.meta is not None and handle.meta.layout is torch.strided:
+        memory, needed = memory_of(handle), _bytes_needed(meta)
+        if needed > memory.byte_count:
+            memory.resize(needed)
+
+
+def view_of(root: Handle, meta: Meta) -> RemoteTensor:
+    """A new tensor on the storage of `root`; the storage grows if it must."""
+    device = root.device
+    handle = device.new_handle(meta, root)
+    name = torch_codec.DTYPE_NAMES[meta.dtype]
+    device.session.do("view_storage", handle.slot, root.slot, name, meta.offset, list(meta.size), list(meta.stride))
+    note_change(handle, meta)
+    return make_tensor(meta, handle)
+
+
+def replace_value(tensor: RemoteTensor, value: RemoteTensor) -> None:
+    """Makes `tensor` hold what `value` holds; it keeps its identity, its version counter and its history."""
+    TensorBase.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    tensor._sky = value._sky
+
+
+class SkyStorage(torch.UntypedStorage):
+    """The storage of a remote tensor. To PyTorch's C++ it is an empty storage on the meta device."""
+
+    _root: Handle
+
+    @staticmethod
+    def __new__(cls: type[SkyStorage], root: Handle) -> SkyStorage:
+        storage: SkyStorage = torch.UntypedStorage.__new__(cls, 0, device="meta")
+        return storage
+
+    def __init__(self, root: Handle) -> None:
+        self._root = root
+
+    def _memory(self) -> Memory:
+        return memory_of(self._root)
+
+    @property
+    def sky_device(self) -> SkyDevice:
+        return self._root.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._root.device.torch_device
+
+    @property
+    def _cdata(self) -> int:  # type: ignore[override]
+        return self._memory().key
+
+    def data_ptr(self) -> int:
+        memory = self._memory()
+        return memory.address if memory.byte_count else 0
+
+    def nbytes(self) -> int:
+        return self._memory().byte_count
+
+    def __len__(self) -> int:
+        return self._memory().byte_count
+
+    def size(self) -> int:
+        return self._memory().byte_count
+
+    def element_size(self) -> int:
+        return 1
+
+    def get_device(self) -> int:
+        return self._root.device.index
+
+    def resizable(self) -> bool:
+        return True
+
+    def resize_(self, size: int) -> SkyStorage:  # type: ignore[override]
+        self._root.device.session.do("resize_storage", self._root.slot, size)
+        self._memory().resize(size)
+        return self
+
+    def as_bytes(self) -> RemoteTensor:
+        """All of the storage as a uint8 tensor of one dimension, sharing its memory."""
+        return view_of(self._root, plain_meta((self.nbytes(),), torch.uint8))
+
+    def cpu(self) -> torch.UntypedStorage:
+        """A copy of all bytes on the CPU. Waits."""
+        return download(self.as_bytes()).untyped_storage()
+
+    def clone(self) -> SkyStorage:
+        return SkyStorage(self.as_bytes().clone()._sky)  # type: ignore[attr-defined]
+
+    def copy_(self, source: Any, non_blocking: bool | None = None) -> SkyStorage:  # type: ignore[override]
+        if isinstance(source, torch.TypedStorage):
+            source = source._untyped_storage
+        values = source.as_bytes() if isinstance(source, SkyStorage) else _bytes_of(source.cpu())
+        self.as_bytes().copy_(values)
+        return self
+
+    def fill_(self, value: int) -> SkyStorage:
+        self.as_bytes().fill_(value)
+        return self
+
+    def to(self, *, device: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        device = torch.device(device)
+        if device.type != "sky":
+            return self.cpu() if device.type == "cpu" else self.cpu().to(device=device)
+        return SkyStorage(self.as_bytes().to(device, copy=True)._sky)  # type: ignore[attr-defined]
+
+    def tolist(self) -> list[int]:
+        return list(self.cpu())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            raise NotImplementedError("a slice of a sky storage cannot be a storage. Slice a tensor on it instead.")
+        return self.as_bytes()[index].item()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.as_bytes()[index] = value
+
+    def __repr__(self) -> str:
+        return f"[torch.storage.UntypedStorage(device={self.device}) of size {len(self)}]"
+
+    __str__ = __repr__
+
+    def __copy__(self) -> SkyStorage:
+        return self.clone()
+
+    def _write_file(self, *args: Any) -> None:
+        self.cpu()._write_file(*args)
+
+    def _set_from_file(self, file: Any, offset: Any, is_real_file: bool, element_size: int) -> None:
+        values = torch.UntypedStorage(self.nbytes())
+        values._set_from_file(file, offset, is_real_file, element_size)  # type: ignore[attr-defined]
+        self.copy_(values)
+
+    def is_pinned(self, device: Any = "cuda") -> bool:
+        return False
+
+    def pin_memory(self, device: Any = "cuda") -> Any:
+        raise TypeError(f"cannot pin storages on {self.device}; only CPU memory can be pinned")
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"memory on {self.device} belongs to this process's session and cannot be shared with others. Share a copy "
+            "on the CPU: x.cpu().share_memory_()"
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+
+
+def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, uninitialized: bool = False) -> SkyStorage:
+    """A new storage on a device, with the bytes of a CPU storage unless only the size matters."""
+    if uninitialized:
+        return SkyStorage(torch.empty(storage.nbytes(), dtype=torch.uint8, device=device.torch_device)._sky)  # type: ignore[attr-defined]
+    return SkyStorage(upload(_bytes_of(storage), device)._sky)
+
+
+# --- methods of RemoteTensor -----------------------------------------------------------------------------------------
+
+
+def _root(tensor: RemoteTensor) -> Handle:
+    memory_of(tensor._sky)
+    return tensor._sky.root or tensor._sky
+
+
+def _untyped_storage(self: RemoteTensor) -> SkyStorage:
+    return SkyStorage(_root(self))
+
+
+def _data_ptr(self: RemoteTensor) -> int:
+    memory = memory_of(self._sky)
+    return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0
+
+
+def _set(
+    self: RemoteTensor, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = None
+) -> RemoteTensor:
+    """`Tensor.set_`: another storage, and another place in it."""
+    if isinstance(source, torch.TypedStorage):
+        source = source._untyped_storage
+    if source is None:
+        value = torch.empty(0, dtype=self.dtype, device=self.device)
+    else:
+        if source.device != self.device:
+            raise RuntimeError(
+                f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
+                f'"{source.device}".  This is no longer allowed; the devices must match.'
+            )
+        if isinstance(source, torch.Tensor):
+            if source.dtype is not self.dtype:
+                raise RuntimeError(f"Could not set tensor of type {source.dtype} to a tensor of type {self.dtype}")
+            if size is None:
+                storage_offset, size, stride = source.storage_offset(), source.size(), source.stride()
+            source = source.untyped_storage()
+        if size is None:
+            size = (source.nbytes() // self.element_size(),)
+        size = tuple(size) if not isinstance(size, int) else (size,)
+        value = view_of(source._root, plain_meta(size, self.dtype, tuple(stride) if stride else None, storage_offset))
+    replace_value(self, value)  # type: ignore[arg-type]
+    torch.autograd.graph.increment_version(self)
+    return self
+
+
+@implements("aten::set_.source_Tensor", "aten::set_", "aten::set_.source_Tensor_storage_offset")
+def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that came from C++, where the method above was not seen."""
+    return _set(*args, **kwargs)
+
+
+def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and _root(tensor) is _root(self)
+    )
+
+
+def _share_memory(self: RemoteTensor) -> Any:
+    return self.untyped_storage().share_memory_()
+
+
+def _pin_memory(self: RemoteTensor, device: Any = None) -> Any:
+    raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+
+
+_METHODS = {
+    "untyped_storage": _untyped_storage,
+    "data_ptr": _data_ptr,
+    "set_": _set,
+    "is_set_to": _is_set_to,
+    "is_shared": lambda self: False,
+    "share_memory_": _share_memory,
+    "is_pinned": lambda self, device=None: False,
+    "pin_memory": _pin_memory,
+}
+
+
+def install() -> None:
+    """Gives remote tensors the methods above.
+
+    Raises:
+        ConfigurationError: this torch's tensors lack one of them.
+    """
+    for name, function in _METHODS.items():
+        if not hasattr(torch.Tensor, name):
+            raise ConfigurationError(f"torch {torch.__version__} has no Tensor.{name}, which skyproxy replaces")
+        setattr(RemoteTensor, name, function)

@@ -1,0 +1,143 @@
+"""What asks for a remote tensor's values: printing, numbers, numpy; and `.data`. Each waits once, or says why not."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import _tensor_str
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.copies import download
+from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase
+from skyproxy.tensor.storage import replace_value
+
+_REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
+# By the size of an element: dtypes that every device can join and cut, for those that not every device can.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def edges(tensor: torch.Tensor, edge_items: int) -> torch.Tensor:
+    """What of a large tensor is printed: the first and last items of each dimension, and one between them.
+
+    The one between stands for the rest: with it, PyTorch's formatter sees that there is more than it prints.
+    """
+    dtype = tensor.dtype
+    tensor = tensor.resolve_conj().resolve_neg()
+    if dtype.itemsize in _BITS and not dtype.is_complex:
+        tensor = tensor.view(_BITS[dtype.itemsize])
+    for dim, size in enumerate(tensor.shape):
+        if size > 2 * edge_items + 1:
+            ends = (tensor.narrow(dim, 0, edge_items + 1), tensor.narrow(dim, size - edge_items, edge_items))
+            tensor = torch.cat(ends, dim)
+    return tensor.view(dtype)
+
+
+def _contents(tensor: RemoteTensor, indent: int) -> str:
+    """The numbers of a strided tensor as PyTorch prints them. One round trip."""
+    options = _tensor_str.PRINT_OPTS
+    if tensor.numel() <= options.threshold:
+        return str(_tensor_str._tensor_str(download(tensor), indent))
+    values = download(edges(tensor, options.edgeitems))  # type: ignore[arg-type]
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+        values = values.half()
+    parts = (values.real, values.imag) if values.dtype.is_complex else (values,)
+    # The formatters must not see the items that stand for the rest.
+    formatters = [_tensor_str._Formatter(_tensor_str.get_summarized_data(part)) for part in parts]
+    return str(_tensor_str._tensor_str_with_formatter(values, indent, True, *formatters))
+
+
+def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
+    """Looks as PyTorch prints a tensor of any other device."""
+    plain = type(self) is RemoteTensor and self.layout is torch.strided and tensor_contents is None
+    # Both are told apart by the class, and ours is neither: print as what the tensor is to the user.
+    prefix, name = "tensor(", f"{type(self).__name__}("
+    if plain and self.numel():
+        with torch.no_grad():
+            tensor_contents = _contents(self.detach(), len(prefix))  # type: ignore[arg-type]
+    text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
+    wrapped = f"Parameter({name}"
+    if text.startswith(wrapped):
+        return "Parameter containing:\n" + prefix + text[len(wrapped) : -1]
+    return prefix + text[len(name) :] if text.startswith(name) else text
+
+
+def _format(self: RemoteTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+# --- numbers and arrays ----------------------------------------------------------------------------------------------
+
+
+def _tolist(self: RemoteTensor) -> Any:
+    return self.detach().cpu().tolist()
+
+
+def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
+    if not force:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+    return self.detach().cpu().numpy(force=True)
+
+
+def _no_dlpack(self: RemoteTensor, **unused: Any) -> NoReturn:
+    raise BufferError(
+        f"a tensor on {self.device} lives on another machine and cannot be shared by DLPack. Copy it first: x.cpu()"
+    )
+
+
+# --- .data -----------------------------------------------------------------------------------------------------------
+
+
+def _get_data(self: torch.Tensor) -> torch.Tensor:
+    return TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+    """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
+    if type(value) is RemoteTensor and type(self) is RemoteTensor:
+        # An alias of its own: what changes the shape of q in place later on is not to change p's.
+        replace_value(self, value.detach())  # type: ignore[arg-type]
+    elif type(value) is RemoteTensor or type(self) is RemoteTensor:
+        _exchange(self, value)
+    else:
+        TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _exchange(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Moves a tensor between the CPU and a worker under the hands of those who hold it: its class changes too."""
+    kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else None
+    with torch.no_grad():
+        fresh = value.detach()
+        fresh = kind(fresh, tensor.requires_grad) if kind else fresh.requires_grad_(tensor.requires_grad)
+    gradient, tensor.grad = tensor.grad, None
+    torch.utils.swap_tensors(tensor, fresh)
+    for name, item in fresh.__dict__.items():
+        if name not in ("_sky", "_is_param"):
+            tensor.__dict__.setdefault(name, item)
+    if gradient is not None:
+        # PyTorch lets a gradient stay on the old device here; a tensor of another class cannot hold it.
+        tensor.grad = gradient.to(tensor.device)
+
+
+def install() -> None:
+    """Gives remote tensors the methods above, and every tensor a `.data` that can move it to a worker.
+
+    Raises:
+        ConfigurationError: this torch prints tensors in another way.
+    """
+    missing = [name for name in _REPR_PARTS if not hasattr(_tensor_str, name)]
+    if missing or not hasattr(TensorBase, "data"):
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._tensor_str.{missing}, which skyproxy uses")
+    RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
+    RemoteTensor.__format__ = _format  # type: ignore[method-assign]
+    RemoteTensor.tolist = _tolist  # type: ignore[method-assign]
+    RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]
+    torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[assignment]

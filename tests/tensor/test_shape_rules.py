@@ -1,0 +1,167 @@
+"""Every shape rule against real CPU tensors: same sizes, strides, offsets, dtypes, and the same sharing of storage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.tensor.metadata import Meta, meta_of
+from skyproxy.tensor.shape_rules import RULES
+
+Case = tuple[str, tuple[Any, ...], dict[str, Any]]
+_SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3)]
+
+
+def _tensors(dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+    for size in _SIZES:
+        base = torch.zeros(size, dtype=dtype)
+        yield base
+        if len(size) >= 2:
+            yield base.transpose(0, -1)
+            yield torch.zeros(*size[:-1], size[-1] + 2, dtype=dtype)[..., 1:-1]
+            yield base.transpose(0, -1)[..., :1]
+
+
+def _binary(name: str) -> Iterator[Case]:
+    for a, b in itertools.product(_tensors(), _tensors()):
+        yield name, (a, b), {}
+    numbers = (2, 2.5) if name in ("add.Tensor", "mul.Tensor", "div.Tensor") else ()
+    for a, number in itertools.product(_tensors(), numbers):
+        yield name, (a, number), {}
+    for a in _tensors(torch.int64):
+        yield name, (a, a), {}
+        for number in numbers:
+            yield name, (a, number), {}
+        yield name, (a, torch.zeros(a.shape)), {}
+
+
+def _cases() -> Iterator[Case]:
+    for name in ("add.Tensor", "mul.Tensor", "div.Tensor", "maximum", "lt.Tensor", "bitwise_and.Tensor", "atan2"):
+        yield from _binary(name)
+    for a in _tensors():
+        for name in ("exp", "neg", "relu", "silu", "gelu", "rsqrt", "detach", "alias", "t", "clone", "elu", "softplus"):
+            yield name, (a,), {}
+        for scalar in (2, 2.5, True):
+            for name in ("pow.Tensor_Scalar", "clamp", "mul.Scalar", "rsub.Scalar", "eq.Scalar"):
+                yield name, (a, scalar), {}
+        yield "add.Tensor", (a, a), {"alpha": 2}
+        yield "clone", (a,), {"memory_format": torch.contiguous_format}
+        for dtype in (torch.float16, torch.int64):
+            yield "_to_copy", (a,), {"dtype": dtype}
+        yield "where.self", (a > 0, a, a), {}
+        yield "masked_fill.Scalar", (a, a > 0, 1.0), {}
+        for dim in range(-4, 4):
+            for name in ("_softmax", "_log_softmax"):
+                yield name, (a, dim, False), {}
+            for keep in (False, True):
+                for name in ("sum.dim_IntList", "mean.dim", "amax", "amin"):
+                    yield name, (a, [dim], keep), {}
+                    yield name, (a, [dim, 0], keep), {}
+            yield "unsqueeze", (a, dim), {}
+            yield "squeeze.dim", (a, dim), {}
+            for index in (-3, -1, 0, 2, 9):
+                yield "select.int", (a, dim, index), {}
+            for start, end, step in itertools.product((None, -2, 0, 1, 9), (None, -1, 0, 2, 99), (1, 2)):
+                yield "slice.Tensor", (a, dim, start, end, step), {}
+            for other in (-1, 0, 2):
+                yield "transpose.int", (a, dim, other), {}
+            yield "cat", ([a, a], dim), {}
+            yield "cat", ([a, torch.zeros(3, 4)], dim), {}
+        for order in itertools.permutations(range(a.dim())):
+            yield "permute", (a, list(order)), {}
+        for size in ([-1], [a.numel()], [2, -1], [3, 4], [4, 3], [1, *a.shape], [*a.shape, 1], [0, -1], [5, 5]):
+            yield "view", (a, size), {}
+        for size in (
+            [-1] * a.dim(),
+            [2, *a.shape],
+            [1, 1, *a.shape],
+            [7, *[-1] * a.dim()],
+            [3, 4],
+            [1, 3, 4],
+            [2, 3, 4],
+        ):
+            yield "expand", (a, size), {}
+    for a, b in itertools.product(_tensors(), _tensors()):
+        yield "mm", (a, b), {}
+        yield "bmm", (a, b), {}
+        yield "addmm", (torch.zeros(4), a, b), {}
+        yield "addmm", (torch.zeros(1), a, b), {}
+    for indices in _tensors(torch.int64):
+        yield "embedding", (torch.zeros(7, 6), indices), {}
+    for start, end in ((0, 5), (2, 7), (5, 5), (0, 2.5), (3, 1)):
+        yield "arange.start", (start, end), {}
+        yield "arange", (end,), {}
+        yield "arange.start", (start, end), {"dtype": torch.float32}
+        yield "arange.start", (start, end), {"dtype": torch.int64}
+    for dtype in (torch.float32, torch.bfloat16):
+        for keys in (5, 9):
+            query, key = torch.zeros(2, 4, 5, 8, dtype=dtype), torch.zeros(2, 4, keys, 8, dtype=dtype)
+            yield "_scaled_dot_product_flash_attention_for_cpu", (query, key, key), {}
+            yield (
+                "_scaled_dot_product_flash_attention_for_cpu",
+                (query.transpose(1, 2), query.transpose(1, 2), query.transpose(1, 2)),
+                {},
+            )
+
+
+def _look(a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return meta_of(a)
+    return [_look(item) for item in a] if isinstance(a, list) and a and isinstance(a[0], torch.Tensor) else a
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _mismatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What the rule says wrongly; None where it is right, or leaves the answer to others."""
+    answer = RULES["aten::" + name](*map(_look, args), **kwargs)
+    if answer is None:
+        return None
+    try:
+        result = _overload(name)(*args, **kwargs)
+    except Exception as error:
+        return f"answers {answer} where PyTorch raises {error!r:.80}"
+    results = result if isinstance(result, tuple) else (result,)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    for (meta, shares), actual in zip(answer, results, strict=True):
+        if not _same(meta, actual):
+            return f"{meta} is not {meta_of(actual)}"
+        truly = any(actual.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in tensors)
+        if actual.numel() and truly != (shares is not None):
+            return f"sharing of storage: {shares}, truly {truly}"
+    return None
+
+
+def _same(meta: Meta, actual: torch.Tensor) -> bool:
+    if (meta.size, meta.dtype, meta.offset) != (tuple(actual.shape), actual.dtype, actual.storage_offset()):
+        return False
+    return meta.stride == actual.stride() or actual.numel() == 0
+
+
+_BY_NAME: dict[str, list[Case]] = {}
+for _case in _cases():
+    _BY_NAME.setdefault(_case[0], []).append(_case)
+
+
+@pytest.mark.parametrize("name", sorted(_BY_NAME))
+def test_rule_says_what_pytorch_does(name: str) -> None:
+    wrong = []
+    for _, args, kwargs in _BY_NAME[name]:
+        problem = _mismatch(name, args, kwargs)
+        if problem is not None:
+            shown = [(tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
+            wrong.append(f"{name}{shown} {kwargs}: {problem}")
+    assert not wrong, f"{len(wrong)} of {len(_BY_NAME[name])}:\n" + "\n".join(wrong[:8])
+
+
+@pytest.mark.parametrize("name", sorted(_BY_NAME))
+def test_rule_answers_the_ordinary_case(name: str) -> None:
+    answered = [RULES["aten::" + name](*map(_look, args), **kwargs) for _, args, kwargs in _BY_NAME[name]]
+    assert any(answer is not None for answer in answered)
