@@ -17,7 +17,7 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
-from skyproxy.tensor.generators import handle_of
+from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
@@ -103,7 +103,7 @@ class Call:
             return DEVICES.of(asked)
         if found is None:
             generator = self.kwargs.get("generator")
-            return generator.sky_device if hasattr(generator, "sky_device") else DEVICES.at(None)
+            return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
         return found
 
     def _take(self, a: Any, how: int) -> Any:

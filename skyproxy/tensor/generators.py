@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
 
 _DEFAULT_SEED = 67280421310721  # what PyTorch gives a new generator
-_METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state")
+_METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state", "_cdata")
 _plain_generator = torch._C.Generator
 
 
@@ -34,20 +35,11 @@ class SkyGenerator(torch._C.Generator):
         self._handle = self.sky_device.new_handle(None)
         self._seed = _DEFAULT_SEED
         self._do("new_generator", self.sky_device.place)
+        _by_address[self._cdata] = self
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.sky_device.torch_device
-
-    def handle_on(self, device: SkyDevice) -> Handle:
-        """The handle, for an op that runs on `device`.
-
-        Raises:
-            RuntimeError: the generator is on another device.
-        """
-        if device is not self.sky_device:
-            raise _wrong_device(device, self)
-        return self._handle
 
     def _do(self, name: str, *arguments: Any) -> None:
         self.sky_device.session.do(name, self._handle.slot, *arguments)
@@ -111,15 +103,26 @@ def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
     return SkyGenerator(device).set_state(state)
 
 
+# On its way through C++ a generator loses its Python object; its address stays.
+_by_address: weakref.WeakValueDictionary[int, SkyGenerator] = weakref.WeakValueDictionary()
+
+
 def handle_of(generator: torch.Generator, device: SkyDevice) -> Handle:
     """The handle of any generator, for an op that runs on `device`.
 
     Raises:
         RuntimeError: the generator is on another device.
     """
-    if not isinstance(generator, SkyGenerator):
-        raise _wrong_device(device, generator)
-    return generator.handle_on(device)
+    known = _by_address.get(generator._cdata)
+    if known is None or known.sky_device is not device:
+        raise _wrong_device(device, known or generator)
+    return known._handle
+
+
+def device_of(generator: torch.Generator) -> SkyDevice | None:
+    """The device of a generator; None if it is not ours."""
+    known = _by_address.get(generator._cdata)
+    return known.sky_device if known is not None else None
 
 
 def _wrong_device(device: SkyDevice, generator: torch.Generator) -> RuntimeError:

@@ -65,12 +65,20 @@ def _reduce_strided(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     if tensor.is_conj() or tensor.is_neg():
         # Files can hold these bits, but the storage's bytes are the same either way: simpler without.
         tensor = tensor.detach().resolve_conj().resolve_neg().requires_grad_(tensor.requires_grad)
-    storage: Any = tensor.untyped_storage()
+    storage = tensor.untyped_storage()
     place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict())
     if tensor.dtype in torch.storage._new_dtypes():
-        return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype)
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
-    return _utils._rebuild_tensor_v2, (typed, *place)
+        return _utils._rebuild_tensor_v3, (_typed(storage, torch.uint8), *place, tensor.dtype)
+    return _utils._rebuild_tensor_v2, (_typed(storage, tensor.dtype), *place)
+
+
+def _typed(storage: Any, dtype: torch.dtype) -> Any:
+    """The form in which PyTorch's pickler knows any storage; untyped ones it knows by their class only."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _reduce_storage(self: SkyStorage) -> Any:
+    return getattr, (_typed(self, torch.uint8), "_untyped_storage")
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -147,6 +155,28 @@ def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     return fresh._neg_view() if meta.negative else fresh  # type: ignore[no-any-return]
 
 
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _opening(plain: Any) -> Any:
+    """`safetensors.safe_open` knows devices by a list of names that ours is not in, or by the accelerator's number."""
+
+    @functools.wraps(plain, updated=())
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        if isinstance(device, str | torch.device) and str(device).partition(":")[0] == "sky":
+            device = DEVICES.of(device).index
+        return plain(filename, framework, device, **options)
+
+    return safe_open
+
+
+def _patch_safetensors() -> None:
+    for name in ("safetensors", "safetensors.torch"):
+        module = sys.modules.get(name)
+        if module is not None and not hasattr(module.safe_open, "__wrapped__"):
+            module.safe_open = _opening(module.safe_open)  # type: ignore[attr-defined]
+
+
 def install() -> None:
     """Teaches PyTorch to save, load and copy remote tensors.
 
@@ -161,4 +191,5 @@ def install() -> None:
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
+    SkyStorage.__reduce__ = _reduce_storage  # type: ignore[method-assign,assignment]
     _utils.set_tensor_metadata = _set_tensor_metadata

@@ -8,6 +8,7 @@ tests hold every rule against PyTorch, and the worker checks each result once mo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,15 +51,30 @@ def _row_major(meta: Meta) -> bool:
     return meta.plain and meta.stride == contiguous_stride(meta.size)
 
 
-def _settled(meta: Meta) -> bool:
-    """Whether an elementwise result has just these strides. Strides of dimensions of size one are made anew."""
-    return _row_major(meta) or (meta.plain and 1 not in meta.size and is_dense(meta.size, meta.stride))
+def _settled(meta: Meta) -> Meta | None:
+    """Sizes and strides of an elementwise result, where they are plain to see.
+
+    Strides of dimensions of size one are made anew, and gaps are closed in the order of the strides.
+    """
+    if not meta.plain:
+        return None
+    stride = meta.stride
+    if stride == contiguous_stride(meta.size) or (1 not in meta.size and is_dense(meta.size, stride)):
+        return meta
+    if stride and stride[-1] > 0 and all(a > b for a, b in itertools.pairwise(stride)):
+        return plain_meta(meta.size, meta.dtype)
+    return None
+
+
+def _preserved(meta: Meta) -> Meta | None:
+    """Sizes and strides of a copy that preserves the format: dense ones stay as they are."""
+    return meta if meta.plain and is_dense(meta.size, meta.stride) else _settled(meta)
 
 
 def _broadcast(a: Meta, b: Meta) -> Meta | None:
     """Whose sizes and strides an elementwise result has, for the cases that need no thought."""
     if a.size == b.size and a.stride == b.stride:
-        return a if b.plain and _settled(a) else None
+        return _settled(a) if b.plain else None
     if not (_row_major(a) and _row_major(b)):
         return None
     large, small = (a, b) if len(a.size) >= len(b.size) else (b, a)
@@ -68,7 +84,7 @@ def _broadcast(a: Meta, b: Meta) -> Meta | None:
     return large if all(n in (1, m) for m, n in zip(tail, small.size, strict=True)) else None
 
 
-def _shaped(like: Meta, dtype: torch.dtype) -> RuleResult:
+def _shaped(like: Any, dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(like.size, dtype, like.stride), None)]
 
 
@@ -80,11 +96,12 @@ def _promoted(a: Any, b: Any) -> tuple[Meta, torch.dtype] | None:
         like = _broadcast(a, b)
         return None if like is None else (like, a.dtype)
     meta, number = (a, b) if isinstance(a, Meta) else (b, a)
-    if not (isinstance(meta, Meta) and _settled(meta)):
+    settled = _settled(meta) if isinstance(meta, Meta) else None
+    if settled is None:
         return None
     kind = type(number)
     fits = kind in (float, int, bool) if meta.dtype in _FLOATS else kind is int and meta.dtype in _INTEGERS
-    return (meta, meta.dtype) if fits else None
+    return (settled, meta.dtype) if fits else None
 
 
 @_rule(_SAME_DTYPE)
@@ -117,15 +134,17 @@ def _comparison(a: Any, b: Any) -> RuleResult:
 
 @_rule(_FLOAT_UNARY)
 def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
-    fits = a.dtype in _FLOATS and _settled(a)
-    return _shaped(a, a.dtype) if fits and not any(isinstance(r, Meta) for r in rest) else None
+    like = _settled(a)
+    fits = like is not None and a.dtype in _FLOATS and not any(isinstance(r, Meta) for r in rest)
+    return _shaped(like, a.dtype) if fits else None
 
 
 @_rule(_WITH_SCALARS)
 def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
-    fits = a.dtype in _FLOATS and _settled(a)
-    return _shaped(a, a.dtype) if fits and all(n is None or type(n) in (int, float) for n in numbers) else None
+    like = _settled(a)
+    fits = a.dtype in _FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
+    return _shaped(like, a.dtype) if fits and like is not None else None
 
 
 @_rule("where.self")
@@ -152,14 +171,16 @@ def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleRes
     if memory_format is torch.contiguous_format:
         return [(plain_meta(a.size, a.dtype), None)]
     plain = memory_format in (None, torch.preserve_format)
-    return _shaped(a, a.dtype) if plain and _settled(a) else None
+    like = _preserved(a)
+    return _shaped(like, a.dtype) if plain and like is not None else None
 
 
 @_rule("_to_copy")
 def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
-    if kwargs or not _settled(a):
+    like = _preserved(a)
+    if kwargs or like is None:
         return None
-    return _shaped(a, dtype if dtype is not None else a.dtype)
+    return _shaped(like, dtype if dtype is not None else a.dtype)
 
 
 @_rule("mm")
@@ -182,9 +203,14 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
     return _mm(a, b) if fits and bias.plain else None
 
 
+def _maybe_channels_last(meta: Meta) -> bool:
+    """Whether PyTorch may take the tensor for one in a channels-last format."""
+    return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
+
+
 @_rule("cat")
 def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
-    if not parts or not all(isinstance(part, Meta) and _row_major(part) for part in parts):
+    if not parts or not all(isinstance(part, Meta) and part.plain and not _maybe_channels_last(part) for part in parts):
         return None
     first = parts[0]
     rank = len(first.size)

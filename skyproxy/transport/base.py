@@ -19,8 +19,8 @@ empty then). It returns memory that is at least as long, of which the first byte
 class Transport(Protocol):
     """One connection, after its handshake.
 
-    `send` may be called from any thread and keeps messages whole; `recv` belongs to one thread. A connection that `recv`
-    found ended is closed already; `close` is for ending it from our side, and harmless otherwise.
+    `send` may be called from any thread and keeps messages whole; `recv` belongs to one thread. A connection that
+    `recv` found ended is closed already; `close` is for ending it from our side, and harmless otherwise.
     """
 
     def send(self, message: Message) -> None:

@@ -200,13 +200,11 @@ class MessageReader:
         target = self._place(head)
         if not (yield from self._read(target)):
             return None
-        while not self._frame.final:
+        while not self._left and not self._frame.final:
             if not (yield from self._next_fragment()):
                 return None
-            if self._left:
-                raise ProtocolError(
-                    f"The message goes on after the {head.frame_bytes:,} bytes that its parts add up to."
-                )
+        if self._left:
+            raise ProtocolError(f"The message goes on after the {head.frame_bytes:,} bytes that its parts add up to.")
         message = head.complete(framing.split(target, head.buffer_lengths))
         self._connection.on_receive(message, head.frame_bytes)
         return message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -184,7 +185,7 @@ BAD_FRAMES: list[tuple[bytes, str]] = [
     (raw_frame(5, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
     (raw_frame(5, b"\x91" * 3000 + b"\x01"), "not msgpack"),
     (raw_frame(5, b"\x91\x01\x02"), "not msgpack"),
-    (raw_frame(5, b"\x91\xa11"), "sequence should be Sequence|sequence should be int"),
+    (raw_frame(5, b"\x91\xa11"), "sequence should be int"),
     (raw_frame(5, b"\x91\xc3"), "sequence"),
     (raw_frame(5, b"\x91\xcb" + bytes(8)), "sequence"),
     (raw_frame(4, b"\x93\x01\x81\x01\x01\x90"), "stream"),
@@ -241,8 +242,8 @@ def only_protocol_errors(frame: bytes) -> None:
     except ProtocolError:
         return
     assert encode(message)
-    for name in message.__dataclass_fields__:
-        assert type(getattr(message, name)) in PLAIN
+    for item in fields(message):
+        assert type(getattr(message, item.name)) in PLAIN
 
 
 @settings(max_examples=300, deadline=None)

@@ -24,6 +24,7 @@ def _tensors(dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
             yield base.transpose(0, -1)
             yield torch.zeros(*size[:-1], size[-1] + 2, dtype=dtype)[..., 1:-1]
             yield base.transpose(0, -1)[..., :1]
+            yield torch.zeros(size[0], size[1] + 3, *size[2:], dtype=dtype)[:, : size[1]]
 
 
 def _binary(name: str) -> Iterator[Case]:

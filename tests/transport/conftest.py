@@ -7,7 +7,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import trustme

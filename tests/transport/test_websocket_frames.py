@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +79,7 @@ def body(message: Message) -> bytes:
 
 def fragments(payload: bytes, *cuts: int) -> list[bytes]:
     edges = [0, *sorted(cuts), len(payload)]
-    pieces = [payload[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [payload[start:end] for start, end in itertools.pairwise(edges)]
     last = len(pieces) - 1
     return [
         frame(piece, ws.BINARY if index == 0 else ws.CONTINUATION, final=index == last)
@@ -198,7 +200,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("too much", frame(body(batch(1)) + b"x"), "add up"),
     ("too much large", frame(body(batch(1, 100_000)) + b"x"), "add up"),
     ("fragments too short", b"".join(fragments(body(batch(1, 1000))[:900], 100)), "ends in the middle"),
-    ("fragments too long", b"".join(fragments(body(batch(1, 1000)) + b"x", 100, 1000)), "goes on|more"),
+    ("fragments too long", b"".join(fragments(body(batch(1, 1000)) + b"x", 100, 1000)), "goes on after"),
     ("fragment header only", b"".join(fragments(body(batch(1, 1000))[:3], 1)), "ends in the middle"),
     ("oversized in fragments", frame(b"\x08\xff\xff\xff\xff", final=False), "limit"),
     ("wrong sequence", frame(body(batch(2))), "after batch 0"),

@@ -1,0 +1,125 @@
+"""Runs small programs as users would: in a process of their own, with a bound on their time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Ours without skyproxy's variables, with a path to the packages under test, and `extra`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
+    return {**clean, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default::DeprecationWarning", **extra}
+
+
+def run_program(
+    source: str, *, timeout: float = 60.0, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end and returns what it wrote.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def succeed(source: str, *, timeout: float = 60.0, cwd: Path | None = None, **extra: str) -> str:
+    """The standard output of a program that must end well and write nothing to its standard error."""
+    done = run_program(source, timeout=timeout, cwd=cwd, **extra)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def started(source: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """A running program with pipes to it; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(source)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**extra),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def worker(folder: Path, *arguments: str, **extra: str) -> Iterator[tuple[str, str]]:
+    """The URL and the token of a worker that was started by hand, as `python -m skyproxy_server --token-file`."""
+    token = secrets.token_urlsafe(32)
+    path = folder / "token"
+    path.write_text(token, encoding="ascii")
+    path.chmod(0o600)
+    log = folder / "worker.log"
+    with log.open("wb") as stderr:
+        process = start_worker(path, stderr, *arguments, **extra)
+        try:
+            port = wait_for(lambda: _port_in(log, process), "the worker listens")
+            yield f"ws://127.0.0.1:{port}", token
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def start_worker(token_file: Path, stderr: IO[bytes], *arguments: str, **extra: str) -> subprocess.Popen[bytes]:
+    """Starts a worker on a free port; the caller ends it."""
+    command = [sys.executable, "-m", "skyproxy_server", "--port", "0", "--device", "cpu"]
+    command += ["--token-file", str(token_file), *arguments]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environment(**extra)
+    )
+
+
+def _port_in(log: Path, process: subprocess.Popen[bytes]) -> int | None:
+    text = log.read_text(errors="replace")
+    assert process.poll() is None, text
+    for line in text.splitlines():
+        if "listening on" in line:
+            return int(line.rsplit("port", 1)[1])
+    return None
+
+
+def wait_for(look: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+    """What `look` gives once it gives something; for what happens in another process and tells nobody."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout} s: {what}")
+
+
+def rows(output: str) -> list[object]:
+    """A program's lines of JSON."""
+    return [json.loads(line) for line in output.splitlines()]

@@ -1,0 +1,99 @@
+"""A worker without torch: it answers every batch with what it holds, and sends chunks back."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterator
+
+import pytest
+import trustme
+
+from skyproxy.errors import LimitExceededError, SessionLostError
+from skyproxy.protocol.messages import Ack, Batch, Chunk, Hello, Ping, Pong, Reply, RequestId, Welcome
+from skyproxy.settings import Settings
+from skyproxy.transport.base import Transport
+from skyproxy_server.listener import Listener, serve
+
+TOKEN = "a-token-that-nobody-should-see-anywhere"
+FAST = Settings(close_timeout_seconds=0.3, handshake_timeout_seconds=5.0)
+
+
+class EchoSession:
+    """A session, or its bulk connection, that echoes."""
+
+    def __init__(self, identity: str, transport: Transport) -> None:
+        self.welcome = Welcome(0, identity, {"skyproxy": "test"}, [], {})
+        self.transport = transport
+
+    def run(self) -> None:
+        try:
+            while True:
+                message = self.transport.recv()
+                if isinstance(message, Batch):
+                    self.transport.send(Ack(message.sequence))
+                    self.transport.send(Reply(RequestId(message.sequence), message.stream, message.buffers))
+                elif isinstance(message, Chunk):
+                    self.transport.send(message)
+                elif isinstance(message, Ping):
+                    self.transport.send(Pong(message.number))
+        except SessionLostError:
+            pass
+
+
+class EchoHost:
+    """Echo sessions, two at most."""
+
+    def __init__(self) -> None:
+        self.hellos: list[Hello] = []
+        self.sessions: dict[str, EchoSession] = {}
+
+    def open_session(self, hello: Hello, transport: Transport) -> EchoSession:
+        self.hellos.append(hello)
+        if len(self.sessions) == 2:
+            raise LimitExceededError("This worker has 2 sessions, which is its limit.")
+        session = EchoSession(f"session-{len(self.sessions)}", transport)
+        self.sessions[session.welcome.session] = session
+        return session
+
+    def join_bulk(self, session_id: str, transport: Transport) -> EchoSession:
+        self.sessions[session_id]
+        return EchoSession(session_id, transport)
+
+
+StartListener = Callable[..., Listener]
+
+
+@pytest.fixture
+def host() -> EchoHost:
+    return EchoHost()
+
+
+@pytest.fixture
+def start(host: EchoHost) -> Iterator[StartListener]:
+    """Starts listeners and closes them in the end."""
+    listeners: list[Listener] = []
+
+    def make(**options: object) -> Listener:
+        options = {"settings": FAST, **options}
+        listener = serve("127.0.0.1", 0, TOKEN, host, **options)  # type: ignore[arg-type]
+        listeners.append(listener)
+        return listener
+
+    yield make
+    for listener in listeners:
+        listener.close()
+
+
+@pytest.fixture(scope="session")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="session")
+def tls_contexts(authority: trustme.CA) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A client's context that trusts a server's, and that server's."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return client, server
