@@ -133,7 +133,7 @@ class Row:
 
     @property
     def ratio(self) -> Spread | None:
-        """Of the ratios, each of one round, so that a machine's drift cancels; None where there is nothing to compare."""
+        """Of the ratios, each of one round, so that a machine's drift cancels; None where nothing is compared."""
         if self.other is None:
             return None
         return Spread.of([sky / other for sky, other in zip(self.sky, self.other, strict=True)])
@@ -222,9 +222,7 @@ def describe(row: Row) -> str:
 
 def verdict(row: Row) -> str:
     """The targets, and which of them are missed."""
-    return ", ".join(
-        target.text(row.unit) + (" ok" if target.met(row) else " MISSED") for target in row.targets
-    )
+    return ", ".join(target.text(row.unit) + (" ok" if target.met(row) else " MISSED") for target in row.targets)
 
 
 __all__ = [

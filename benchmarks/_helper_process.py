@@ -84,7 +84,9 @@ class HelperProcess:
         reader.start()
         reader.join(timeout_seconds)
         if not lines or not lines[0].strip():
-            raise RuntimeError(f"a helper process ended or said nothing in {timeout_seconds:.0f} s: {self._process.args}")
+            raise RuntimeError(
+                f"a helper process ended or said nothing in {timeout_seconds:.0f} s: {self._process.args}"
+            )
         answer: dict[str, Any] = json.loads(lines[0])
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import ssl
 import tempfile
 from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ class Workers:
             port, token, process_id = int(worker.url.rpartition(":")[2]), worker.token, worker.process_id
             servers = YardstickServers()
         else:
-            file, token = self.certificate.file, "a token for loopback, of this run only"
+            file, token = self.certificate.file, secrets.token_urlsafe(32)
             command = ["-P", "-m", "skyproxy_server", "--embedded", "--host", "127.0.0.1", "--port", "0"]
             command += ["--device", self._device, "--tls-cert", file, "--log-level", "warning"]
             helper = HelperProcess(*command, first_line=token)

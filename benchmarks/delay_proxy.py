@@ -76,7 +76,7 @@ class TokenBucket:
 
 
 class _Direction:
-    """Carries the bytes of one connection one way: one thread takes them in, another lets them out when they are due."""
+    """Carries the bytes of one connection one way: one thread takes them in, another lets them out when due."""
 
     def __init__(
         self,
@@ -252,9 +252,7 @@ def main() -> None:
     end_with_parent()
     proxy = DelayProxy(
         arguments.to,
-        Conditions(
-            arguments.rtt_ms / 1e3, arguments.mbit_up, arguments.mbit_down, arguments.rechunk, arguments.seed
-        ),
+        Conditions(arguments.rtt_ms / 1e3, arguments.mbit_up, arguments.mbit_down, arguments.rechunk, arguments.seed),
     )
     announce(ports=proxy.ports)
     threading.Event().wait()

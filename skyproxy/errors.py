@@ -101,4 +101,6 @@ def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
         return RemoteError
     if issubclass(foreign, RemoteError):
         return foreign
-    return type("Remote" + foreign.__name__, (RemoteError, foreign), {"__module__": __name__, "__doc__": foreign.__doc__})
+    # Some classes make their text from arguments that only they know (UnicodeDecodeError), or quote it (KeyError).
+    body = {"__module__": __name__, "__doc__": foreign.__doc__, "__str__": Exception.__str__}
+    return type("Remote" + foreign.__name__, (RemoteError, foreign), body)

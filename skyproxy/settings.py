@@ -17,7 +17,9 @@ class Settings:
     """The values in force in this process; `load()` reads the environment once."""
 
     max_batch_commands: int = 64
-    """Commands recorded before a batch is sent without being asked for."""
+    """Commands recorded before a batch is sent without being asked for, the first time after a wait."""
+    max_loop_batch_commands: int = 512
+    """The same for a program that runs without waiting for values: larger batches, which repeat in a loop."""
     max_inline_bytes: int = 64 << 10
     """Uploads and downloads up to this size travel with the operations, larger ones on the bulk connection."""
     max_in_flight_bytes: int = 64 << 20

@@ -16,6 +16,7 @@ from skyproxy.torch_codec import Description
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
+from skyproxy_server.graphs import Graphs
 from skyproxy_server.random_state import RandomState
 from skyproxy_server.signatures import Handler, Signature
 from skyproxy_server.transfers import TransferCancelledError, Transfers
@@ -32,6 +33,9 @@ class Executor:
         devices: the worker's devices, as announced to the client.
         random: the session's own random state.
         unseen: failures that the client was not given as an answer yet.
+        graphs: captured streams of commands.
+        replaying: the number of the graph that is being replayed, else None; `values` is its scope then.
+        handlers, signatures: by number, what runs each command, and what is known of each op.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class Executor:
         self.gates = Gates()
         self.unseen: list[Failed] = []
         self.max_bytes = 0
+        self.graphs = Graphs(self)
+        self.replaying: int | None = None
         self._on_cpu = all(row["type"] == "cpu" for row in devices)
         self._send = send
         self._transfers = transfers
@@ -61,8 +67,10 @@ class Executor:
             (commands.DESCRIBE, self._describe),
             (commands.CALL, self._call),
             (commands.DO, self._do),
+            (commands.REPLAY, self.graphs.replay),
         ):
             self._handlers[number] = handler
+        self.handlers, self.signatures = self._handlers, self._signatures
 
     def run(self, batch: Batch) -> None:
         """Executes a batch. Ops that fail poison their results; everything else goes on.
@@ -109,6 +117,7 @@ class Executor:
 
     def end(self) -> None:
         """Forgets every value."""
+        self.graphs.end()
         self.values.clear()
         self.gates = Gates()
         self.random.forget()
@@ -127,6 +136,10 @@ class Executor:
             known = number in commands.OPERANDS or signature is not None
             what = "is malformed" if known else "was never defined"
             raise ProtocolError(f"command {number} at {at} {what}: {error!r:.200}") from error
+        return self.poison(signature, stream, at, error)
+
+    def poison(self, signature: Signature, stream: list[Any], at: int, error: Exception) -> int:
+        """Does so for the op at `at`, whose signature is known."""
         inputs = [self.values.get(slot, _GONE) for slot in signature.input_slots(stream, at)]
         failed = error.failed if isinstance(error, PoisonedError) else None
         if failed is None:
@@ -151,10 +164,16 @@ class Executor:
             sequence: the batch; by default the one that is being executed.
         """
         failed = Failed(error, op, self._sequence if sequence is None else sequence, position)
+        if self.replaying is not None:  # the position is in the graph's own stream
+            failed.record["graph"] = self.replaying
         if len(self.unseen) < _REMEMBERED_FAILURES:
             self.unseen.append(failed)
         self._send(Failure(RequestId(0), failed.record))
         return failed
+
+    def quiet_failure(self, error: Exception) -> Failed:
+        """What stands for a value that is not there, and fails whoever asks for it; until then, nobody is told."""
+        return Failed(error, "", self._sequence, 0)
 
     def deliver(self, request: int, failed: Failed) -> None:
         """Answers a question with this failure."""
@@ -214,6 +233,9 @@ class Executor:
         return position + 3
 
     def _release(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        limbo = self.graphs.limbo
+        if limbo is not None and values is self.values:
+            limbo.update({slot: values[slot] for slot in stream[position + 1] if slot in values and slot not in limbo})
         for slot in stream[position + 1]:
             values.pop(slot, None)
         return position + 2

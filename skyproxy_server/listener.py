@@ -28,12 +28,12 @@ from skyproxy.transport.stream import PlainStream, Stream, remaining
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket import is_loopback
 from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server.addresses import listen
 from skyproxy_server.auth import TokenCheck
 from skyproxy_server.upgrade import Upgrader
 
 logger = logging.getLogger("skyproxy.server")
 
-_BACKLOG = 128
 _SPARE_CONNECTIONS = 16
 """Beyond `max_connections`, so that a full worker still answers health questions and says that it is full."""
 
@@ -68,7 +68,11 @@ class SessionHost(Protocol):
 
 
 class Listener:
-    """A listening port and its connections; `serve` makes one."""
+    """A listening port and its connections; `serve` makes one.
+
+    Attributes:
+        port: the port that we listen on.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Listener:
         allowed_origins: Sequence[str],
         settings: Settings,
     ) -> None:
+        self.port: int = listening[0].getsockname()[1]
         self._listening = listening
         self._host = host
         self._ssl_context = ssl_context
@@ -90,18 +95,13 @@ class Listener:
         )
         self._draining = False
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._transports: set[WebSocketTransport] = set()
         self._sockets: set[socket.socket] = set()
         self._wake_read, self._wake_write = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="skyproxy-listener", daemon=True)
         self._acceptor.start()
-
-    @property
-    def port(self) -> int:
-        """The port that we listen on."""
-        port: int = self._listening[0].getsockname()[1]
-        return port
 
     @property
     def connections(self) -> int:
@@ -216,6 +216,11 @@ class Listener:
             drain_seconds: how long sessions may go on; health questions are answered meanwhile, and new sessions not.
         """
         self._draining = True
+        with self._closing:
+            if not self._stopping.is_set():
+                self._close(drain_seconds)
+
+    def _close(self, drain_seconds: float) -> None:
         deadline = time.monotonic() + drain_seconds
         while self._transports and time.monotonic() < deadline:
             self._stopping.wait(0.05)
@@ -282,7 +287,7 @@ def serve(
             f"Listening on {host or 'all addresses'} without TLS would send the token and all tensors over the network "
             "in clear. Give --tls-cert and --tls-key; or --insecure, if TLS ends in front of this worker."
         )
-    listening = _bind(host, port)
+    listening = listen(host, port)
     listener = Listener(
         listening, token, session_host, ssl_context=ssl_context, allowed_origins=allowed_origins, settings=settings
     )
@@ -290,44 +295,3 @@ def serve(
     if on_ready is not None:
         on_ready(listener.port)
     return listener
-
-
-def _bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets on those addresses of `host` that are to be had, at least one, and all on the same port."""
-    sockets: list[socket.socket] = []
-    problem: OSError | None = None
-    try:
-        rows = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as exc:
-        rows, problem = [], exc
-    for family, _, _, _, address in sorted(set(rows)):
-        actual = sockets[0].getsockname()[1] if sockets else port
-        try:
-            sockets.append(_listen(family, (address[0], actual, *address[2:])))
-        except OSError as exc:
-            problem = exc
-    if not sockets:
-        reason = "the name is unknown" if problem is None else problem.strerror or problem
-        raise ConfigurationError(
-            f"Cannot listen on {host or 'all addresses'} port {port}: {reason}. "
-            "Use another --port (0 for a free one) or --host."
-        ) from problem
-    return sockets
-
-
-def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # On Windows this option would let others take the same port.
-        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock

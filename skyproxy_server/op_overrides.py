@@ -105,3 +105,26 @@ def gru_cell_backward(
 def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
+
+
+@_override("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce(left: Tensor, right: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    """The product of a CSR matrix (N, K) and a dense one (K, M), reduced; and where each result came from.
+
+    The kernel notes the latter for inputs that require gradients only. Gradients are the client's business, so that
+    here no input does; but its backward needs the note, and crashes without it.
+    """
+    if reduce not in ("amax", "amin"):
+        return torch.ops.aten._sparse_mm_reduce_impl(left, right, reduce)
+    with torch.enable_grad():
+        return torch.ops.aten._sparse_mm_reduce_impl(left, right.detach().requires_grad_(), reduce)
+
+
+@_override("aten::_sparse_mm_reduce_impl_backward")
+def sparse_mm_reduce_backward(
+    left: Tensor, grad: Tensor, weight: Tensor, reduce: str, places: Tensor, output_mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of both factors; refuses what would crash the kernel."""
+    if reduce in ("amax", "amin") and places.shape != grad.shape:
+        raise RuntimeError(f"sparse_mm_reduce: expected places of shape {list(grad.shape)}, got {list(places.shape)}")
+    return torch.ops.aten._sparse_mm_reduce_impl_backward(left, grad, weight, reduce, places, output_mask)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
-from skyproxy.protocol.messages import Ack, Batch, Goodbye, Hello, Sequence, Welcome
+from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server.executor import Executor
+from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.transfers import Transfers
 
 logger = logging.getLogger("skyproxy.server")
@@ -56,6 +57,7 @@ class WorkerSession:
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
         transport, executor = self._transport, self._executor
+        named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.
         with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -67,13 +69,12 @@ class WorkerSession:
                         transport.send(Ack(Sequence(last)))
                         unacked = 0
                         continue
-                    if isinstance(message, Batch):
-                        if message.sequence <= last:
-                            continue  # sent again after an interrupt; it was executed already
+                    batch = named.resolve(message)
+                    if batch is not None:
                         self._executing = 1
-                        executor.run(message)
+                        executor.run(batch)
                         self._executing = 0
-                        last = message.sequence
+                        last = batch.sequence
                         unacked += 1
                         if unacked >= _ACK_EVERY_BATCHES:
                             transport.send(Ack(Sequence(last)))

@@ -15,6 +15,7 @@ FETCH     request, slot, transfer: send the value's bytes, with the reply (trans
 DESCRIBE  request, output slots, input slots: reply with the outputs' descriptions and what they alias
 CALL      request, name, arguments: reply with the result of a named control
 DO        name, arguments: run a named control; a failure is remembered until the client synchronizes
+REPLAY    graph: run a stream of commands that was captured before
 ========  ===========================================================================================
 
 An op's definition is `[overload, argument templates, keyword templates, output templates]`. A template says where an
@@ -34,10 +35,20 @@ FETCH: Final = 6
 DESCRIBE: Final = 7
 CALL: Final = 8
 DO: Final = 9
+REPLAY: Final = 10
 FIRST_SIGNATURE: Final = 32
 
-OPERANDS: Final = {DEFINE: 2, EXPECT: 1, RELEASE: 1, UPLOAD: 3, RECEIVE: 4, FETCH: 3, DESCRIBE: 3, CALL: 3, DO: 2}
+OPERANDS: Final = {DEFINE: 2, EXPECT: 1, RELEASE: 1, UPLOAD: 3, RECEIVE: 4, FETCH: 3, DESCRIBE: 3, CALL: 3, DO: 2, REPLAY: 1}
 """How many operands each built-in command takes."""
+
+RECORDABLE: Final = {
+    "copy_to_device": ((1,), (0,)),
+    "resize_storage": ((0,), ()),
+    "take_apart": ((0,), (1,)),
+    "view_storage": ((1,), (0,)),
+}
+"""The controls that a captured stream may hold: which of their arguments are slots that are read, and slots (or a list
+of slots) that are filled."""
 
 # Argument templates: each but CONSTANT takes one operand.
 VALUE: Final = "v"

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from skyproxy.errors import CLOSE_CODES, ProtocolError
 from skyproxy.protocol.messages import (
+    BATCHES,
     CLIENT,
     MESSAGES,
     WORKER,
     Ack,
-    Batch,
     Chunk,
     Goodbye,
     Hello,
@@ -142,7 +142,7 @@ class Connection:
         kind = type(message)
         if kind not in self._may_send:
             raise self._refusal(self.role, kind)
-        if kind is Batch:
+        if kind in BATCHES:
             newest = self._batches[-1]
             sequence: int = message.sequence  # type: ignore[attr-defined]
             if sequence != newest.sequence + 1:
@@ -162,7 +162,7 @@ class Connection:
         kind = type(message)
         if kind not in self._may_receive:
             raise self._refusal(self._peer, kind)
-        if kind is Batch:
+        if kind in BATCHES:
             newest = self._batches[-1]
             sequence: int = message.sequence  # type: ignore[attr-defined]
             if sequence != newest.sequence + 1:

@@ -17,6 +17,9 @@ RequestId = NewType("RequestId", int)
 Sequence = NewType("Sequence", int)
 """The number of a batch within its session, from 1, without gaps."""
 
+MAX_NAMES = 1024
+"""Batches that a worker keeps for a session under a name; the client lets go of the one it used least lately."""
+
 Buffer = bytes | bytearray | memoryview
 CLIENT = "client"
 WORKER = "worker"
@@ -92,6 +95,38 @@ class Batch(Message):
     sequence: Sequence
     stream: list[Any]
     buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBatch(Message):
+    """A batch that will come again: the worker keeps it, decoded, under a number that the client gives it.
+
+    `holes` are the positions in `stream` that differ from time to time; what stands there now is this time's.
+    """
+
+    code: ClassVar[int] = 12
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    sequence: Sequence
+    stream: list[Any]
+    name: int
+    holes: list[int]
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Message):
+    """A batch that came before, by its number, with what stands in its holes this time."""
+
+    code: ClassVar[int] = 13
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    sequence: Sequence
+    name: int
+    values: list[Any]
+    buffers: tuple[Buffer, ...] = ()
+
+
+BATCHES: tuple[type[Message], ...] = (Batch, NamedBatch, Repeat)
+"""The messages that carry commands, and share one numbering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +212,19 @@ class Pong(Message):
 
 MESSAGES: dict[int, type[Message]] = {
     cls.code: cls
-    for cls in (Hello, Welcome, Goodbye, Batch, Ack, Reply, Failure, Chunk, CancelTransfer, Ping, Pong)
+    for cls in (
+        Hello,
+        Welcome,
+        Goodbye,
+        Batch,
+        NamedBatch,
+        Repeat,
+        Ack,
+        Reply,
+        Failure,
+        Chunk,
+        CancelTransfer,
+        Ping,
+        Pong,
+    )
 }

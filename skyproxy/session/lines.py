@@ -20,7 +20,7 @@ def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str
         position: where in its stream the op's number stands.
         widths: how many operands each of the session's signatures takes.
     """
-    stream, lines = sent.batch.stream, sent.lines
+    stream, lines = sent.stream, sent.lines
     ordinals = op_ordinals(stream, widths)
     if len(lines) != 2 * len(ordinals) or position not in ordinals:
         return ""

@@ -42,7 +42,8 @@ class LocalWorker:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
         """
         self.token = secrets.token_urlsafe(32)
-        self._output: IO[bytes] = tempfile.TemporaryFile()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._last_words = ""
         command = [sys.executable, "-P", "-m", "skyproxy_server", "--embedded"]
         command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
         try:
@@ -84,7 +85,7 @@ class LocalWorker:
         how = f"ended with status {status}" if status is not None else "did not listen in time"
         return (
             f"the embedded worker {how}. The end of its output:\n{self.output()}\n"
-            "Try `python -m skyproxy_server --help`, or connect to another worker with skyproxy.connect(url, token=...)."
+            "Try `python -m skyproxy_server --help`, or connect to another worker: skyproxy.connect(url, token=...)."
         )
 
     @property
@@ -94,11 +95,12 @@ class LocalWorker:
 
     def output(self) -> str:
         """The end of what the worker wrote to its standard error."""
+        # Closed once the worker has ended.
         with contextlib.suppress(OSError, ValueError):
             self._output.seek(0, os.SEEK_END)
             self._output.seek(max(0, self._output.tell() - _SHOWN_OUTPUT_BYTES))
-            return self._output.read().decode(errors="replace").strip()
-        return ""
+            self._last_words = self._output.read().decode(errors="replace").strip()
+        return self._last_words
 
     def stop(self) -> None:
         """Ends the process; idempotent, bounded in time."""
@@ -106,13 +108,14 @@ class LocalWorker:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()
-            try:
+        for end in (None, self._process.terminate, self._process.kill):
+            if end is not None:
+                end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+                break
+        self.output()
+        self._output.close()
 
 
 def _environment() -> dict[str, str]:

@@ -12,18 +12,22 @@ from typing import Any, NamedTuple
 
 from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Buffer, Sequence
+from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence
+from skyproxy.session.repeats import Repeats
 from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
 
 _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
+_ITEMS_A_COMMAND = 4
+"""Items of the stream that a command takes, as a rule."""
 
 
 class SentBatch(NamedTuple):
     """What the client keeps of a batch until it is acknowledged."""
 
-    batch: Batch
+    sequence: Sequence
+    stream: list[Any]
     lines: list[Any]
 
 
@@ -42,11 +46,11 @@ class Recorder:
         dirty: slots whose tensors died since the last batch; the worker still holds their values.
         free: slots that hold nothing.
         widths: how many operands each op number that was defined takes.
-        limit: the length of `stream` from which the dispatcher calls `flush`.
+        limit: the length of `stream` from which the dispatcher calls `send_some`.
     """
 
     def __init__(
-        self, send: Callable[[Batch], object], unacked: Callable[[], tuple[int, int]], settings: Settings
+        self, send: Callable[[Batch | NamedBatch | Repeat], object], unacked: Callable[[], tuple[int, int]], settings: Settings
     ) -> None:
         """Args:
         send: hands a batch to the connection; doing so twice with the last one changes nothing.
@@ -58,7 +62,10 @@ class Recorder:
         self.dirty: list[int] = []
         self.free: list[int] = []
         self.widths: dict[int, int] = {}
-        self.limit = settings.max_batch_commands * 4
+        self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
+        self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
+        self.limit = self._first_limit
+        self._repeats = Repeats(self.widths)
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
         self._buffered_bytes = 0
@@ -71,11 +78,11 @@ class Recorder:
         self._slots = itertools.count(1)
         self._top = 0
         self._lock = threading.RLock()
-        self._outgoing: tuple[Batch, list[Any]] | None = None
+        self._outgoing: tuple[Batch | NamedBatch | Repeat, SentBatch] | None = None
         self._sequence = 0
         # Whoever sends adds to it, the reading thread takes from it: no lock, for Ctrl-C could leave one held.
         self._sent: deque[SentBatch] = deque()
-        self._kept: Batch | None = None
+        self._kept: SentBatch | None = None
         self._waiting: deque[Waiter] = deque()
         self._ended: SessionLostError | None = None
 
@@ -118,7 +125,7 @@ class Recorder:
         """Records one built-in command; sends, if it is time."""
         self.stream.extend(command)
         if len(self.stream) > self.limit:
-            self.flush()
+            self.send_some()
 
     def append_with_buffer(self, buffer: Buffer, *command: Any) -> None:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
@@ -126,8 +133,10 @@ class Recorder:
             # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C strikes.
             deque(map(call, (self._buffers.append, self.stream.extend), (buffer, command)), 0)
             self._buffered_bytes += len(buffer)
-        if len(self.stream) > self.limit or self._buffered_bytes > _CUT_AT_BYTES:
+        if self._buffered_bytes > _CUT_AT_BYTES:
             self.flush()
+        elif len(self.stream) > self.limit:
+            self.send_some()
 
     def flush(self) -> None:
         """Sends what was recorded. Waits while more than the allowed bytes are under way.
@@ -137,7 +146,22 @@ class Recorder:
         """
         with self._lock:
             while self.stream or self.dirty or self._releasing or self._outgoing is not None:
-                self._send_next()
+                self._send_next(whole=True)
+            self.limit = self._first_limit
+
+    def send_some(self) -> None:
+        """Sends the older part of what was recorded, cut where the commands themselves say, see `_cut_point`.
+
+        The first batch after a wait is small, so that an idle worker starts soon; the longer a program runs without
+        waiting, the larger its batches, up to `max_loop_batch_commands`.
+
+        Raises:
+            SessionLostError: the worker is gone.
+        """
+        with self._lock:
+            while len(self.stream) > self.limit:
+                self._send_next(whole=False)
+                self.limit = min(self.limit * 2, self._last_limit)
 
     def flush_unless_busy(self) -> None:
         """Sends what was recorded, unless that would have to wait for another thread or for the worker."""
@@ -148,22 +172,22 @@ class Recorder:
             finally:
                 self._lock.release()
 
-    def _send_next(self) -> None:
+    def _send_next(self, *, whole: bool) -> None:
         if self._outgoing is None:
-            self._cut()
+            self._cut(whole)
         assert self._outgoing is not None
-        batch, lines = self._outgoing
+        message, sent = self._outgoing
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended
         self._wait_for_room()
         # First, so that the batch is known when news of it come.
-        if self._kept is not batch:
-            self._sent.append(SentBatch(batch, lines))
-            self._kept = batch
-        self._send(batch)
+        if self._kept is not sent:
+            self._sent.append(sent)
+            self._kept = sent
+        self._send(message)
         self._outgoing = None
 
-    def _cut(self) -> None:
+    def _cut(self, whole: bool) -> None:
         # Slots are taken one by one: a pop is atomic, so no other thread can be given a slot that is released here.
         # `extend` keeps what it took if another thread was faster, and the attribute keeps it if Ctrl-C strikes.
         dirty = self.dirty
@@ -171,19 +195,53 @@ class Recorder:
             self._releasing.extend(map(list.pop, itertools.repeat(dirty, len(dirty))))
         if self._releasing:
             self.stream.extend((commands.RELEASE, list(self._releasing)))
-        count, line_count, buffers = len(self.stream), len(self.lines), self._buffers
-        batch = Batch(Sequence(self._sequence + 1), self.stream[:count], tuple(buffers))
+        if whole:
+            count, line_count, buffer_count = len(self.stream), len(self.lines), len(self._buffers)
+        else:
+            count, line_count, buffer_count = self._cut_point()
+        stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
+        sequence = Sequence(self._sequence + 1)
+        message, key, name = self._repeats.choose(sequence, stream, tuple(buffers))
+        sent = SentBatch(sequence, stream, self.lines[:line_count])
+        buffered = sum(map(len, buffers))
         # No call may stand between these statements: Ctrl-C strikes after calls only, and would lose or repeat commands.
         # The lists themselves stay: the dispatcher has bound them.
-        self._outgoing = (batch, self.lines[:line_count])
-        self._buffers = []
-        self._buffered_bytes = 0
+        self._outgoing = (message, sent)
+        seen[key] = name
+        del self._buffers[:buffer_count]
         del self.stream[:count]
         del self.lines[:line_count]
+        self._buffered_bytes -= buffered
         self._sent_ops += line_count // 2
         self._sequence += 1
         self.free += self._releasing
         self._releasing = []
+
+    def _cut_point(self) -> tuple[int, int, int]:
+        """How much of the stream to send: a number of its items, of lines, and of buffers.
+
+        The command with the smallest hash in the second half of the limit starts the next batch. So the cuts follow
+        the content, and the steps of a loop are cut in the same places, wherever the first one happened to be cut.
+        """
+        stream, widths, built_in = self.stream, self.widths, commands.OPERANDS
+        earliest, end = self.limit // 2, self.limit
+        position = lines = buffers = 0
+        best, smallest = (len(stream), len(self.lines), len(self._buffers)), 1 << 32
+        while position < end:
+            number = stream[position]
+            if position >= earliest:
+                operand = stream[position + 1]
+                mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
+                if mixed < smallest:
+                    best, smallest = (position, lines, buffers), mixed
+            width = built_in.get(number)
+            if width is None:
+                width = widths[number]
+                lines += 2
+            elif number == commands.UPLOAD:
+                buffers += 1
+            position += 1 + width
+        return best
 
     def _has_room(self) -> bool:
         batches, byte_count = self._unacked()
@@ -199,7 +257,7 @@ class Recorder:
 
     def ack(self, sequence: int) -> None:
         """Everything up to this batch was executed; called by the reading thread."""
-        while self._sent and self._sent[0].batch.sequence <= sequence:
+        while self._sent and self._sent[0].sequence <= sequence:
             self._sent.popleft()
         self._wake()
 
@@ -209,7 +267,7 @@ class Recorder:
 
     def sent(self, sequence: int) -> SentBatch | None:
         """A batch that is not acknowledged yet; called by the reading thread."""
-        return next((item for item in tuple(self._sent) if item.batch.sequence == sequence), None)
+        return next((item for item in tuple(self._sent) if item.sequence == sequence), None)
 
     def end(self, error: SessionLostError) -> None:
         """Nothing more can be sent; wakes whoever waits for room."""

@@ -57,7 +57,7 @@ _ERRORS: dict[str, type[BaseException]] = {
     "InferenceMismatchError": InferenceMismatchError,
     "LimitExceededError": LimitExceededError,
     "OutOfMemoryError": torch.OutOfMemoryError,
-    "LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+    "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 }
 
 _REMEMBERED_FAILURES = 1024
@@ -372,10 +372,7 @@ class Session:
             text += f"\n  in {record['op']} on the worker"
         if user_line:
             text += f"\n  recorded at {user_line}"
-        try:
-            error = kind(text)
-        except TypeError:  # its constructor wants more than a text
-            error = RemoteError(f"{name}: {text}")
+        error = kind(text)
         error.op, error.user_line, error.remote_traceback = record["op"], user_line, record["traceback"]
         if record["traceback"]:
             error.add_note("Traceback of the worker:\n" + record["traceback"].rstrip())

@@ -303,7 +303,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     for position, meta in entry.changed:
         set_metadata(call.tensors[position], meta)
     if len(device.recorder.stream) > device.recorder.limit:
-        device.recorder.flush()
+        device.recorder.send_some()
     if call.plan.waits:
         device.session.synchronize()
     if len(results) == 1:

@@ -56,8 +56,18 @@ def _exchange_device(index: int) -> int:
     return before
 
 
-def _memory_info(index: int) -> tuple[int, int]:
-    return device_module.mem_get_info(index)
+def _device_stats(index: int) -> dict[str, Any]:
+    """What `torch.accelerator.memory_stats` flattens."""
+    row = device_module.memory_stats(index)
+    return {
+        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}} for kind in ("allocated", "reserved")
+    }
+
+
+def _capability(index: int) -> dict[str, Any]:
+    bits = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return {"supported_dtypes": {*bits, *floats, torch.complex64, torch.complex128}}
 
 
 _ACCELERATOR = {
@@ -67,8 +77,14 @@ _ACCELERATOR = {
     "_accelerator_exchangeDevice": _exchange_device,
     "_accelerator_maybeExchangeDevice": _exchange_device,
     "_accelerator_synchronizeDevice": device_module.synchronize,
+    "_accelerator_getDeviceCapability": _capability,
+    "_accelerator_isAllocatorInitialized": device_module.is_initialized,
     "_accelerator_emptyCache": device_module.empty_cache,
-    "_accelerator_getMemoryInfo": _memory_info,
+    "_accelerator_emptyHostCache": lambda: None,
+    "_accelerator_getMemoryInfo": device_module.mem_get_info,
+    "_accelerator_getDeviceStats": _device_stats,
+    "_accelerator_resetAccumulatedStats": lambda index: None,
+    "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
 
 
@@ -81,6 +97,10 @@ def install() -> None:
     accelerator = torch._C._accelerator_getAccelerator()
     if accelerator.type != "sky":
         raise ConfigurationError(f"torch takes {accelerator} for this machine's accelerator, not sky")
+    required = ("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice")
+    missing = [name for name in required if not hasattr(torch._C, name)]
+    if missing:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy replaces")
     for name, function in _ACCELERATOR.items():
         setattr(torch._C, name, function)
     _install_pinning()

@@ -157,7 +157,7 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
             frame = frame.f_back
     recorder.lines.extend((frame.f_code, frame.f_lasti))
     if len(stream) > recorder.limit:
-        recorder.flush()
+        recorder.send_some()
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,12 +46,13 @@ class Crossing:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.function(tensor)
-        crosses = (type(tensor) is RemoteTensor) != (type(result) is RemoteTensor)
-        if not (crosses and isinstance(tensor, torch.nn.Parameter)):
+        if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
             return result
         if torch.nn.parameter.is_lazy(tensor):  # nothing to move yet: it only remembers where it will be
-            return result
-        return tensor if self._exchange(tensor, result) else result
+            tensor._sky_place = result.device  # type: ignore[attr-defined]
+            return tensor
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        return tensor if parameter and self._exchange(tensor, result) else result
 
     def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
         gradient, parameter.grad = parameter.grad, None
@@ -96,6 +98,39 @@ def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn
     return module
 
 
+# --- lazy modules ----------------------------------------------------------------------------------------------------
+
+_Uninitialized = torch.nn.parameter.UninitializedTensorMixin
+_plain_materialize = _Uninitialized.materialize
+
+
+def _materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+    """Until it knows its shape, a parameter for a worker stays here, and its class can say that it is lazy."""
+    place = torch.device(device) if device is not None else self.__dict__.pop("_sky_place", self.data.device)
+    if place.type != "sky":
+        _plain_materialize(self, shape, device, dtype)
+        return
+    _plain_materialize(self, 0, torch.device("cpu"), dtype)
+    self.data = torch.empty(shape, device=place, dtype=self.dtype)
+
+
+def _born_lazy(plain_new: Any) -> Any:
+    signature = inspect.signature(plain_new)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(cls, *args, **kwargs)
+        device = call.arguments.get("device")
+        place = torch.device(device) if device is not None else torch.get_default_device()
+        if place.type == "sky":
+            call.arguments["device"] = torch.device("cpu")
+        tensor = plain_new(*call.args, **call.kwargs)
+        if place.type == "sky":
+            tensor._sky_place = place
+        return tensor
+
+    return staticmethod(new)
+
+
 def install() -> None:
     """Replaces `Module._apply`, and lets optimizers use their fused and foreach kernels on remote tensors.
 
@@ -112,3 +147,6 @@ def install() -> None:
     if torch.nn.Module._apply is not _apply:
         _plain_apply = torch.nn.Module._apply
         torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+        _Uninitialized.materialize = _materialize  # type: ignore[method-assign]
+        for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+            kind.__new__ = _born_lazy(kind.__new__)  # type: ignore[method-assign]

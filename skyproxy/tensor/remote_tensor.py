@@ -61,5 +61,18 @@ def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
     handle = tensor._sky
     note_change(handle, meta)
     handle.meta = meta
-    fresh = make_tensor(meta, handle)
+    adopt(tensor, handle)
+
+
+def adopt(tensor: RemoteTensor, handle: Handle) -> None:
+    """Makes a tensor hold `handle`, and look like it; its identity, version counter and history stay."""
+    meta: Meta = handle.meta
+    with torch.inference_mode(tensor.is_inference()):
+        fresh = make_tensor(meta, handle)
+    # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included.
+    if tensor.is_conj() != meta.conjugate:
+        torch._C._set_conj(tensor, meta.conjugate)
+    if tensor.is_neg() != meta.negative:
+        torch._C._set_neg(tensor, meta.negative)
     TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]
+    tensor._sky = handle

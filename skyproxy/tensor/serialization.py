@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import _utils
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.metadata import Meta, plain_meta
-from skyproxy.tensor.remote_tensor import RemoteTensor
-from skyproxy.tensor.storage import SkyStorage, memory_of, replace_value, storage_from_bytes, view_of
+from skyproxy.tensor.remote_tensor import RemoteTensor, adopt
+from skyproxy.tensor.storage import SkyStorage, memory_of, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
 _OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
@@ -43,6 +45,10 @@ def _restore(storage: Any, location: str) -> Any:
     return storage_from_bytes(storage, device, uninitialized=getattr(storage, "_torch_load_uninitialized", False))
 
 
+def _is_storage(obj: Any) -> bool:
+    return isinstance(obj, SkyStorage) or type(obj) in torch._storage_classes
+
+
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
@@ -68,17 +74,9 @@ def _reduce_strided(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     storage = tensor.untyped_storage()
     place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict())
     if tensor.dtype in torch.storage._new_dtypes():
-        return _utils._rebuild_tensor_v3, (_typed(storage, torch.uint8), *place, tensor.dtype)
-    return _utils._rebuild_tensor_v2, (_typed(storage, tensor.dtype), *place)
-
-
-def _typed(storage: Any, dtype: torch.dtype) -> Any:
-    """The form in which PyTorch's pickler knows any storage; untyped ones it knows by their class only."""
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _reduce_storage(self: SkyStorage) -> Any:
-    return getattr, (_typed(self, torch.uint8), "_untyped_storage")
+        return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
+    return _utils._rebuild_tensor_v2, (typed, *place)
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -99,9 +97,9 @@ def _set_tensor_metadata(tensor: torch.Tensor, metadata: dict[str, bool]) -> Non
         return
     with torch.no_grad():
         if metadata.get("conj"):
-            replace_value(tensor, tensor.conj())  # type: ignore[arg-type]
+            adopt(tensor, tensor.conj()._sky)  # type: ignore[attr-defined]
         if metadata.get("neg"):
-            replace_value(tensor, tensor._neg_view())  # type: ignore[arg-type]
+            adopt(tensor, tensor._neg_view()._sky)  # type: ignore[attr-defined]
 
 
 # --- copy.deepcopy ---------------------------------------------------------------------------------------------------
@@ -171,10 +169,15 @@ def _opening(plain: Any) -> Any:
 
 
 def _patch_safetensors() -> None:
+    try:
+        import safetensors
+    except ImportError:
+        return
+    opening = _opening(safetensors.safe_open)
+    # Those who import it later take it from the package.
     for name in ("safetensors", "safetensors.torch"):
-        module = sys.modules.get(name)
-        if module is not None and not hasattr(module.safe_open, "__wrapped__"):
-            module.safe_open = _opening(module.safe_open)  # type: ignore[attr-defined]
+        if name in sys.modules:
+            sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
 
 
 def install() -> None:
@@ -185,11 +188,14 @@ def install() -> None:
     """
     needed = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "set_tensor_metadata")
     missing = [name for name in needed if not hasattr(_utils, name)]
-    if missing or not hasattr(torch._C, "_set_tensor_metadata"):
+    if missing or not hasattr(torch._C, "_set_tensor_metadata") or not hasattr(torch, "_storage_classes"):
         raise ConfigurationError(f"torch {torch.__version__} has no torch._utils.{missing}, which skyproxy uses")
     torch.serialization.register_package(_PRIORITY, _tag, _restore)  # type: ignore[no-untyped-call]
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
-    SkyStorage.__reduce__ = _reduce_storage  # type: ignore[method-assign,assignment]
+    # PyTorch finds the storages to save by this function, and writes down the name that their class has in torch.
+    torch.is_storage = _is_storage  # type: ignore[assignment]
+    SkyStorage.__name__ = "UntypedStorage"
     _utils.set_tensor_metadata = _set_tensor_metadata
+    _patch_safetensors()

@@ -16,7 +16,7 @@ from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import Handle, SkyDevice
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.plans import Plan, implements
-from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase, make_tensor
+from skyproxy.tensor.remote_tensor import RemoteTensor, adopt, make_tensor
 
 _ALIGNMENT_BYTES = 512
 _next_address = 1 << 40
@@ -82,12 +82,6 @@ def view_of(root: Handle, meta: Meta) -> RemoteTensor:
     device.session.do("view_storage", handle.slot, root.slot, name, meta.offset, list(meta.size), list(meta.stride))
     note_change(handle, meta)
     return make_tensor(meta, handle)
-
-
-def replace_value(tensor: RemoteTensor, value: RemoteTensor) -> None:
-    """Makes `tensor` hold what `value` holds; it keeps its identity, its version counter and its history."""
-    TensorBase.data.__set__(tensor, value)  # type: ignore[attr-defined]
-    tensor._sky = value._sky
 
 
 class SkyStorage(torch.UntypedStorage):
@@ -268,7 +262,7 @@ def _set(
             size = (source.nbytes() // self.element_size(),)
         size = tuple(size) if not isinstance(size, int) else (size,)
         value = view_of(source._root, plain_meta(size, self.dtype, tuple(stride) if stride else None, storage_offset))
-    replace_value(self, value)  # type: ignore[arg-type]
+    adopt(self, value._sky)  # type: ignore[attr-defined]
     torch.autograd.graph.increment_version(self)
     return self
 

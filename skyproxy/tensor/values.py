@@ -9,8 +9,7 @@ from torch import _tensor_str
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.copies import download
-from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase
-from skyproxy.tensor.storage import replace_value
+from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase, adopt
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
 # By the size of an element: dtypes that every device can join and cut, for those that not every device can.
@@ -50,19 +49,25 @@ def _contents(tensor: RemoteTensor, indent: int) -> str:
     return str(_tensor_str._tensor_str_with_formatter(values, indent, True, *formatters))
 
 
+def _sparse_contents(tensor: RemoteTensor) -> str:
+    """The parts of a sparse tensor as PyTorch prints them, up to the first word on the whole."""
+    text = str(_tensor_str._str(download(tensor)))
+    return text[len("tensor(") : text.rindex("size=(")].rstrip(", \n")
+
+
 def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
     """Looks as PyTorch prints a tensor of any other device."""
-    plain = type(self) is RemoteTensor and self.layout is torch.strided and tensor_contents is None
-    # Both are told apart by the class, and ours is neither: print as what the tensor is to the user.
-    prefix, name = "tensor(", f"{type(self).__name__}("
-    if plain and self.numel():
-        with torch.no_grad():
-            tensor_contents = _contents(self.detach(), len(prefix))  # type: ignore[arg-type]
+    if tensor_contents is None and (self.numel() or self.layout is not torch.strided):
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            values: Any = self.detach()
+            strided = self.layout is torch.strided
+            tensor_contents = _contents(values, len("tensor(")) if strided else _sparse_contents(values)
     text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
-    wrapped = f"Parameter({name}"
-    if text.startswith(wrapped):
-        return "Parameter containing:\n" + prefix + text[len(wrapped) : -1]
-    return prefix + text[len(name) :] if text.startswith(name) else text
+    # PyTorch names a subclass it does not know by its class; this one is no class of the user's.
+    name = f"{type(self).__name__}("
+    if text.startswith(f"Parameter({name}"):
+        return "Parameter containing:\ntensor(" + text[len(f"Parameter({name}") : -1]
+    return "tensor(" + text[len(name) :] if text.startswith(name) else text
 
 
 def _format(self: RemoteTensor, spec: str) -> str:
@@ -102,7 +107,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
     if type(value) is RemoteTensor and type(self) is RemoteTensor:
         # An alias of its own: what changes the shape of q in place later on is not to change p's.
-        replace_value(self, value.detach())  # type: ignore[arg-type]
+        adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
     elif type(value) is RemoteTensor or type(self) is RemoteTensor:
         _exchange(self, value)
     else:

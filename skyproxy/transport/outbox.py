@@ -74,6 +74,7 @@ class Outbox:
         self._busy = False
         self._orders: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def send(self, frame: Frame, message: Message) -> None:
         """Writes a frame, after those that are waiting. Blocks while the peer is slower than we are.
@@ -207,11 +208,12 @@ class Outbox:
 
     def start(self) -> None:
         """Starts the outbox's thread, if it does not run."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
-            # First the attribute: an interrupt after the start would otherwise make a second thread, and lose one.
-            self._thread = thread
-            thread.start()
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
+                # First the attribute: an interrupt after the start would otherwise make a second thread, and lose one.
+                self._thread = thread
+                thread.start()
 
     def _drain(self) -> None:
         while self._orders.get():

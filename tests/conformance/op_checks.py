@@ -173,6 +173,21 @@ def _check_inplace(tally: Tally, op: Any, sample: Any, device: str, what: str, d
         _check_gradients(tally, sample, (pair[0][0], pair[1][0]), inputs, device, what)
 
 
+def _several(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _out_like(like: torch.Tensor, form: str) -> torch.Tensor:
+    """A tensor to be filled: as large as the result, or empty, or with gaps between its elements."""
+    if form == "same" or like.layout is not torch.strided:
+        return torch.ones_like(like)
+    if form == "empty":
+        return torch.empty((0,), dtype=like.dtype)
+    if like.dim() == 0:
+        return torch.ones((2,), dtype=like.dtype)[1]
+    return torch.ones((*like.shape[:-1], 2 * like.shape[-1]), dtype=like.dtype)[..., : like.shape[-1]]
+
+
 def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> None:
     if not op.supports_out:
         return
@@ -186,17 +201,8 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
         return
 
     def outs(place: str, form: str) -> Any:
-        def out(like: torch.Tensor) -> torch.Tensor:
-            if form == "same":
-                return torch.ones_like(like, device=place)
-            if form == "empty":
-                return torch.empty((0,), dtype=like.dtype, device=place)
-            size = (*like.shape[:-1], 2 * like.shape[-1]) if like.dim() else (2,)
-            return torch.ones(size, dtype=like.dtype, device=place)[..., : like.shape[-1]] if like.dim() else torch.ones(
-                size, dtype=like.dtype, device=place
-            )[1]
-
-        return pytree.tree_map(out, tuple(shape) if isinstance(shape, tuple | list) else shape)
+        made = pytree.tree_map(lambda like: _out_like(like, form), tuple(shape) if _several(shape) else shape)
+        return Twins(place).of(made)
 
     def run(place: str, form: str) -> Callable[[], Any]:
         def call() -> Any:

@@ -318,7 +318,7 @@ def failed(type_name: str, text: str = "text") -> dict[str, Any]:
     ("type_name", "expected"),
     [
         ("OutOfMemoryError", torch.OutOfMemoryError),
-        ("LinAlgError", torch.linalg.LinAlgError),
+        ("_LinAlgError", torch.linalg.LinAlgError),
         ("UnsupportedOpError", UnsupportedOpError),
         ("LimitExceededError", LimitExceededError),
         ("NotImplementedError", NotImplementedError),
@@ -350,7 +350,7 @@ WRONG: dict[str, Callable[[str], object]] = {
     "dim": lambda d: torch.ones(2, device=d).sum(5),
     "view": lambda d: torch.ones(6, device=d).view(4, 2),
     "cat": lambda d: torch.cat([torch.ones(2, 2, device=d), torch.ones(3, 3, device=d)]),
-    "dtype of matmul": lambda d: torch.ones(2, 2, device=d) @ torch.ones(2, 2, device=d, dtype=torch.float64),
+    "dtype of matmul": lambda d: (torch.ones(2, 2, device=d) @ torch.ones(2, 2, device=d, dtype=torch.float64)).cpu(),
     "index dtype": lambda d: torch.ones(3, device=d).gather(0, torch.ones(3, device=d)),
     "in-place broadcast": lambda d: torch.ones(2, device=d).add_(torch.ones(3, 2, device=d)),
     "result dtype": lambda d: torch.ones(2, device=d, dtype=torch.int64).add_(0.5),
@@ -451,8 +451,8 @@ def test_an_argument_that_cannot_travel_is_refused_at_the_line(sky: str) -> None
     session = DEVICES.of(sky).session
     from skyproxy.tensor.dispatch import dispatch
 
-    for foreign in (object(), 1 << 80):
-        with pytest.raises((UnsupportedOpError, RuntimeError, TypeError, OverflowError)):
+    for foreign in (object(), {1: 2}, b"bytes"):
+        with pytest.raises(UnsupportedOpError, match="cannot be sent to a worker"):
             dispatch(torch.ops.aten.add.Scalar, (x, foreign), {})
     assert session.lost is None
     assert (x + 1).tolist() == [2, 2]
@@ -536,12 +536,18 @@ def test_a_worker_of_another_version_is_named() -> None:
 # --- a peer that breaks the rules ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def shared_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with worker(tmp_path_factory.mktemp("worker")) as place:
+        yield place
+
+
 @pytest.fixture
-def intruder(tmp_path: Path) -> Iterator[tuple[skyproxy.Node, skyproxy.Node]]:
+def intruder(shared_worker: tuple[str, str]) -> Iterator[tuple[skyproxy.Node, skyproxy.Node]]:
     """Two clients of one worker; the first will misbehave."""
-    with worker(tmp_path) as (url, token):
-        with skyproxy.connect(url, token=token) as bad, skyproxy.connect(url, token=token) as good:
-            yield bad, good
+    url, token = shared_worker
+    with skyproxy.connect(url, token=token) as bad, skyproxy.connect(url, token=token) as good:
+        yield bad, good
 
 
 STREAMS: dict[str, list[Any]] = {

@@ -258,7 +258,7 @@ def test_fuzz_headers(code: int, header: bytes, payload: bytes) -> None:
     only_protocol_errors(raw_frame(code, header, payload))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(1, 11), st.lists(msgpack_values, max_size=6), st.binary(max_size=10))
 def test_fuzz_fields(code: int, fields: list[Any], payload: bytes) -> None:
     only_protocol_errors(raw_frame(code, msgpack.packb(fields), payload))
@@ -273,7 +273,7 @@ def test_fuzz_flipped_and_cut_frames(frame: bytes, data: st.DataObject) -> None:
     only_protocol_errors(bytes(changed[: data.draw(st.integers(0, len(changed)))]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(msgpack_values | st.complex_numbers(allow_nan=False)), st.lists(st.binary(max_size=20), max_size=4))
 def test_fuzz_round_trip(stream: list[Any], buffers: list[bytes]) -> None:
     frame = encode(Batch(Sequence(1), stream, tuple(buffers)))

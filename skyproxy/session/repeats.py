@@ -1,0 +1,100 @@
+"""Recognises batches that were sent before, so that a training step in a loop travels as a few bytes.
+
+A loop records the same commands over and over: slots are reused in order, so the commands are the same to the byte, but
+for a few numbers: a learning rate that decays, the number of a request. Those places are holes. A batch that is seen
+for the second time is given a name; from the third time on, the name and what stands in the holes travel alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import msgpack
+
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import MAX_NAMES, Batch, Buffer, NamedBatch, Repeat, Sequence
+
+_SMALLEST = 24
+"""Streams shorter than this are not worth a name."""
+_REQUESTS = frozenset({commands.FETCH, commands.CALL, commands.DESCRIBE})
+
+
+def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
+    """The positions in a stream that may differ although the program does the same thing again.
+
+    Fractions (learning rates, bias corrections), lists of them, and the numbers of requests.
+    """
+    holes = [
+        i
+        for i, item in enumerate(stream)
+        if type(item) is float or (type(item) is list and item and type(item[0]) is float)
+    ]
+    position, end, requests = 0, len(stream), []
+    while position < end:
+        number = stream[position]
+        width = commands.OPERANDS.get(number)
+        if width is None:
+            width = widths[number]
+        elif number in _REQUESTS:
+            requests.append(position + 1)
+            if number == commands.FETCH:
+                requests.append(position + 3)
+        position += 1 + width
+    return sorted({*holes, *requests}) if requests else holes
+
+
+def pack_values(values: list[Any]) -> list[Any]:
+    """Lists that hold one number many times, as optimizers make them, become `[[count, number]]`."""
+    return [
+        [[len(item), item[0]]] if type(item) is list and len(item) > 1 and item.count(item[0]) == len(item) else item
+        for item in values
+    ]
+
+
+class Choice(NamedTuple):
+    """How a batch travels, and what must be remembered once it is on its way: `seen[key] = name`."""
+
+    message: Batch | NamedBatch | Repeat
+    key: bytes
+    name: int
+
+
+class Repeats:
+    """What the client remembers of the batches it sent.
+
+    Attributes:
+        seen: for each batch that was sent, without its holes: its name, or 0 if it came once only.
+    """
+
+    def __init__(self, widths: dict[int, int]) -> None:
+        self._widths = widths
+        self._pack = msgpack.Packer(default=str).pack
+        self.seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def choose(self, sequence: Sequence, stream: list[Any], buffers: tuple[Buffer, ...]) -> Choice:
+        """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
+        before the message is on its way."""
+        if len(stream) < _SMALLEST:
+            return Choice(Batch(sequence, stream, buffers), b"", 0)
+        holes = holes_of(stream, self._widths)
+        template = stream
+        if holes:
+            template = stream.copy()
+            for i in holes:
+                template[i] = None
+        key = self._pack((template, holes))
+        name = self.seen.get(key)
+        if name is None:
+            if len(self.seen) >= MAX_NAMES:
+                self.seen.popitem(last=False)
+            return Choice(Batch(sequence, stream, buffers), key, 0)
+        self.seen.move_to_end(key)
+        if name == 0:
+            name = self._free_name()
+            return Choice(NamedBatch(sequence, stream, name, holes, buffers), key, name)
+        return Choice(Repeat(sequence, name, pack_values([stream[i] for i in holes]), buffers), key, name)
+
+    def _free_name(self) -> int:
+        used = set(self.seen.values())
+        return next(n for n in range(1, MAX_NAMES + 2) if n not in used)

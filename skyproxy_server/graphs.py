@@ -1,0 +1,395 @@
+"""Captured streams of commands, kept decoded and run again by their number: what `torch.sky.graph` is on the worker.
+
+A recording runs in a scope of its own: the values that it reads from outside are kept as they were when it was
+captured, what it makes in between is gone when it ends, and what the client still holds is put back into the
+session's slots, in the very memory where it was before if anything else looks at that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from skyproxy.errors import LimitExceededError, ProtocolError
+from skyproxy.protocol import commands
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.cuda_graphs import Replayer, replayer_for
+from skyproxy_server.failures import Failed
+from skyproxy_server.gates import storage_key
+
+if TYPE_CHECKING:
+    from skyproxy_server.executor import Executor
+    from skyproxy_server.signatures import Handler, Signature
+
+_MAX_GRAPHS = 4096
+_NOT_REPLAYED = "this tensor is made by a graph that was captured, but not replayed yet. Call g.replay() first."
+_ABANDONED = "this tensor was made in a graph capture that was given up, so it never existed. Make it again."
+
+
+class Step(NamedTuple):
+    """One command of a recording.
+
+    Attributes:
+        handler: runs it.
+        position: where it stands in the recording's stream.
+        signature: what it is, if it is an op.
+        checked: whether its results are held against what the client believes, which is done until it succeeded.
+    """
+
+    handler: Handler
+    position: int
+    signature: Signature | None
+    checked: bool
+
+
+class Recording:
+    """A captured stream, ready to run.
+
+    Attributes:
+        stream: the commands.
+        steps: the same, decoded.
+        exports: the slots whose values the client holds.
+        externals: what the recording reads from outside, by slot.
+        dynamic: slots that it reads from outside and that another recording fills.
+        replayer: runs it as a CUDA graph; None on the CPU.
+        intact: whether every step succeeded the last time.
+    """
+
+    def __init__(self, number: int, stream: list[Any], exports: list[int]) -> None:
+        self.number = number
+        self.stream = stream
+        self.steps: list[Step] = []
+        self.exports = exports
+        self.externals: dict[int, Any] = {}
+        self.dynamic: list[int] = []
+        self.replayer: Replayer | None = None
+        self.intact = False
+
+    def decode(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> list[int]:
+        """Fills in the steps.
+
+        Returns:
+            The slots that are read before they are filled.
+
+        Raises:
+            ProtocolError: the stream holds what cannot be replayed.
+        """
+        stream, position = self.stream, 0
+        made: set[int] = {0}
+        outside: dict[int, None] = {}
+        while position < len(stream):
+            number = stream[position]
+            at = position + 2 if number == commands.EXPECT else position
+            handler = handlers[number] if isinstance(number, int) and 0 < number < len(handlers) else None
+            signature = signatures.get(stream[at]) if at < len(stream) else None
+            if signature is not None and handler is not None:
+                width = signature.width
+                reads, fills = signature.input_slots(stream, at), signature.output_slots(stream, at)
+            elif number == commands.RELEASE and handler is not None:
+                width, reads, fills = 1, [], []
+            elif number == commands.DO and handler is not None:
+                width = commands.OPERANDS[number]
+                reads, fills = _slots_of_control(stream, position)
+            else:
+                raise ProtocolError(f"command {number!r:.40} at {position} of a captured stream cannot be replayed")
+            if at + width >= len(stream):
+                raise ProtocolError("a captured stream ends in the middle of a command")
+            outside.update(dict.fromkeys(slot for slot in reads if slot not in made))
+            made.update(fills)
+            if signature is not None and at == position:
+                # Looked up until the first success: a check may replace the handlers of the ops behind it.
+                handler = _looking_up(handlers)
+            self.steps.append(Step(handler, position, signature, at != position))
+            position = at + 1 + width
+        return list(outside)
+
+    def settle(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> None:
+        """Every step succeeded: from now on nothing is checked or looked up any more."""
+        self.intact = True
+        for i, step in enumerate(self.steps):
+            if step.signature is not None:
+                at = step.position + 2 * step.checked
+                number = self.stream[at]
+                known = handlers[number] if signatures.get(number) is step.signature else None
+                self.steps[i] = Step(known or step.signature.handler, at, step.signature, False)
+
+
+def _looking_up(handlers: list[Handler | None]) -> Handler:
+    def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
+        return handlers[stream[position]](values, stream, position)  # type: ignore[misc]
+
+    return handler
+
+
+def _slots_of_control(stream: list[Any], position: int) -> tuple[list[int], list[int]]:
+    try:
+        name, arguments = stream[position + 1 : position + 3]
+        reads, fills = commands.RECORDABLE[name]
+        filled = [arguments[i] for i in fills]
+        return [arguments[i] for i in reads], [
+            slot for item in filled for slot in (item if isinstance(item, list) else [item])
+        ]
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise ProtocolError(f"a captured stream holds a control that cannot be replayed, at {position}") from None
+
+
+class Graphs:
+    """The recordings of one session.
+
+    Attributes:
+        limbo: while the client captures, the values that it released since; else None.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._recordings: dict[int, Recording] = {}
+        self._filled_by: dict[int, Recording] = {}
+        self._deferred: list[int] = []
+        self.limbo: dict[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    # --- capture -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The client captures: what it releases meanwhile may be read by the recording, so it is kept in `limbo`."""
+        if self.limbo is not None:
+            raise ProtocolError("a capture begins inside another one")
+        self.limbo = {}
+
+    def _end_limbo(self) -> dict[int, Any]:
+        limbo, self.limbo = self.limbo, None
+        if limbo is None:
+            raise ProtocolError("a capture ends that never began")
+        return limbo
+
+    def define(self, number: int, stream: list[Any], exports: list[int], places: list[list[Any]]) -> None:
+        """Ends a capture: keeps what was recorded. Nothing runs before the first replay.
+
+        Args:
+            number: the recording's name from now on.
+            stream: its commands.
+            exports: slots whose values the client holds.
+            places: the devices that it computes on, each `[type, index]`.
+        """
+        limbo = self._end_limbo()
+        executor = self._executor
+        if len(self._recordings) >= _MAX_GRAPHS:
+            executor.values.update(dict.fromkeys(exports, self._placeholder(_ABANDONED)))
+            raise LimitExceededError(f"this session holds {_MAX_GRAPHS} graphs, the limit. Reset those not needed.")
+        if number in self._recordings:
+            raise ProtocolError(f"graph {number} exists already")
+        recording = Recording(number, stream, exports)
+        for slot in recording.decode(executor.handlers, executor.signatures):
+            if slot in self._filled_by:
+                recording.dynamic.append(slot)
+            else:
+                value = limbo.get(slot, executor.values.get(slot))
+                recording.externals[slot] = self._placeholder(_ABANDONED) if value is None else value
+        self._recordings[number] = recording
+        placeholder = self._placeholder(_NOT_REPLAYED)
+        for slot in exports:
+            executor.values[slot] = placeholder
+            self._filled_by[slot] = recording
+        recording.replayer = replayer_for(places, recording, executor.random)
+        self._forget_deferred()
+
+    def abort(self, slots: list[int]) -> None:
+        """Ends a capture that failed; `slots` are held by tensors that it would have made."""
+        self._end_limbo()
+        self._executor.values.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
+        self._forget_deferred()
+
+    def _placeholder(self, text: str) -> Failed:
+        return self._executor.quiet_failure(RuntimeError(text))
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def replay(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        """The handler of `REPLAY`."""
+        recording = self._recordings.get(stream[position + 1])
+        if recording is None:
+            raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
+        replayer = recording.replayer
+        if replayer is None:
+            scope = self.run_list(recording, values)
+            made = {slot: scope.get(slot) for slot in recording.exports}
+        else:
+            made = replayer.replay(
+                lambda: self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
+            )
+        self._publish(values, made)
+        return position + 2
+
+    def _inputs(self, recording: Recording, values: dict[int, Any]) -> list[Any]:
+        return [*recording.externals.values(), *(values.get(slot) for slot in recording.dynamic)]
+
+    def _made(self, recording: Recording, values: dict[int, Any], strict: bool) -> tuple[dict[int, Any], bool]:
+        scope = self.run_list(recording, values, strict=strict)
+        return {slot: scope.get(slot) for slot in recording.exports}, recording.intact
+
+    def run_list(self, recording: Recording, values: dict[int, Any], *, strict: bool = False) -> dict[int, Any]:
+        """Runs the recording command by command; what it left behind, by slot.
+
+        Args:
+            recording: what to run.
+            values: the session's values.
+            strict: whether the first failure is raised, in place of poisoning what depends on it.
+        """
+        executor = self._executor
+        scope: dict[int, Any] = {0: None, **recording.externals}
+        for slot in recording.dynamic:
+            scope[slot] = values.get(slot)
+        stream, steps, intact = recording.stream, iter(recording.steps), True
+        executor.values, executor.replaying = scope, recording.number
+        try:
+            while True:
+                step: Step | None = None
+                try:
+                    if executor.gates:
+                        for step in steps:
+                            self._pass_gates(step, scope, stream)
+                            step.handler(scope, stream, step.position)
+                    else:
+                        for step in steps:
+                            step.handler(scope, stream, step.position)
+                    break
+                except Exception as error:
+                    intact = False
+                    if strict or isinstance(error, ProtocolError) or step is None or step.signature is None:
+                        raise
+                    executor.poison(step.signature, stream, step.position + 2 * step.checked, error)
+        finally:
+            executor.values, executor.replaying = values, None
+        if intact and not recording.intact:
+            recording.settle(executor.handlers, executor.signatures)
+        elif not intact:
+            recording.intact = False
+        return scope
+
+    def _pass_gates(self, step: Step, scope: dict[int, Any], stream: list[Any]) -> None:
+        if step.signature is not None and self._executor.gates:
+            at = step.position + 2 * step.checked
+            self._executor.gates.pass_through(
+                [scope.get(slot) for slot in step.signature.input_slots(stream, at)],
+                [scope.get(slot) for slot in step.signature.written_slots(stream, at)],
+            )
+
+    def _publish(self, values: dict[int, Any], made: dict[int, Any]) -> None:
+        """Puts results where the client finds them; in the old memory where somebody else looks at it."""
+        gates = self._executor.gates
+        for slot, new in made.items():
+            old = values.get(slot)
+            if new is None:
+                new = self._placeholder("this tensor is no longer made by its graph: a command before it failed.")
+            if old is new:
+                continue
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _seen_elsewhere(old):
+                if _same_memory(old, new):
+                    continue
+                if old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout:
+                    if gates:
+                        gates.pass_through([old], [old])
+                    old.copy_(new)
+                    continue
+            values[slot] = new
+
+    # --- the end of a recording --------------------------------------------------------------------------------------
+
+    def forget(self, number: int) -> None:
+        """The client's graph is gone. Values that it made stay as they are, for tensors and for other recordings."""
+        if self.limbo is not None:
+            self._deferred.append(number)
+            return
+        recording = self._recordings.pop(number, None)
+        if recording is None:
+            return
+        for slot in recording.exports:
+            self._filled_by.pop(slot, None)
+        for other in self._recordings.values():
+            for slot in [slot for slot in other.dynamic if slot not in self._filled_by]:
+                other.dynamic.remove(slot)
+                other.externals[slot] = self._executor.values.get(slot)
+
+    def _forget_deferred(self) -> None:
+        numbers, self._deferred = self._deferred, []
+        for number in numbers:
+            self.forget(number)
+
+    def report(self) -> dict[str, int]:
+        """How many recordings there are, and how many of them run as CUDA graphs."""
+        live = sum(r.replayer is not None and r.replayer.is_live for r in self._recordings.values())
+        return {"graphs": len(self._recordings), "cuda_graphs": live}
+
+    def end(self) -> None:
+        """The session is over."""
+        self._recordings.clear()
+        self._filled_by.clear()
+        self.limbo = None
+
+
+# --- who looks at a tensor's memory ----------------------------------------------------------------------------------
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(storage_key(tensor)))  # type: ignore[attr-defined]
+
+
+_OWN_USES = _use_count(torch.empty(1))
+
+
+def _seen_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether anything but its slot holds the tensor or shares its memory. Call with one other reference to it."""
+    if tensor.layout is not torch.strided:
+        return False
+    # The slot, the caller's variable, our parameter, and the argument of getrefcount.
+    return sys.getrefcount(tensor) > 4 or _use_count(tensor) > _OWN_USES
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def _control(function: Callable[..., Any]) -> Callable[..., Any]:
+    CONTROLS[function.__name__] = function
+    return function
+
+
+@_control
+def graph_begin(executor: Executor) -> None:
+    """The client begins to capture."""
+    executor.graphs.begin()
+
+
+@_control
+def graph_define(executor: Executor, number: int, stream: list[Any], exports: list[int], places: list[Any]) -> None:
+    """The client has captured a graph."""
+    executor.graphs.define(number, stream, exports, places)
+
+
+@_control
+def graph_abort(executor: Executor, slots: list[int]) -> None:
+    """The client gave a capture up."""
+    executor.graphs.abort(slots)
+
+
+@_control
+def graph_forget(executor: Executor, number: int) -> None:
+    """The client's graph is gone."""
+    executor.graphs.forget(number)
+
+
+@_control
+def graph_report(executor: Executor) -> dict[str, int]:
+    """What the session's graphs are."""
+    return executor.graphs.report()
+
+
+__all__ = ["Graphs", "Recording", "Step"]

@@ -1,0 +1,50 @@
+"""Batches that came before, kept decoded under the names that the client gave them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol.messages import MAX_NAMES, Batch, Message, NamedBatch, Repeat
+
+
+class NamedBatches:
+    """The named batches of one session."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[list[Any], list[int]]] = {}
+
+    def resolve(self, message: Message) -> Batch | None:
+        """The batch that a message stands for; None if it carries no commands.
+
+        Raises:
+            ProtocolError: the name is unknown or out of bounds, or the values do not fit the holes.
+        """
+        if isinstance(message, Batch):
+            return message
+        if isinstance(message, NamedBatch):
+            if not 0 < message.name <= MAX_NAMES + 1:
+                raise ProtocolError(f"a batch was named {message.name}; names go from 1 to {MAX_NAMES + 1}")
+            if any(not 0 <= hole < len(message.stream) for hole in message.holes):
+                raise ProtocolError(f"batch {message.name} has a hole outside of its {len(message.stream)} items")
+            self._known[message.name] = (message.stream, message.holes)
+            return Batch(message.sequence, message.stream, message.buffers)
+        if isinstance(message, Repeat):
+            known = self._known.get(message.name)
+            if known is None:
+                raise ProtocolError(f"no batch is named {message.name}")
+            stream, holes = known
+            if len(message.values) != len(holes):
+                raise ProtocolError(f"batch {message.name} has {len(holes)} holes, {len(message.values)} values came")
+            for hole, value in zip(holes, unpack_values(message.values), strict=True):
+                stream[hole] = value
+            return Batch(message.sequence, stream, message.buffers)
+        return None
+
+
+def unpack_values(values: list[Any]) -> list[Any]:
+    """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`."""
+    return [
+        [item[0][1]] * item[0][0] if type(item) is list and len(item) == 1 and type(item[0]) is list else item
+        for item in values
+    ]

@@ -1,0 +1,123 @@
+"""The `skyproxy` command."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from skyproxy.cli import main as cli
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that would have become the process."""
+    commands: list[list[str]] = []
+
+    def execv(_path: str, command: list[str]) -> None:
+        commands.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    return commands
+
+
+def test_help_names_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "serve" in result.output
+    assert "version" in result.output
+
+
+def test_help_of_serve_tells_of_the_token() -> None:
+    result = run("serve", "--help")
+    assert result.exit_code == 0
+    assert "SKYPROXY_TOKEN" in result.output
+    assert "--token-file" in result.output
+    assert "--token " not in result.output
+
+
+def test_version_names_what_we_stand_on() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    for name in ("skyproxy", "torch", "websockets", "python"):
+        assert name in result.output
+
+
+@pytest.mark.skipif(os.name != "posix", reason="exec is POSIX")
+def test_serve_becomes_the_server(executed: list[list[str]], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 32)
+    result = run("serve", "--port", "0", "--device", "cpu", "--token-file", str(token), "--insecure")
+    assert result.exit_code == 0, result.output
+    command = executed[0]
+    assert command[:3] == [sys.executable, "-m", "skyproxy_server"]
+    assert command[command.index("--token-file") + 1] == str(token)
+    assert command[command.index("--device") + 1] == "cpu"
+    assert "--insecure" in command
+    assert "--embedded" not in command
+
+
+@pytest.mark.skipif(os.name != "posix", reason="exec is POSIX")
+def test_every_flag_is_one_that_the_server_knows(executed: list[list[str]], tmp_path: Path) -> None:
+    from skyproxy_server.__main__ import parser
+
+    file = tmp_path / "file"
+    file.write_text("x")
+    flags = ["--token-file", "--tls-cert", "--tls-key"]
+    paths = [text for flag in flags for text in (flag, str(file))]
+    run("serve", *paths, "--insecure", "--embedded", "--allow-origin", "http://a", "--allow-origin", "http://b")
+    parsed = parser().parse_args(executed[0][3:])
+    assert parsed.allow_origin == ["http://a", "http://b"]
+    assert parsed.tls_key == file
+    assert parsed.embedded is True
+    ours = {param.name for param in cli.typer.main.get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
+    assert {action.dest for action in parser()._actions} == {"help", *ours}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["serve", "--port", "70000"], "65535"),
+        (["serve", "--device", "tpu"], "tpu"),
+        (["serve", "--token", "secret"], "--token"),
+        (["serve", "--token-file", "no-such-file"], "no-such-file"),
+        (["sreve"], "sreve"),
+        ([], "serve"),
+    ],
+)
+def test_wrong_arguments_end_with_2(arguments: list[str], problem: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+@pytest.mark.parametrize("missing", ["skyproxy_server", "torch"])
+def test_a_missing_server_is_explained(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+
+    def find_spec(name: str, *rest: Any) -> Any:
+        return None if name == missing else original(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    result = run("serve")
+    assert result.exit_code == 2
+    assert f"needs {missing}" in result.output
+    assert "pip install" in result.output
+
+
+def test_the_command_line_loads_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, skyproxy.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(item for item in sys.path if item)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
