@@ -119,8 +119,8 @@ def compare(bench: Bench, name: str, pair: dict[str, Decode], targets: tuple[Tar
     assert tokens["local"].shape == (1, _PROMPT_TOKENS + new_tokens)
     assert torch.equal(tokens["sky"], tokens["local"]), f"other tokens: {tokens['sky']} against {tokens['local']}"
     row = bench.compare("decode", name, "tokens/s", figures, targets)
-    # One wait belongs to `synchronize`, before the clock starts.
-    bench.add("decode", f"{name}: round trips", "a token", [(trips / rounds - 1) / new_tokens])
+    # Two waits of a round belong to `synchronize`, before the clock starts for either side.
+    bench.add("decode", f"{name}: round trips", "a token", [(trips / rounds - 2) / new_tokens])
     return row
 
 

@@ -7,6 +7,7 @@ SkyproxyError
 │   ├── VersionMismatchError              client and worker cannot work together
 │   └── WorkerStartError                  the embedded worker did not come up
 ├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
+├── CaptureError (RuntimeError)           a graph cannot be captured
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 └── RemoteError (RuntimeError)            something failed on the worker
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
@@ -49,6 +50,10 @@ class WorkerStartError(ConnectError):
 
 class SessionLostError(SkyproxyError, ConnectionError):
     """The connection to the worker ended, and the tensors that lived there are gone."""
+
+
+class CaptureError(SkyproxyError, RuntimeError):
+    """An operation that cannot be part of a captured graph, or a capture that cannot begin or end."""
 
 
 class ProtocolError(SkyproxyError):

@@ -119,7 +119,10 @@ def _token(arguments: argparse.Namespace) -> tuple[str, Path | None]:
         return auth.token_from_file(arguments.token_file), None
     if arguments.embedded:
         token = auth.token_from_stream(sys.stdin.buffer)
-        threading.Thread(target=_end_with_parent, name="skyproxy-parent", daemon=True).start()
+        parent = threading.Thread(
+            target=_end_with_parent, args=(sys.stdin.fileno(),), name="skyproxy-parent", daemon=True
+        )
+        parent.start()
         return token, None
     # Taken out of the environment: processes that are started here have no use for it.
     given = auth.token_from_environment(os.environ)
@@ -131,12 +134,13 @@ def _token(arguments: argparse.Namespace) -> tuple[str, Path | None]:
     return token, path
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(descriptor: int) -> None:
     """Ends the process when standard input ends: whoever started us is gone, and our tensors belong to nobody."""
+    # Not through sys.stdin: a thread that waits in there makes the interpreter abort where it ends by itself.
     try:
-        while sys.stdin.buffer.readline(4096):
+        while os.read(descriptor, 4096):
             pass
-    except (OSError, ValueError):
+    except OSError:
         pass
     # At once, whatever other threads are doing.
     os._exit(0)

@@ -234,7 +234,7 @@ class Executor:
 
     def _release(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
         limbo = self.graphs.limbo
-        if limbo is not None and values is self.values:
+        if limbo is not None and self.replaying is None:
             limbo.update({slot: values[slot] for slot in stream[position + 1] if slot in values and slot not in limbo})
         for slot in stream[position + 1]:
             values.pop(slot, None)

@@ -17,7 +17,7 @@ from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.protocol import commands
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.cuda_graphs import Replayer, replayer_for
-from skyproxy_server.failures import Failed
+from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import storage_key
 
 if TYPE_CHECKING:
@@ -214,16 +214,26 @@ class Graphs:
         recording = self._recordings.get(stream[position + 1])
         if recording is None:
             raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
-        replayer = recording.replayer
-        if replayer is None:
-            scope = self.run_list(recording, values)
-            made = {slot: scope.get(slot) for slot in recording.exports}
+        if recording.replayer is None or not self._inputs_are_ready(recording, values):
+            made, _ = self._made(recording, values, False)
         else:
-            made = replayer.replay(
-                lambda: self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
+            made = recording.replayer.replay(
+                self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
             )
         self._publish(values, made)
         return position + 2
+
+    def _inputs_are_ready(self, recording: Recording, values: dict[int, Any]) -> bool:
+        """Waits for bytes on their way. False where an input is poisoned: then the list must be run, op by op."""
+        inputs, gates = self._inputs(recording, values), self._executor.gates
+        if any(isinstance(value, Failed) for value in inputs):
+            return False
+        try:
+            if gates:
+                gates.pass_through(inputs, inputs)
+        except PoisonedError:
+            return False
+        return True
 
     def _inputs(self, recording: Recording, values: dict[int, Any]) -> list[Any]:
         return [*recording.externals.values(), *(values.get(slot) for slot in recording.dynamic)]

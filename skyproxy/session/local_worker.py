@@ -65,7 +65,7 @@ class LocalWorker:
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError | ValueError):
-                raise WorkerStartError(self._explain()) from error
+                raise WorkerStartError(self._explain()) from None
             raise
 
     def _read_port(self, timeout_seconds: float) -> int:

@@ -97,6 +97,14 @@ class Recorder:
                 return pool.pop()
             except IndexError:
                 continue
+        return self.unused_slot()
+
+    def unused_slot(self) -> int:
+        """A slot that was never used.
+
+        Raises:
+            LimitExceededError: the session holds as many values as it may.
+        """
         slot = next(self._slots)
         if slot > self._max_handles:
             raise LimitExceededError(
@@ -225,11 +233,12 @@ class Recorder:
         """
         stream, widths, built_in = self.stream, self.widths, commands.OPERANDS
         earliest, end = self.limit // 2, self.limit
-        position = lines = buffers = 0
+        position = lines = buffers = number = 0
         best, smallest = (len(stream), len(self.lines), len(self._buffers)), 1 << 32
         while position < end:
+            attached = number == commands.EXPECT  # which speaks of the command behind it
             number = stream[position]
-            if position >= earliest:
+            if position >= earliest and not attached:
                 operand = stream[position + 1]
                 mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
                 if mixed < smallest:

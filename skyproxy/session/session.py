@@ -43,7 +43,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.lines import describe_line
-from skyproxy.session.recorder import Recorder
+from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.transfers import Downloads, Uploads
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
@@ -75,6 +75,7 @@ class Session:
         recorder: where commands are recorded; the dispatcher writes to it directly.
         welcome: what the worker said of itself.
         round_trips: waits for an answer so far.
+        recordings: captured graphs, by number: commands, and the lines that recorded them.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Session:
         self._signatures: dict[Any, int] = {}
         self._signature_lock = threading.RLock()
         self._failed_lines: dict[tuple[int, int], str] = {}
+        self.recordings: dict[int, SentBatch] = {}
         self._ended: SessionLostError | None = None
         self._closing = False
         self._end_lock = threading.Lock()
@@ -346,11 +348,12 @@ class Session:
 
     def _on_failure(self, failure: Failure) -> None:
         record = failure.error
-        place = (record["sequence"], record["position"])
+        graph = record.get("graph")  # then the position is in that graph's stream
+        place = (record["sequence"] if graph is None else -graph, record["position"])
         if place not in self._failed_lines:
             if len(self._failed_lines) >= _REMEMBERED_FAILURES:
                 self._failed_lines.pop(next(iter(self._failed_lines)))
-            sent = self.recorder.sent(record["sequence"])
+            sent = self.recorder.sent(record["sequence"]) if graph is None else self.recordings.get(graph)
             line = describe_line(sent, record["position"], self.recorder.widths) if sent is not None else ""
             self._failed_lines[place] = line
         self._downloads.forget(failure.request)

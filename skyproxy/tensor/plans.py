@@ -68,7 +68,7 @@ SENT_WHOLE = frozenset(
 are divided here, because some of them look at devices, values or flags that only this side has."""
 
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
-_FAKED_WRONGLY: frozenset[str] = frozenset()
+_FAKED_WRONGLY = frozenset({"aten::max_unpool2d"})
 """Ops whose fake kernels give fresh results other strides than the real ones."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.plans import Plan, implements
@@ -95,21 +96,24 @@ def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, 
 
 
 def _filled(functional: Any) -> Any:
-    """An out= form made of the functional one: for tensor subclasses PyTorch's own forgets to fill `out`."""
+    """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
+
+    That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
+    tensors share a storage, which only Python knows of ours.
+    """
 
     def fill(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         result = functional(*args, **kwargs)
-        if not torch.can_cast(result.dtype, out.dtype):
-            raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
-        if out.shape != result.shape:
-            out.resize_(result.shape)
-        return out.copy_(result)
+        _maybe_resize_out(out, result.shape)
+        filled: torch.Tensor = _safe_copy_out(copy_from=result, copy_to=out)
+        return filled
 
     return fill
 
 
-_COMPOSITES = {
+_COMPOSITES: dict[str, Any] = {
     "tensor_split.tensor_indices_or_sections": _tensor_split,
+    "matmul.out": _filled(aten.matmul.default),
     "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),
     "linalg_matrix_rank.out_tol_tensor": _filled(aten.linalg_matrix_rank.tol_tensor),
     "linalg_matrix_rank.atol_rtol_float_out": _filled(aten.linalg_matrix_rank.atol_rtol_float),

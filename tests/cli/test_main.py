@@ -28,6 +28,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     return commands
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -127,13 +128,19 @@ def _check_sample(tally: Tally, op: Any, sample: Any, device: str, what: str, di
         def call() -> Any:
             args, kwargs = _arguments(sample, Twins(place))
             inputs.append(_leaves((args, kwargs)))
-            return op(*args, **kwargs)
+            # A factory without a `device` makes its result where the surrounding block says.
+            with torch.device(place) if _makes_from_nothing(args, kwargs) else contextlib.nullcontext():
+                return op(*args, **kwargs)
 
         return call
 
     pair = tally.check(what, run("cpu"), run(device), values=op.name not in UNDEFINED_VALUES)
     if pair is not None and differentiable:
         _check_gradients(tally, sample, pair, inputs, device, what)
+
+
+def _makes_from_nothing(args: Any, kwargs: Any) -> bool:
+    return "device" not in kwargs and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
 def _check_gradients(tally: Tally, sample: Any, pair: Any, inputs: list[Any], device: str, what: str) -> None:

@@ -17,8 +17,10 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    NamedBatch,
     Ping,
     Pong,
+    Repeat,
     Reply,
     RequestId,
     Sequence,
@@ -37,6 +39,8 @@ SAMPLES: list[Message] = [
     WELCOME,
     Goodbye("done", ""),
     BATCH,
+    NamedBatch(Sequence(1), [], 1, []),
+    Repeat(Sequence(1), 1, []),
     Ack(Sequence(0)),
     Reply(RequestId(1), None),
     Failure(RequestId(1), {}),
@@ -46,7 +50,7 @@ SAMPLES: list[Message] = [
     Pong(1),
 ]
 LEGAL = {
-    (CLIENT, OPERATIONS): {Batch, Goodbye},
+    (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Goodbye},
     (WORKER, OPERATIONS): {Ack, Reply, Failure, Goodbye},
     (CLIENT, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
     (WORKER, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
@@ -138,6 +142,17 @@ def test_batches_have_no_gaps(number: int) -> None:
         worker.on_receive(Batch(Sequence(number), []))
     client.on_send(Batch(Sequence(3), []))
     assert client.last_sequence == 3
+
+
+def test_all_kinds_of_batches_share_one_numbering() -> None:
+    client, worker = opened(CLIENT), opened(WORKER)
+    batches = [Batch(Sequence(1), []), NamedBatch(Sequence(2), [], 1, []), Repeat(Sequence(3), 1, [])]
+    for batch in batches:
+        client.on_send(batch, 5)
+        worker.on_receive(batch, 5)
+    assert (client.last_sequence, client.unacked_bytes, worker.last_sequence) == (3, 15, 3)
+    with pytest.raises(ProtocolError, match="Batch 3 "):
+        client.on_send(Repeat(Sequence(3), 1, []))
 
 
 def test_refused_batch_changes_nothing() -> None:

@@ -24,8 +24,10 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    NamedBatch,
     Ping,
     Pong,
+    Repeat,
     Reply,
     RequestId,
     Sequence,
@@ -59,6 +61,11 @@ CASES: list[tuple[Message, bytes]] = [
         Batch(Sequence(4), [1 - 2j]),
         raw_frame(4, b"\x93\x04\x91\xd8\x01" + struct.pack("<dd", 1.0, -2.0) + b"\x90"),
     ),
+    (
+        NamedBatch(Sequence(5), [7, 8], 3, [1], (b"ab",)),
+        raw_frame(12, b"\x95\x05\x92\x07\x08\x03\x91\x01\x91\x02", b"ab"),
+    ),
+    (Repeat(Sequence(6), 3, [9]), raw_frame(13, b"\x94\x06\x03\x91\x09\x90")),
     (Ack(Sequence(2**64 - 1)), raw_frame(5, b"\x91\xcf" + b"\xff" * 8)),
     (Reply(RequestId(9), {"a": [b"\x00", None]}), raw_frame(6, b"\x93\x09\x81\xa1a\x92\xc4\x01\x00\xc0\x90")),
     (Reply(RequestId(9), None, (b"xyz",)), raw_frame(6, b"\x93\x09\xc0\x91\x03", b"xyz")),
@@ -253,13 +260,13 @@ def test_fuzz_arbitrary_bytes(data: bytes) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 12), st.binary(max_size=60), st.binary(max_size=10))
+@given(st.integers(0, 15), st.binary(max_size=60), st.binary(max_size=10))
 def test_fuzz_headers(code: int, header: bytes, payload: bytes) -> None:
     only_protocol_errors(raw_frame(code, header, payload))
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 11), st.lists(msgpack_values, max_size=6), st.binary(max_size=10))
+@given(st.sampled_from(sorted(MESSAGES)), st.lists(msgpack_values, max_size=6), st.binary(max_size=10))
 def test_fuzz_fields(code: int, fields: list[Any], payload: bytes) -> None:
     only_protocol_errors(raw_frame(code, msgpack.packb(fields), payload))
 

@@ -1,0 +1,331 @@
+"""Capturing: operations are written to a list of their own in place of the session's stream, and run later, as often as
+asked.
+
+While a thread captures, the recorder of each session is replaced by a stand-in that gives that thread the capture's
+lists, and every other thread the real ones. The dispatcher binds the recorder's lists anew for each operation, so it
+needs not know; when nothing is captured, nothing is different.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from skyproxy.errors import CaptureError
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Sequence
+from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.session import Session
+from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+
+_UNLIMITED = 1 << 62
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_active: Capture | None = None
+
+_WHY = {
+    commands.FETCH: "the values of a tensor are needed here",
+    commands.DESCRIBE: "only the worker can tell what the results of this operation look like",
+    commands.CALL: "this needs an answer of the worker",
+    commands.UPLOAD: "a tensor of the CPU is copied to the worker",
+    commands.RECEIVE: "a tensor of the CPU is copied to the worker",
+    commands.REPLAY: "a graph is replayed inside the capture of another one",
+}
+_HINT = (
+    " while a graph is captured, when nothing runs on the worker. Do it before or after the capture; what is new in every "
+    "replay goes into a static tensor with copy_(). Run the step a few times before you capture it, too: the first "
+    "calls may ask the worker what later ones know."
+)
+
+
+class RecordedStream(list[Any]):
+    """The stream that the capturing thread writes to. Lets through what can be replayed."""
+
+    def __init__(self, capture: SessionCapture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def extend(self, command: Any) -> None:
+        command = list(command)
+        number = command[0]
+        if number == commands.DEFINE:
+            self._capture.recorder.stream.extend(command)
+            return
+        if number in _WHY:
+            raise self._capture.owner.broken(_WHY[number] + _HINT)
+        if number == commands.DO and command[1] not in commands.RECORDABLE:
+            raise self._capture.owner.broken(f"{command[1]!r} is asked of the worker" + _HINT)
+        super().extend(command)
+
+
+class StandIn:
+    """A session's recorder during a capture: for the capturing thread the capture's own, for others the real one."""
+
+    def __init__(self, capture: SessionCapture, device: SkyDevice | None = None) -> None:
+        self._capture = capture
+        self._device = device
+
+    @property
+    def stream(self) -> list[Any]:
+        capture = self._capture
+        if not capture.is_mine:
+            return capture.recorder.stream
+        if self._device is not None:
+            capture.used[self._device.index] = self._device
+        return capture.stream
+
+    @property
+    def lines(self) -> list[Any]:
+        return self._capture.lines if self._capture.is_mine else self._capture.recorder.lines
+
+    # Other threads get fresh slots only: the recording may read what they give back meanwhile.
+    @property
+    def dirty(self) -> list[int]:
+        return self._capture.dirty if self._capture.is_mine else self._capture.pool_of_others
+
+    @property
+    def free(self) -> list[int]:
+        return self._capture.free if self._capture.is_mine else self._capture.pool_of_others
+
+    @property
+    def limit(self) -> int:
+        return _UNLIMITED if self._capture.is_mine else self._capture.recorder.limit
+
+    def new_slot(self) -> int:
+        return self._capture.new_slot()
+
+    def append(self, *command: Any) -> None:
+        if self._capture.is_mine:
+            self._capture.stream.extend(command)
+        else:
+            self._capture.recorder.append(*command)
+
+    def append_with_buffer(self, buffer: Any, *command: Any) -> None:
+        if self._capture.is_mine:
+            self._capture.stream.extend(command)  # raises: bytes cannot be captured
+        else:
+            self._capture.recorder.append_with_buffer(buffer, *command)
+
+    def flush(self) -> None:
+        if not self._capture.is_mine:
+            self._capture.recorder.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._capture.recorder, name)
+
+
+class SessionCapture:
+    """What one session records in one capture, and afterwards the slots that belong to it.
+
+    Attributes:
+        number: the recording's name on the worker.
+        recorder: the session's real recorder.
+        stream, lines: what was recorded.
+        dirty, free: slots of the capture's own that can be used again inside it.
+        used: the devices that were computed on, by index.
+    """
+
+    def __init__(self, owner: Capture, session: Session, devices: list[SkyDevice]) -> None:
+        self.owner = owner
+        self.number = next(_numbers)
+        self.session = session
+        self.recorder: Recorder = session.recorder
+        self.stream = RecordedStream(self)
+        self.lines: list[Any] = []
+        self.dirty: list[int] = []
+        self.free: list[int] = []
+        self.pool_of_others: list[int] = []
+        self.used: dict[int, SkyDevice] = {}
+        self._devices = devices
+        self._slots: list[int] = []
+        self._handle_types = [device.handle_type for device in devices]
+        self._recording = True
+        self._kept = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread captures."""
+        return self._recording and threading.get_ident() == self.owner.thread
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def new_slot(self) -> int:
+        """A slot: for the capturing thread one that belongs to the capture from now on."""
+        if not self.is_mine:
+            return self.recorder.unused_slot()
+        for pool in (self.dirty, self.free):
+            if pool:
+                return pool.pop()
+        slot = self.recorder.unused_slot()
+        self._slots.append(slot)
+        return slot
+
+    def _handles_of(self, sky_device: SkyDevice, ordinary: type[Handle]) -> Any:
+        died = self.died
+
+        class CapturedHandle(Handle):
+            __slots__ = ()
+            device = sky_device
+
+            def __del__(self) -> None:
+                try:
+                    slot, meta = self.slot, self.meta
+                except AttributeError:
+                    return
+                died(slot, meta is not None and meta.large)
+
+        return lambda: CapturedHandle() if self.is_mine else ordinary()
+
+    def died(self, slot: int, large: bool) -> None:
+        """A tensor that was made in this capture is gone."""
+        if self._recording:
+            if large:
+                list.extend(self.stream, (commands.RELEASE, [slot]))
+                self.free.append(slot)
+            else:
+                self.dirty.append(slot)
+            return
+        with self._lock:
+            if self._kept:
+                self.free.append(slot)  # the recording goes on filling it
+            else:
+                self.recorder.dirty.append(slot)
+
+    # --- begin and end -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From now on, the calling thread's operations are recorded here."""
+        self.session.check()
+        self.session.do("graph_begin")
+        stand_in: Any = StandIn(self)
+        self.session.recorder = stand_in
+        for device, ordinary in zip(self._devices, self._handle_types, strict=True):
+            per_device: Any = StandIn(self, device)
+            device.recorder = per_device
+            device.handle_type = self._handles_of(device, ordinary)
+
+    def _end(self) -> list[int]:
+        """Puts the real recorder back; the slots whose tensors are still held."""
+        self.session.recorder = self.recorder
+        for device, ordinary in zip(self._devices, self._handle_types, strict=True):
+            device.recorder = self.recorder
+            device.handle_type = ordinary
+        self._recording = False
+        gone = {*self.dirty, *self.free}
+        self.free, self.dirty = [*gone], []
+        return [slot for slot in self._slots if slot not in gone]
+
+    def finish(self) -> None:
+        """Ends the capture; the worker keeps what was recorded."""
+        self._kept = True
+        exports = self._end()
+        self.session.recordings[self.number] = SentBatch(Batch(Sequence(0), list(self.stream)), self.lines)
+        places = [device.place for device in self.used.values()]
+        self.session.do("graph_define", self.number, list(self.stream), exports, places)
+        self.stream.clear()
+
+    def abort(self) -> None:
+        """Ends the capture; nothing of it ever ran."""
+        held = self._end()
+        self.session.do("graph_abort", held)
+        self.recorder.free.extend(self.free)
+        self.stream.clear()
+
+    def replay(self) -> None:
+        """Runs the recording once more; does not wait."""
+        recorder = self.session.recorder
+        recorder.append(commands.REPLAY, self.number)
+        recorder.flush()
+
+    def forget(self) -> None:
+        """The worker forgets the recording; its slots go back to where all others are."""
+        with self._lock:
+            if not self._kept:
+                return
+            self._kept = False
+        self.session.recordings.pop(self.number, None)
+        # Straight into the stream: this may run in a destructor, which must not wait, and inside another capture.
+        self.recorder.stream.extend((commands.DO, "graph_forget", [self.number]))
+        self.recorder.dirty.extend(self.free)
+        self.free.clear()
+
+
+class Capture:
+    """One capture, over all sessions of this process.
+
+    Attributes:
+        thread: the identity of the thread that captures.
+        parts: what each session recorded.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.parts: list[SessionCapture] = []
+        self._error: CaptureError | None = None
+
+    def broken(self, message: str) -> CaptureError:
+        """The error for an operation that cannot be captured; the capture cannot be kept after it."""
+        self._error = self._error or CaptureError(message)
+        return CaptureError(message)
+
+    def begin(self) -> None:
+        """Starts to capture.
+
+        Raises:
+            CaptureError: another capture is under way.
+        """
+        global _active
+        DEVICES.at(None)
+        with _lock:
+            if _active is not None:
+                raise CaptureError("a graph is being captured already; captures cannot be nested, nor run side by side")
+            _active = self
+        try:
+            by_session: dict[int, tuple[Session, list[SkyDevice]]] = {}
+            for device in DEVICES.alive():
+                by_session.setdefault(id(device.session), (device.session, []))[1].append(device)
+            for session, devices in by_session.values():
+                part = SessionCapture(self, session, devices)
+                part.begin()
+                self.parts.append(part)
+        except BaseException:
+            self.abort()
+            raise
+
+    def finish(self) -> list[SessionCapture]:
+        """Ends the capture; the recordings of those sessions that recorded anything.
+
+        Raises:
+            CaptureError: something inside could not be captured.
+        """
+        global _active
+        if self._error is not None:
+            self.abort()
+            raise CaptureError(f"the capture could not be kept: {self._error}") from self._error
+        kept = []
+        try:
+            for part in self.parts:
+                if part.stream:
+                    part.finish()
+                    kept.append(part)
+                else:
+                    part.abort()
+        finally:
+            _active = None
+        return kept
+
+    def abort(self) -> None:
+        """Ends the capture and keeps nothing."""
+        global _active
+        try:
+            for part in self.parts:
+                part.abort()
+        finally:
+            _active = None
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread captures a graph."""
+    return _active is not None and _active.thread == threading.get_ident()

@@ -1,0 +1,177 @@
+"""Storage identity: who shares memory with whom, addresses, sizes, and replacing one storage by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import skyproxy  # noqa: F401  (registers the device)
+
+
+def test_a_view_lies_inside_the_storage_of_its_base(sky1: str) -> None:
+    x = torch.zeros(4, device=sky1)
+    view = x[1:]
+    assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() == x.data_ptr()
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert view.data_ptr() == x.data_ptr() + 4
+    assert view.storage_offset() == 1
+    assert view.untyped_storage().nbytes() == 16
+
+
+def test_a_view_keeps_its_storage_when_its_base_is_gone(sky1: str) -> None:
+    x = torch.arange(4, device=sky1)
+    address, view = x.data_ptr(), x[2:]
+    del x
+    assert view.untyped_storage().data_ptr() == address
+    assert torch.zeros(4, device=sky1).data_ptr() != address
+    assert view.tolist() == [2, 3]
+
+
+def test_living_storages_have_addresses_of_their_own(sky: str, sky1: str) -> None:
+    tensors = [torch.zeros(1000, device=device) for device in (sky, sky1) for _ in range(50)]
+    starts = sorted(t.data_ptr() for t in tensors)
+    assert all(b - a >= 4000 for a, b in zip(starts, starts[1:]))
+    assert all(start % 512 == 0 for start in starts)
+
+
+def test_addresses_are_stable_and_cost_no_round_trip(sky1: str) -> None:
+    x = torch.zeros(3, device=sky1)
+    before = torch.sky.stats()["round_trips"]  # type: ignore[attr-defined]
+    assert x.data_ptr() == x.data_ptr() == x.detach().data_ptr() != 0
+    x.add_(1)
+    assert x.untyped_storage().nbytes() == 12
+    assert torch.sky.stats()["round_trips"] == before  # type: ignore[attr-defined]
+
+
+def test_an_empty_tensor_has_no_address(sky1: str) -> None:
+    assert torch.empty(0, device=sky1).data_ptr() == 0
+    assert torch.zeros(4, device=sky1)[4:].data_ptr() == torch.zeros(4)[4:].data_ptr() == 0
+    assert torch.empty(0, device=sky1).untyped_storage().data_ptr() == 0
+
+
+STEPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x.resize_(2, 2),
+    lambda x: x.t_(),
+    lambda x: x.unsqueeze_(0),
+    lambda x: x.squeeze_(),
+    lambda x: x.transpose_(0, 1),
+    lambda x: x.swapaxes_(0, 1),
+    lambda x: x.resize_(8),
+    lambda x: x.unsqueeze_(1),
+    lambda x: x.resize_(3),
+    lambda x: x.as_strided_((2,), (2,)),
+    lambda x: x.resize_(0),
+]
+
+
+def test_the_size_of_a_storage_follows_changes_in_place(sky1: str) -> None:
+    local, remote = torch.arange(4.0), torch.arange(4.0, device=sky1)
+    for step in STEPS:
+        step(local)
+        step(remote)
+        assert (remote.shape, remote.stride()) == (local.shape, local.stride())
+        assert remote.untyped_storage().nbytes() == local.untyped_storage().nbytes()
+        assert remote._version == local._version
+    worker = remote._sky  # type: ignore[attr-defined]
+    assert worker.device.session.call("storage_bytes", worker.slot) == remote.untyped_storage().nbytes()
+
+
+def test_a_storage_moves_when_it_grows_as_on_every_device(sky1: str) -> None:
+    x = torch.zeros(4, device=sky1)
+    key, address = x.untyped_storage()._cdata, x.data_ptr()
+    x.resize_(100)
+    assert x.data_ptr() != address
+    assert x.untyped_storage()._cdata == key
+
+
+def test_storages_can_be_resized_copied_filled_and_read(sky1: str) -> None:
+    x = torch.arange(4, dtype=torch.uint8, device=sky1)
+    storage = x.untyped_storage()
+    assert storage.tolist() == [0, 1, 2, 3]
+    assert storage[2] == 2
+    storage[2] = 9
+    assert x.tolist() == [0, 1, 9, 3]
+    storage.fill_(5)
+    assert storage.cpu().tolist() == [5, 5, 5, 5]
+    clone = storage.clone()
+    clone.copy_(torch.tensor([1, 2, 3, 4], dtype=torch.uint8).untyped_storage())
+    assert (clone.tolist(), x.tolist()) == ([1, 2, 3, 4], [5, 5, 5, 5])
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+    assert repr(storage) == "[torch.storage.UntypedStorage(device=sky:1) of size 0]"
+
+
+def test_the_typed_storage_of_old_code_works(sky1: str) -> None:
+    x = torch.arange(3.0, device=sky1)
+    with pytest.warns(UserWarning, match="TypedStorage is deprecated"):
+        storage = x.storage()
+    assert (storage._size(), storage.dtype, str(storage.device)) == (3, torch.float32, "sky:1")
+
+
+def test_set_takes_over_the_storage_of_another_tensor(sky1: str) -> None:
+    a, b = torch.randn(4, device=sky1), torch.arange(6.0, device=sky1).view(2, 3)
+    version = a._version
+    assert a.set_(b) is a
+    b.add_(1)
+    assert a.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert a.is_set_to(b)
+    assert not a.is_set_to(b.clone())
+    assert a._version == version + 1
+
+
+def test_set_leaves_views_of_the_old_storage_alone(sky1: str) -> None:
+    a = torch.arange(4, device=sky1)
+    view = a[1:]
+    a.set_(torch.zeros(2, dtype=torch.int64, device=sky1))
+    a.fill_(7)
+    assert (view.tolist(), a.tolist()) == ([1, 2, 3], [7, 7])
+
+
+def test_set_takes_a_place_in_a_storage(sky1: str) -> None:
+    base = torch.arange(6.0, device=sky1)
+    x = torch.empty(0, device=sky1).set_(base.untyped_storage(), 1, (2, 2), (2, 1))
+    assert x.tolist() == [[1, 2], [3, 4]]
+    x.mul_(10)
+    assert base.tolist() == [0, 10, 20, 30, 40, 5]
+    assert x.is_set_to(base.as_strided((2, 2), (2, 1), 1))
+    assert x.set_().shape == (0,)
+
+
+def test_set_refuses_a_storage_of_another_device(sky: str, sky1: str) -> None:
+    x = torch.zeros(2, device=sky1)
+    for device in ("cpu", sky):
+        with pytest.raises(RuntimeError, match="on device \"sky:1\" to a storage on different device"):
+            x.set_(torch.zeros(2, device=device).untyped_storage())
+    with pytest.raises(RuntimeError, match="Could not set tensor"):
+        x.set_(torch.zeros(2, dtype=torch.int64, device=sky1))
+
+
+def test_remote_memory_is_neither_pinned_nor_shared(sky1: str) -> None:
+    x = torch.zeros(2, device=sky1)
+    assert not x.is_pinned()
+    assert not x.is_shared()
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        x.pin_memory()
+    with pytest.raises(RuntimeError, match=r"x\.cpu\(\)\.share_memory_"):
+        x.share_memory_()
+    with pytest.raises(TypeError, match="only CPU memory can be pinned"):
+        x.untyped_storage().pin_memory()
+
+
+def test_a_sparse_tensor_has_no_storage(sky1: str) -> None:
+    x = torch.eye(2).to_sparse().to(sky1)
+    with pytest.raises(NotImplementedError, match="Cannot access storage"):
+        x.untyped_storage()
+    with pytest.raises(NotImplementedError, match="Cannot access storage"):
+        torch.eye(2).to_sparse().untyped_storage()
+
+
+def test_in_place_changes_reach_every_view(sky1: str) -> None:
+    x = torch.zeros(4, device=sky1)
+    view = x.view(2, 2)
+    view[0].add_(1)
+    assert x.tolist() == [1, 1, 0, 0]
+    assert view._base is x
+    assert view._version == x._version == 1
