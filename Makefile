@@ -55,10 +55,8 @@ conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
 
-BENCHMARKS = $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 bench: $(READY)
-	@test -n "$(BENCHMARKS)" || { echo "benchmarks/ has no script yet" >&2; exit 1; }
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/suite.py $(ARGS)
 
 check: lint types imports docs test
 

@@ -62,18 +62,18 @@ FULL = Scale(
     new_tokens=64,
 )
 QUICK = Scale(
-    rounds=3,
+    rounds=2,
     calls=2000,
     chain_ops=10_000,
     new_shapes=150,
     latency_calls=100,
-    latency_seconds=0.3,
-    mebibytes=256,
+    latency_seconds=0.2,
+    mebibytes=128,
     mebibytes_through_proxy=16,
-    busy_seconds=0.4,
-    steps=8,
+    busy_seconds=0.3,
+    steps=5,
     slow_rounds=2,
-    slow_seconds=0.5,
+    slow_seconds=0.4,
     new_tokens=16,
 )
 TINY = Scale(

@@ -148,11 +148,14 @@ def compare(
 ) -> None:
     """Steps a second of both, round by round, with the losses compared after each."""
     figures: dict[str, list[float]] = {side: [] for side in pair}
+    before = torch.sky.stats()["round_trips"]
     for number in range(bench.scale.rounds if bench.direct else bench.scale.slow_rounds):
         for side in ("sky", "local") if number % 2 == 0 else ("local", "sky"):
             figures[side].append(pair[side].run(steps, log))
         assert_alike(pair, bench)
     bench.compare("training", name, "steps/s", figures, targets)
+    trips = torch.sky.stats()["round_trips"] - before
+    bench.add("training", f"{name}: round trips", "a step", [trips / steps / len(figures["sky"])])
 
 
 def cnn(bench: Bench) -> None:
@@ -206,7 +209,7 @@ def client_time(bench: Bench, name: str, pair: dict[str, Trainer]) -> None:
 
 def op_traffic(bench: Bench) -> None:
     """Bytes that a steady step of a fixed-shape loop sends beyond its data, which lies on the device here."""
-    count = 10 if bench.scale.small_models else 50
+    count = max(10, bench.scale.steps)
     size = 4 if bench.scale.small_models else 64
     small = bench.scale.small_models
     layers, width, vocabulary, length = (1, 16, 32, 8) if small else (4, 128, 512, 64)

@@ -210,6 +210,8 @@ class Executor:
             raise ProtocolError(f"slot {slot} holds nothing") from None
         if isinstance(value, Failed):
             raise PoisonedError(value)
+        if self.graphs.not_replayed and not writes:
+            self.graphs.check_replayed(value)
         if self.gates:
             self.gates.pass_through([value], [value] if writes else [])
         return value

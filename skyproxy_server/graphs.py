@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.protocol import commands
 from skyproxy_server.controls import CONTROLS
@@ -141,6 +142,7 @@ class Graphs:
 
     Attributes:
         limbo: while the client captures, the values that it released since; else None.
+        not_replayed: the storages of results that no replay made yet, each with its graph, an error and itself.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -149,6 +151,7 @@ class Graphs:
         self._filled_by: dict[int, Recording] = {}
         self._deferred: list[int] = []
         self.limbo: dict[int, Any] | None = None
+        self.not_replayed: dict[int, tuple[int, Failed, Any]] = {}
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -167,23 +170,24 @@ class Graphs:
             raise ProtocolError("a capture ends that never began")
         return limbo
 
-    def define(self, number: int, stream: list[Any], exports: list[int], places: list[list[Any]]) -> None:
+    def define(self, number: int, stream: list[Any], exports: list[Any], places: list[list[Any]]) -> None:
         """Ends a capture: keeps what was recorded. Nothing runs before the first replay.
 
         Args:
             number: the recording's name from now on.
             stream: its commands.
-            exports: slots whose values the client holds.
+            exports: slots whose values the client holds, each with the tensor's description, or None.
             places: the devices that it computes on, each `[type, index]`.
         """
         limbo = self._end_limbo()
         executor = self._executor
+        slots = [slot for slot, _ in exports]
         if len(self._recordings) >= _MAX_GRAPHS:
-            executor.values.update(dict.fromkeys(exports, self._placeholder(_ABANDONED)))
+            executor.values.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
             raise LimitExceededError(f"this session holds {_MAX_GRAPHS} graphs, the limit. Reset those not needed.")
         if number in self._recordings:
             raise ProtocolError(f"graph {number} exists already")
-        recording = Recording(number, stream, exports)
+        recording = Recording(number, stream, slots)
         for slot in recording.decode(executor.handlers, executor.signatures):
             if slot in self._filled_by:
                 recording.dynamic.append(slot)
@@ -191,9 +195,9 @@ class Graphs:
                 value = limbo.get(slot, executor.values.get(slot))
                 recording.externals[slot] = self._placeholder(_ABANDONED) if value is None else value
         self._recordings[number] = recording
-        placeholder = self._placeholder(_NOT_REPLAYED)
-        for slot in exports:
-            executor.values[slot] = placeholder
+        device = executor.device_of(places[0]) if len(places) == 1 else None
+        for slot, fields in exports:
+            executor.values[slot] = self._unfilled(number, fields, device)
             self._filled_by[slot] = recording
         recording.replayer = replayer_for(places, recording, executor.random)
         self._forget_deferred()
@@ -203,6 +207,25 @@ class Graphs:
         self._end_limbo()
         self._executor.values.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
         self._forget_deferred()
+
+    def _unfilled(self, number: int, fields: Any, device: torch.device | None) -> Any:
+        """What stands for a result before the first replay: memory of its own, so that views of it can be made.
+
+        Its values cannot be asked for, see `not_replayed`; what is computed of them is not a number.
+        """
+        failed = self._placeholder(_NOT_REPLAYED)
+        description = torch_codec.decode_description(fields) if fields is not None else None
+        if device is None or description is None or description.layout is not torch.strided:
+            return failed
+        extent = torch_codec.storage_extent(description.size, description.stride, description.offset)
+        memory = torch.zeros(max(extent, description.offset), dtype=description.dtype, device=device)
+        if description.dtype.is_floating_point or description.dtype.is_complex:
+            memory.fill_(float("nan"))
+        self.not_replayed[storage_key(memory) or 0] = (number, failed, memory)
+        tensor = torch.as_strided(memory, description.size, description.stride, description.offset)
+        if description.conjugate:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if description.negative else tensor
 
     def _placeholder(self, text: str) -> Failed:
         return self._executor.quiet_failure(RuntimeError(text))
@@ -221,7 +244,22 @@ class Graphs:
                 self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
             )
         self._publish(values, made)
+        if self.not_replayed:
+            self._replayed(recording.number)
         return position + 2
+
+    def _replayed(self, number: int) -> None:
+        for key in [key for key, (graph, _, _) in self.not_replayed.items() if graph == number]:
+            del self.not_replayed[key]
+
+    def check_replayed(self, value: Any) -> None:
+        """Raises:
+        PoisonedError: the value is a result of a graph that was never replayed, or a view of one.
+        """
+        if isinstance(value, torch.Tensor):
+            entry = self.not_replayed.get(storage_key(value) or 0)
+            if entry is not None:
+                raise PoisonedError(entry[1])
 
     def _inputs_are_ready(self, recording: Recording, values: dict[int, Any]) -> bool:
         """Waits for bytes on their way. False where an input is poisoned: then the list must be run, op by op."""
@@ -318,6 +356,7 @@ class Graphs:
         recording = self._recordings.pop(number, None)
         if recording is None:
             return
+        self._replayed(number)
         for slot in recording.exports:
             self._filled_by.pop(slot, None)
         for other in self._recordings.values():
@@ -379,7 +418,7 @@ def graph_begin(executor: Executor) -> None:
 
 
 @_control
-def graph_define(executor: Executor, number: int, stream: list[Any], exports: list[int], places: list[Any]) -> None:
+def graph_define(executor: Executor, number: int, stream: list[Any], exports: list[Any], places: list[Any]) -> None:
     """The client has captured a graph."""
     executor.graphs.define(number, stream, exports, places)
 

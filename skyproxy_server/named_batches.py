@@ -18,7 +18,7 @@ class NamedBatches:
         """The batch that a message stands for; None if it carries no commands.
 
         Raises:
-            ProtocolError: the name is unknown or out of bounds, or the values do not fit the holes.
+            ProtocolError: the name is unknown or out of bounds, or a change fits no hole.
         """
         if isinstance(message, Batch):
             return message
@@ -34,17 +34,18 @@ class NamedBatches:
             if known is None:
                 raise ProtocolError(f"no batch is named {message.name}")
             stream, holes = known
-            if len(message.values) != len(holes):
-                raise ProtocolError(f"batch {message.name} has {len(holes)} holes, {len(message.values)} values came")
-            for hole, value in zip(holes, unpack_values(message.values), strict=True):
-                stream[hole] = value
+            changes = iter(message.changes)
+            for number, value in zip(changes, changes, strict=True):
+                if type(number) is not int or not 0 <= number < len(holes):
+                    raise ProtocolError(f"batch {message.name} has {len(holes)} holes, none is numbered {number!r:.40}")
+                stream[holes[number]] = _lengthened(value)
             return Batch(message.sequence, stream, message.buffers)
         return None
 
 
-def unpack_values(values: list[Any]) -> list[Any]:
+def _lengthened(value: Any) -> Any:
     """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`."""
-    return [
-        [item[0][1]] * item[0][0] if type(item) is list and len(item) == 1 and type(item[0]) is list else item
-        for item in values
-    ]
+    if type(value) is list and len(value) == 1 and type(value[0]) is list:
+        ((count, number),) = value
+        return [number] * count
+    return value

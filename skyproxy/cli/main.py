@@ -99,7 +99,8 @@ def run_server(arguments: list[str]) -> NoReturn:
     for module, remedy in ((_SERVER, "pip install 'skyproxy[server]'"), ("torch", "pip install 'skyproxy[server]'")):
         if importlib.util.find_spec(module) is None:
             fail(f"A worker needs {module}, which is not installed here. Install it: {remedy}")
-    command = [sys.executable, "-m", _SERVER, *arguments]
+    # -P: a module of the user's in the current directory must not take the place of one of ours.
+    command = [sys.executable, "-P", "-m", _SERVER, *arguments]
     if os.name == "posix":
         # In our place, so that signals and the exit status are the worker's own.
         os.execv(sys.executable, command)

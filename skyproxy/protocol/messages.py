@@ -115,13 +115,16 @@ class NamedBatch(Message):
 
 @dataclass(frozen=True, slots=True)
 class Repeat(Message):
-    """A batch that came before, by its number, with what stands in its holes this time."""
+    """A batch that came before, by its name, with what stands in its holes otherwise than the last time.
+
+    `changes` has the number of a hole, then what stands there, and so on.
+    """
 
     code: ClassVar[int] = 13
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
     sequence: Sequence
     name: int
-    values: list[Any]
+    changes: list[Any]
     buffers: tuple[Buffer, ...] = ()
 
 

@@ -50,7 +50,10 @@ class Recorder:
     """
 
     def __init__(
-        self, send: Callable[[Batch | NamedBatch | Repeat], object], unacked: Callable[[], tuple[int, int]], settings: Settings
+        self,
+        send: Callable[[Batch | NamedBatch | Repeat], object],
+        unacked: Callable[[], tuple[int, int]],
+        settings: Settings,
     ) -> None:
         """Args:
         send: hands a batch to the connection; doing so twice with the last one changes nothing.
@@ -209,20 +212,21 @@ class Recorder:
             count, line_count, buffer_count = self._cut_point()
         stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
         sequence = Sequence(self._sequence + 1)
-        message, key, name = self._repeats.choose(sequence, stream, tuple(buffers))
+        message, key, known = self._repeats.choose(sequence, stream, tuple(buffers))
         sent = SentBatch(sequence, stream, self.lines[:line_count])
         buffered = sum(map(len, buffers))
-        # No call may stand between these statements: Ctrl-C strikes after calls only, and would lose or repeat commands.
-        # The lists themselves stay: the dispatcher has bound them.
+        # No call may stand between these statements: Ctrl-C strikes after calls only, and would lose or repeat
+        # commands. The lists themselves stay: the dispatcher has bound them.
         self._outgoing = (message, sent)
-        seen[key] = name
+        seen[key] = known
         del self._buffers[:buffer_count]
         del self.stream[:count]
         del self.lines[:line_count]
         self._buffered_bytes -= buffered
         self._sent_ops += line_count // 2
         self._sequence += 1
-        self.free += self._releasing
+        # In the order in which they died: the next slot is the same, wherever a batch was cut.
+        self.free += self._releasing[::-1]
         self._releasing = []
 
     def _cut_point(self) -> tuple[int, int, int]:
@@ -291,4 +295,4 @@ class Recorder:
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
         self.stream.extend((commands.RELEASE, [slot]))
-        self.free.append(slot)
+        self.dirty.append(slot)

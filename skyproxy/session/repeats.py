@@ -44,57 +44,70 @@ def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
     return sorted({*holes, *requests}) if requests else holes
 
 
-def pack_values(values: list[Any]) -> list[Any]:
-    """Lists that hold one number many times, as optimizers make them, become `[[count, number]]`."""
-    return [
-        [[len(item), item[0]]] if type(item) is list and len(item) > 1 and item.count(item[0]) == len(item) else item
-        for item in values
-    ]
+def changes(before: list[Any], now: list[Any]) -> list[Any]:
+    """What stands in other holes than before: the number of a hole, then its value, and so on.
+
+    A list that holds one number many times, as optimizers make them, becomes `[[count, number]]`.
+    """
+    result: list[Any] = []
+    for number, (old, new) in enumerate(zip(before, now, strict=True)):
+        zero = 0.0 in new if type(new) is list else new == 0.0  # zeros have signs, which == does not see
+        if zero or old != new or type(old) is not type(new):
+            result += (number, _shortened(new))
+    return result
+
+
+def _shortened(value: Any) -> Any:
+    if type(value) is list and len(value) > 1 and value[0] != 0.0 and value.count(value[0]) == len(value):
+        return [[len(value), value[0]]]
+    return value
 
 
 class Choice(NamedTuple):
-    """How a batch travels, and what must be remembered once it is on its way: `seen[key] = name`."""
+    """How a batch travels, and what must be remembered once it is on its way: `seen[key] = known`."""
 
     message: Batch | NamedBatch | Repeat
     key: bytes
-    name: int
+    known: tuple[int, list[Any]]
 
 
 class Repeats:
     """What the client remembers of the batches it sent.
 
     Attributes:
-        seen: for each batch that was sent, without its holes: its name, or 0 if it came once only.
+        seen: for each batch that was sent, without its holes: its name, or 0 if it came once only, and what stood in
+            the holes the last time.
     """
 
     def __init__(self, widths: dict[int, int]) -> None:
         self._widths = widths
         self._pack = msgpack.Packer(default=str).pack
-        self.seen: OrderedDict[bytes, int] = OrderedDict()
+        self.seen: OrderedDict[bytes, tuple[int, list[Any]]] = OrderedDict()
 
     def choose(self, sequence: Sequence, stream: list[Any], buffers: tuple[Buffer, ...]) -> Choice:
         """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
         before the message is on its way."""
         if len(stream) < _SMALLEST:
-            return Choice(Batch(sequence, stream, buffers), b"", 0)
+            return Choice(Batch(sequence, stream, buffers), b"", (0, []))
         holes = holes_of(stream, self._widths)
-        template = stream
+        template, values = stream, [stream[i] for i in holes]
         if holes:
             template = stream.copy()
             for i in holes:
                 template[i] = None
         key = self._pack((template, holes))
-        name = self.seen.get(key)
-        if name is None:
+        known = self.seen.get(key)
+        if known is None:
             if len(self.seen) >= MAX_NAMES:
                 self.seen.popitem(last=False)
-            return Choice(Batch(sequence, stream, buffers), key, 0)
+            return Choice(Batch(sequence, stream, buffers), key, (0, values))
         self.seen.move_to_end(key)
+        name, before = known
         if name == 0:
             name = self._free_name()
-            return Choice(NamedBatch(sequence, stream, name, holes, buffers), key, name)
-        return Choice(Repeat(sequence, name, pack_values([stream[i] for i in holes]), buffers), key, name)
+            return Choice(NamedBatch(sequence, stream, name, holes, buffers), key, (name, values))
+        return Choice(Repeat(sequence, name, changes(before, values), buffers), key, (name, values))
 
     def _free_name(self) -> int:
-        used = set(self.seen.values())
+        used = {name for name, _ in self.seen.values()}
         return next(n for n in range(1, MAX_NAMES + 2) if n not in used)

@@ -28,6 +28,7 @@ def activate() -> None:
             copies,
             device_module,
             generators,
+            graphs,
             host,
             hot_path,
             modules,
@@ -49,4 +50,5 @@ def activate() -> None:
         generators.install()
         autocast.install()
         host.install()
+        graphs.install()
         _active = True

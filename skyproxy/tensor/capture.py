@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from typing import Any
 
+from skyproxy import torch_codec
 from skyproxy.errors import CaptureError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Sequence
+from skyproxy.protocol.messages import Sequence
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
@@ -139,6 +141,7 @@ class SessionCapture:
         self.used: dict[int, SkyDevice] = {}
         self._devices = devices
         self._slots: list[int] = []
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._handle_types = [device.handle_type for device in devices]
         self._recording = True
         self._kept = False
@@ -166,7 +169,7 @@ class SessionCapture:
         died = self.died
 
         class CapturedHandle(Handle):
-            __slots__ = ()
+            __slots__ = ("__weakref__",)
             device = sky_device
 
             def __del__(self) -> None:
@@ -176,7 +179,14 @@ class SessionCapture:
                     return
                 died(slot, meta is not None and meta.large)
 
-        return lambda: CapturedHandle() if self.is_mine else ordinary()
+        def make() -> Handle:
+            if not self.is_mine:
+                return ordinary()
+            handle = CapturedHandle()
+            self._handles.add(handle)
+            return handle
+
+        return make
 
     def died(self, slot: int, large: bool) -> None:
         """A tensor that was made in this capture is gone."""
@@ -220,8 +230,13 @@ class SessionCapture:
     def finish(self) -> None:
         """Ends the capture; the worker keeps what was recorded."""
         self._kept = True
-        exports = self._end()
-        self.session.recordings[self.number] = SentBatch(Batch(Sequence(0), list(self.stream)), self.lines)
+        held = set(self._end())
+        metas = {handle.slot: handle.meta for handle in self._handles if handle.slot in held}
+        exports = [
+            [slot, torch_codec.encode_description(metas[slot].description) if metas.get(slot) is not None else None]
+            for slot in sorted(held)
+        ]
+        self.session.recordings[self.number] = SentBatch(Sequence(0), list(self.stream), self.lines)
         places = [device.place for device in self.used.values()]
         self.session.do("graph_define", self.number, list(self.stream), exports, places)
         self.stream.clear()

@@ -71,7 +71,6 @@ class _Graphed:
                 )
         found = iter(gradients)
         self.input_gradients = tuple(next(found) if outputs and i.requires_grad else None for i in self.inputs)
-        self.outputs = tuple(o.detach() for o in self.outputs)
 
 
 def make_graphed_callables(
@@ -145,7 +144,11 @@ def _autograd_function(item: _Graphed) -> type[torch.autograd.Function]:
             for static, value in zip(item.inputs[: item.user_inputs], inputs, strict=False):
                 _fill(static, value)
             item.forward.replay()
-            return tuple(output.detach() for output in item.outputs)
+            outputs = tuple(output.detach() for output in item.outputs)
+            ctx.mark_non_differentiable(
+                *(output for output, static in zip(outputs, item.output_gradients, strict=True) if static is None)
+            )
+            return outputs
 
         @staticmethod
         @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]

@@ -68,8 +68,8 @@ SENT_WHOLE = frozenset(
 are divided here, because some of them look at devices, values or flags that only this side has."""
 
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
-_FAKED_WRONGLY = frozenset({"aten::max_unpool2d"})
-"""Ops whose fake kernels give fresh results other strides than the real ones."""
+_FAKED_WRONGLY = frozenset({"aten::max_unpool2d", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"})
+"""Ops whose fake kernels give fresh results other sizes or strides than the real ones."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -134,7 +134,11 @@ class Plan:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }
-        self.writes = tuple(written.values())
+        self.writes = tuple(
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
         self.returns = tuple(
             written.get(frozenset(result.alias_info.before_set)) if result.alias_info is not None else None
             for result in schema.returns

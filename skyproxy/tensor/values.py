@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -96,6 +97,18 @@ def _no_dlpack(self: RemoteTensor, **unused: Any) -> NoReturn:
     )
 
 
+def _guarded(export: Any) -> Any:
+    """PyTorch's own exporter does not ask the tensor, and would hand out an address that is none."""
+
+    @functools.wraps(export)
+    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is RemoteTensor:
+            _no_dlpack(tensor)
+        return export(tensor, *args, **kwargs)
+
+    return to_dlpack
+
+
 # --- .data -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,4 +158,6 @@ def install() -> None:
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack_c_exchange_api__ = None
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = torch._C._to_dlpack = _guarded(torch._C._to_dlpack)
     torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[assignment]

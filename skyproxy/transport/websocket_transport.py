@@ -56,6 +56,7 @@ class WebSocketTransport(Transport):
         # Held by whoever reads; re-entrant, for the reader itself closes a connection whose peer breaks the rules.
         self._reading = threading.RLock()
         self._closing = threading.Lock()
+        self._finished = threading.Event()
         self._closed = False
         self._ended: str | None = None
         self._bytes_received = 0
@@ -142,20 +143,20 @@ class WebSocketTransport(Transport):
                 message = self._next_message(timeout_seconds)
             except ProtocolError as exc:
                 self._ended = f"it broke the rules: {exc}"
-                self.close("protocol", str(exc))
+                self._end("protocol", str(exc))
                 raise
             except OSError as exc:
                 if self._ended is None:
                     self._ended = _reason(exc)
                 self._outbox.abort(exc)
-                self.close()
+                self._end("done", "")
                 raise self._lost() from exc
             if message is None:
                 raise TimeoutError(f"No message came within {timeout_seconds} s.")
             if type(message) is Goodbye:
                 # The peer waits for our end before it closes; it should not have to wait for our user.
                 self._ended = "it said goodbye"
-                self.close()
+                self._end("done", "")
                 raise self._lost()
             return message
 
@@ -206,6 +207,11 @@ class WebSocketTransport(Transport):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, code_name: str = "done", reason: str = "") -> None:
+        self._end(code_name, reason)
+        # Another thread may be at it already. Its socket must not be taken from it before the goodbye is out.
+        self._finished.wait(2 * self._settings.close_timeout_seconds + 1.0)
+
+    def _end(self, code_name: str, reason: str) -> None:
         if not self._closing.acquire(blocking=False):
             return
         self._closed = True
@@ -224,6 +230,7 @@ class WebSocketTransport(Transport):
                     self._stream.close()
                 finally:
                     self._reading.release()
+            self._finished.set()
 
     def _say_goodbye(self, code_name: str, reason: str, deadline: float) -> bool:
         """Whether the peer was told, in time, that we leave."""

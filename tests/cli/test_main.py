@@ -61,7 +61,7 @@ def test_serve_becomes_the_server(executed: list[list[str]], tmp_path: Path) -> 
     result = run("serve", "--port", "0", "--device", "cpu", "--token-file", str(token), "--insecure")
     assert result.exit_code == 0, result.output
     command = executed[0]
-    assert command[:3] == [sys.executable, "-m", "skyproxy_server"]
+    assert command[:4] == [sys.executable, "-P", "-m", "skyproxy_server"]
     assert command[command.index("--token-file") + 1] == str(token)
     assert command[command.index("--device") + 1] == "cpu"
     assert "--insecure" in command
@@ -77,7 +77,7 @@ def test_every_flag_is_one_that_the_server_knows(executed: list[list[str]], tmp_
     flags = ["--token-file", "--tls-cert", "--tls-key"]
     paths = [text for flag in flags for text in (flag, str(file))]
     run("serve", *paths, "--insecure", "--embedded", "--allow-origin", "http://a", "--allow-origin", "http://b")
-    parsed = parser().parse_args(executed[0][3:])
+    parsed = parser().parse_args(executed[0][4:])
     assert parsed.allow_origin == ["http://a", "http://b"]
     assert parsed.tls_key == file
     assert parsed.embedded is True

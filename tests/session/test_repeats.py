@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import MAX_NAMES, Batch, NamedBatch, Repeat, Sequence
 from skyproxy.session.recorder import Recorder
-from skyproxy.session.repeats import Repeats, holes_of, pack_values
+from skyproxy.session.repeats import Repeats, changes, holes_of
 from skyproxy.settings import Settings
-from skyproxy_server.named_batches import NamedBatches, unpack_values
+from skyproxy_server.named_batches import NamedBatches
 
 ADD, SCALE = 32, 33
 WIDTHS = {ADD: 3, SCALE: 3}
@@ -30,8 +31,8 @@ def step(rate: float, request: int = 0, ops: int = 10) -> list[Any]:
 def sent(repeats: Repeats, streams: list[list[Any]]) -> list[Any]:
     messages = []
     for number, stream in enumerate(streams, 1):
-        message, key, name = repeats.choose(Sequence(number), stream, ())
-        repeats.seen[key] = name
+        message, key, known = repeats.choose(Sequence(number), stream, ())
+        repeats.seen[key] = known
         messages.append(message)
     return messages
 
@@ -66,12 +67,33 @@ def test_holes_are_fractions_lists_of_them_and_request_numbers() -> None:
     assert holes_of(stream, WIDTHS) == [6, 9, 11, 14]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [[0.5, [1.5] * 12, 7], [[1.0, 2.0], [3.0]], [], [[float("inf")] * 2, -0.0], [[2.0, 2.0]]],
-)
-def test_values_survive_their_shortening(values: list[Any]) -> None:
-    assert unpack_values(pack_values(values)) == values
+SERIES = [
+    [0.5, [1.5] * 12, 7],
+    [0.5, [1.5] * 12, 8],
+    [0.25, [1.5] * 11 + [2.0], 8],
+    [float("inf"), [float("nan")] * 3, 8],
+    [-0.0, [0.0, -0.0], 8],
+    [0.0, [-0.0, -0.0], 8],
+    [1, [2.0], 8],
+    [1.0, [], 8],
+]
+
+
+def test_what_stands_in_the_holes_arrives_exactly() -> None:
+    holes = [1, 5, 9]
+    stream: list[Any] = list(range(10))
+    for hole, value in zip(holes, SERIES[0], strict=True):
+        stream[hole] = value
+    named = NamedBatches()
+    named.resolve(NamedBatch(Sequence(1), stream, 1, holes))
+    for sequence, (before, now) in enumerate(itertools.pairwise(SERIES), 2):
+        batch = named.resolve(Repeat(Sequence(sequence), 1, changes(before, now)))
+        assert batch is not None
+        assert repr([batch.stream[hole] for hole in holes]) == repr(now)
+
+
+def test_what_stayed_the_same_does_not_travel() -> None:
+    assert changes([0.5, [1.5, 1.5], 7], [0.5, [2.5, 2.5], 7]) == [1, [[2, 2.5]]]
 
 
 def test_names_are_bounded_and_used_again() -> None:
@@ -90,6 +112,7 @@ def test_names_are_bounded_and_used_again() -> None:
     "message",
     [
         Repeat(Sequence(1), 5, []),
+        Repeat(Sequence(1), 5, [0, 1.0]),
         NamedBatch(Sequence(1), [1], 0, []),
         NamedBatch(Sequence(1), [1], MAX_NAMES + 2, []),
         NamedBatch(Sequence(1), [1], 1, [1]),
@@ -100,11 +123,12 @@ def test_bad_names_and_holes_are_refused(message: Any) -> None:
         NamedBatches().resolve(message)
 
 
-def test_wrong_number_of_values_is_refused() -> None:
+@pytest.mark.parametrize("bad", [[1, 0.5], [-1, 0.5], ["0", 0.5], [True, 0.5]])
+def test_a_change_that_fits_no_hole_is_refused(bad: list[Any]) -> None:
     named = NamedBatches()
     named.resolve(NamedBatch(Sequence(1), [ADD, 1, 2, 3], 1, [2]))
-    with pytest.raises(ProtocolError, match="1 holes, 2 values"):
-        named.resolve(Repeat(Sequence(2), 1, [1, 2]))
+    with pytest.raises(ProtocolError, match="1 holes, none is numbered"):
+        named.resolve(Repeat(Sequence(2), 1, bad))
 
 
 def record(recorder: Recorder, stream: list[Any]) -> None:

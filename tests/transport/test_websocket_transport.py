@@ -223,6 +223,19 @@ def test_close_is_quick_when_the_peer_listens_and_leaves_no_thread(make_pair, tl
     assert set(threading.enumerate()) <= before
 
 
+def test_a_second_close_waits_for_the_first(make_pair) -> None:
+    client, worker = make_pair(settings=Settings(close_timeout_seconds=10.0))
+    first = in_thread(lambda: worker.close("shutdown", "really"))
+    while not worker._closed:
+        time.sleep(0)
+    second = in_thread(worker.close)
+    with pytest.raises(SessionLostError, match="really"):
+        client.recv(5)
+    first()
+    second()
+    assert worker._stream._socket.fileno() == -1
+
+
 def test_close_wakes_a_receiver_whose_peer_is_deaf(make_pair, tls: bool) -> None:
     client, _deaf = make_pair(tls=tls)
     receiving = threading.Event()

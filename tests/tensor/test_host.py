@@ -1,0 +1,92 @@
+"""The host's side: pinned memory, data loaders beside a live session, `torch.accelerator`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import skyproxy  # noqa: F401  (registers the device)
+
+
+def test_pinning_works_without_cuda_and_without_warnings(sky1: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with CUDA, memory is pinned for CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = torch.arange(6.0).view(2, 3).t()
+        pinned = x.pin_memory()
+        assert torch.equal(pinned, x)
+        assert pinned.data_ptr() != x.data_ptr()
+        assert pinned.is_pinned() is x.is_pinned() is False
+        assert torch.empty(3, pin_memory=True).shape == (3,)
+        assert torch.equal(pinned.to(sky1, non_blocking=True).cpu(), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "multiprocessing_context": "spawn"}])
+def test_data_loaders_work_beside_a_live_session(options: dict[str, Any], sky1: str) -> None:
+    before = torch.ones(2, device=sky1)
+    data = TensorDataset(torch.arange(8.0).view(8, 1))
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*suggested max number of worker.*")
+        for (batch,) in DataLoader(data, batch_size=4, pin_memory=True, **options):
+            seen += batch.to(sky1, non_blocking=True).flatten().tolist()
+    assert seen == list(range(8))
+    assert (before + 1).tolist() == [2, 2]
+
+
+def test_a_batch_may_change_after_a_non_blocking_copy(sky1: str) -> None:
+    for size in (10, 1_000_000):
+        x = torch.ones(size)
+        remote = x.to(sky1, non_blocking=True)
+        x.zero_()
+        assert remote.sum().item() == size
+
+
+def test_sky_is_the_accelerator(sky1: str) -> None:
+    accelerator = torch.accelerator
+    assert str(accelerator.current_accelerator()) == "sky"
+    assert accelerator.is_available()
+    assert accelerator.device_count() == 2
+    assert torch.get_device_module() is torch.sky  # type: ignore[attr-defined]
+    accelerator.synchronize()
+    accelerator.synchronize(1)
+
+
+def test_the_current_device_can_be_changed(sky: str, sky1: str) -> None:
+    accelerator = torch.accelerator
+    assert accelerator.current_device_index() == 0
+    try:
+        accelerator.set_device_index(1)
+        assert accelerator.current_device_index() == torch.sky.current_device() == 1  # type: ignore[attr-defined]
+        assert torch.empty(1, device="sky").device == torch.device(sky1)
+        with accelerator.device_index(0):
+            assert torch.empty(1, device="sky").device == torch.device(sky)
+        with accelerator.device_index(None):
+            assert accelerator.current_device_index() == 1
+        accelerator.set_device_index(torch.device(sky))
+    finally:
+        accelerator.set_device_index(0)
+    assert torch.empty(1, device="sky").device == torch.device(sky)
+
+
+def test_the_accelerator_tells_of_its_memory(sky: str) -> None:
+    x = torch.zeros(1 << 20, device=sky)
+    memory = torch.accelerator.memory
+    assert memory.memory_allocated(0) >= x.nbytes
+    assert memory.max_memory_allocated(0) >= memory.memory_allocated(0) - x.nbytes
+    free, total = memory.get_memory_info(0)
+    assert 0 < free <= total
+    memory.reset_peak_memory_stats(0)
+    memory.empty_cache()
+
+
+def test_generic_streams_and_events_exist(sky1: str) -> None:
+    assert torch.accelerator.current_stream(1).device == torch.device(sky1)
+    assert torch.bfloat16 in torch.accelerator.get_device_capability(1)["supported_dtypes"]

@@ -1,0 +1,194 @@
+"""Modules on the move: the identity of parameters, ties, gradients, buffers, and an optimizer made before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
+    optimizer.zero_grad()
+    torch.manual_seed(0)
+    loss = module(torch.randn(5, 3).to(device)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+JOURNEY: list[tuple[str, Callable[[nn.Module], nn.Module], str, torch.dtype]] = [
+    ("there", lambda m: m.to("sky:1"), "sky:1", torch.float32),
+    ("half", lambda m: m.half(), "sky:1", torch.float16),
+    ("double", lambda m: m.double(), "sky:1", torch.float64),
+    ("elsewhere", lambda m: m.to("sky:0", torch.float32), "sky:0", torch.float32),
+    ("back", lambda m: m.cpu(), "cpu", torch.float32),
+    ("there again, as bfloat16", lambda m: m.to(device="sky:1", dtype=torch.bfloat16), "sky:1", torch.bfloat16),
+    ("on the spot", lambda m: m.to("sky:1"), "sky:1", torch.bfloat16),
+    ("emptied", lambda m: m.to_empty(device="sky:0"), "sky:0", torch.bfloat16),
+]
+
+
+def test_parameters_stay_the_same_objects_on_any_journey(sky1: str) -> None:
+    module = model()
+    parameters = dict(module.named_parameters())
+    expected = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, move, device, dtype in JOURNEY:
+        assert move(module) is module
+        for key, parameter in module.named_parameters():
+            assert parameter is parameters[key], name
+            assert isinstance(parameter, nn.Parameter)
+            assert (parameter.device, parameter.dtype) == (torch.device(device), dtype)
+            assert (type(parameter) is RemoteTensor) is (device != "cpu")
+            if name != "emptied":
+                assert torch.allclose(parameter.detach().cpu().float(), expected[key], atol=1e-2)
+        for buffer in module.buffers():
+            assert buffer.device == torch.device(device)
+
+
+def test_an_optimizer_made_before_the_move_trains_on(sky1: str) -> None:
+    torch.manual_seed(3)
+    local, remote = model(), model()
+    remote.load_state_dict(local.state_dict())
+    one = torch.optim.SGD(local.parameters(), lr=0.1)
+    two = torch.optim.SGD(remote.parameters(), lr=0.1)
+    remote.to(sky1)
+    for _ in range(3):
+        assert train(local, one, "cpu") == pytest.approx(train(remote, two, sky1), rel=1e-5)
+    remote.cpu()
+    assert train(local, one, "cpu") == pytest.approx(train(remote, two, "cpu"), rel=1e-5)
+
+
+def test_gradients_move_with_their_parameters(sky1: str) -> None:
+    module = nn.Linear(3, 3)
+    module(torch.ones(1, 3)).sum().backward()
+    for place, dtype in ((sky1, torch.float32), (sky1, torch.float16), ("sky:0", torch.float16), ("cpu", torch.float16)):
+        module.to(place, dtype)
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            assert (parameter.grad.device, parameter.grad.dtype) == (torch.device(place), dtype)
+            assert parameter.grad.tolist() == torch.ones_like(parameter.grad).tolist()
+
+
+def test_frozen_parameters_and_their_attributes_survive(sky1: str) -> None:
+    module = nn.Linear(3, 3)
+    module.weight.requires_grad_(False)
+    module.weight.note = "kept"  # type: ignore[assignment]
+    for place in (sky1, "cpu"):
+        module.to(place)
+        assert (module.weight.requires_grad, module.bias.requires_grad) == (False, True)
+        assert module.weight.note == "kept"  # type: ignore[comparison-overlap]
+
+
+def test_tied_weights_stay_tied(sky1: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    for move in (lambda: module.to(sky1), module.half, module.cpu):
+        move()
+        assert module[0].weight is module[1].weight
+
+
+def test_a_parameter_that_cannot_be_exchanged_becomes_a_new_one_and_stays_tied(sky1: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    old = module[0].weight
+    watcher = weakref.ref(old)  # PyTorch exchanges no tensor that a weak reference watches
+    module.to(sky1)
+    assert watcher() is old
+    assert old.device.type == "cpu"
+    assert module[0].weight is module[1].weight is not old
+    assert module[0].weight.device == torch.device(sky1)
+    assert torch.equal(module[0].weight.cpu(), old)
+
+
+def test_a_graph_from_before_the_move_does_not_hinder_it(sky1: str) -> None:
+    module = nn.Linear(3, 3)
+    weight = module.weight
+    loss = module(torch.ones(1, 3)).sum()
+    module.to(sky1)
+    assert module.weight is weight
+    assert weight.device == torch.device(sky1)
+    with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):
+        loss.backward()
+    module(torch.ones(1, 3, device=sky1)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_keep_their_parameters(kind: type[nn.RNNBase], sky1: str) -> None:
+    torch.manual_seed(0)
+    module = kind(3, 4, num_layers=2)
+    expected, _ = module(torch.ones(2, 1, 3))
+    weight = module.weight_ih_l0
+    module.to(sky1)
+    assert module.weight_ih_l0 is weight
+    result, _ = module(torch.ones(2, 1, 3, device=sky1))
+    result.sum().backward()
+    assert torch.allclose(result.cpu(), expected, atol=1e-6)
+    assert weight.grad is not None
+
+
+def test_a_module_from_meta_gets_memory(sky1: str) -> None:
+    with torch.device("meta"):
+        module = nn.BatchNorm1d(4)
+    weight = module.weight
+    module.to_empty(device=sky1)
+    assert module.weight is weight
+    module.reset_parameters()
+    assert module.weight.tolist() == [1, 1, 1, 1]
+    assert module.running_mean is not None
+    assert module.running_mean.device == torch.device(sky1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: nn.LazyLinear(2).to(d),
+        lambda d: nn.LazyLinear(2, device=d),
+        lambda d: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2)).to(d),
+    ],
+    ids=["moved", "born", "several"],
+)
+def test_lazy_modules_take_shape_on_the_worker(make: Callable[[str], nn.Module], sky1: str) -> None:
+    module = make(sky1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    result = module(torch.ones(3, 5, device=sky1))
+    assert result.device == torch.device(sky1)
+    assert all(p.device == torch.device(sky1) and isinstance(p, nn.Parameter) for p in module.parameters())
+    before = [p.detach().clone() for p in module.parameters()]
+    result.square().sum().backward()
+    optimizer.step()
+    assert any(not torch.equal(a.cpu(), b.detach().cpu()) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_modules_can_be_made_on_the_worker(sky1: str) -> None:
+    with torch.device(sky1):
+        module = nn.Linear(2, 2)
+    assert type(module.weight) is RemoteTensor
+    assert type(nn.Linear(2, 2, device=sky1).weight) is RemoteTensor
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+
+
+def test_pytorchs_flags_for_conversion_still_hold(sky1: str) -> None:
+    module = nn.Linear(2, 2).to(sky1)
+    weight = module.weight
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        module.half()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert module.weight is not weight
+
+
+def test_swap_tensors_exchanges_a_remote_and_a_local_tensor(sky1: str) -> None:
+    a, b = torch.ones(2), torch.zeros(3, device=sky1)
+    torch.utils.swap_tensors(a, b)
+    assert (type(a), type(b)) == (RemoteTensor, torch.Tensor)
+    assert (a.tolist(), b.tolist()) == ([0, 0, 0], [1, 1])
