@@ -20,8 +20,6 @@ from _yardsticks import Yardsticks, YardstickServers
 from delay_proxy import Conditions
 
 import skyproxy
-from skyproxy.session.local_worker import LocalWorker
-from skyproxy.settings import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -170,21 +168,15 @@ class Workers:
         return self._far[tls]
 
     def _start(self, tls: bool) -> _Far:
-        if not tls:
-            worker = LocalWorker(self._device, SETTINGS)
-            self._ends.append(worker.stop)
-            port, token, process_id = int(worker.url.rpartition(":")[2]), worker.token, worker.process_id
-            servers = YardstickServers()
-        else:
-            file, token = self.certificate.file, secrets.token_urlsafe(32)
-            command = ["-P", "-m", "skyproxy_server", "--embedded", "--host", "127.0.0.1", "--port", "0"]
-            command += ["--device", self._device, "--tls-cert", file, "--log-level", "warning"]
-            helper = HelperProcess(*command, first_line=token)
-            self._ends.append(helper.close)
-            port, process_id = helper.announced["port"], helper.process_id
-            servers = YardstickServers(file)
+        file, token = self.certificate.file if tls else None, secrets.token_urlsafe(32)
+        # As skyproxy starts an embedded worker: the token goes through standard input, and it ends when we do.
+        command = ["-P", "-m", "skyproxy_server", "--embedded", "--host", "127.0.0.1", "--port", "0"]
+        command += ["--device", self._device, "--log-level", "warning", *(["--tls-cert", file] if file else [])]
+        worker = HelperProcess(*command, first_line=token)
+        self._ends.append(worker.close)
+        servers = YardstickServers(file)
         self._ends.append(servers.close)
-        return _Far(port, token, process_id, servers)
+        return _Far(worker.announced["port"], token, worker.process_id, servers)
 
     @contextlib.contextmanager
     def open(self, spec: LinkSpec, scale: Scale, table: Table, local: str = "cpu") -> Iterator[Bench]:

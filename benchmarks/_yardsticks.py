@@ -116,7 +116,10 @@ class Yardsticks:
 
         self._raw_port, self._context = raw_port, ssl_context
         scheme = "wss" if ssl_context is not None else "ws"
-        self._echo = connect(f"{scheme}://127.0.0.1:{echo_port}", compression=None, ssl=ssl_context)
+        self._open = contextlib.ExitStack()
+        self._echo = self._open.enter_context(
+            connect(f"{scheme}://127.0.0.1:{echo_port}", compression=None, ssl=ssl_context)
+        )
         self._echo.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def round_trip(self) -> None:
@@ -135,7 +138,7 @@ class Yardsticks:
 
     def close(self) -> None:
         """Ends the connection, and the helper processes if they are ours."""
-        self._echo.close()
+        self._open.close()
         if self._servers is not None:
             self._servers.close()
 

@@ -5,8 +5,8 @@
     python benchmarks/profile_hot_path.py --case cnn --sort cumulative
     python benchmarks/profile_hot_path.py --case decode --out profile.prof
 
-cProfile adds about a microsecond to every call of a Python function, so a profile says what is called how often and
-what weighs most; how long an operation takes, the table says. The worker is embedded, and the garbage collector is left on.
+cProfile adds about a microsecond to every call of a Python function: a profile says what is called how often and what
+weighs most, and the table how long an operation takes. The worker is embedded; the garbage collector is left on.
 """
 
 from __future__ import annotations

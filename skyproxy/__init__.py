@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from skyproxy.nodes import launch_local as launch_local
     from skyproxy.nodes import nodes as nodes_list
     from skyproxy.nodes import reset as reset
+    from skyproxy.tensor.pending import prefetch as prefetch
     from skyproxy.tensor.remote_tensor import RemoteTensor as RemoteTensor
 
 _PUBLIC = {
@@ -35,6 +36,8 @@ _PUBLIC = {
     "devices": "skyproxy.nodes",
     "fetch_async": "skyproxy.nodes",
     "launch_local": "skyproxy.nodes",
+    "nodes": "skyproxy.nodes",
+    "prefetch": "skyproxy.tensor.pending",
     "reset": "skyproxy.nodes",
 }
 __all__ = sorted([*_PUBLIC, "__version__", "errors"])

@@ -304,7 +304,7 @@ def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
     """
     from skyproxy.tensor.copies import start_download
 
-    finish = start_download(tensor)
+    finish, _ = start_download(tensor)
     return asyncio.get_running_loop().run_in_executor(None, finish)
 
 

@@ -32,6 +32,7 @@ def activate() -> None:
             host,
             hot_path,
             modules,
+            pending,
             registration,
             serialization,
             special_ops,
@@ -40,6 +41,7 @@ def activate() -> None:
         )
 
         hot_path.install()
+        pending.install()
         registration.register(device_module.MODULE)
         attention.install(registration.library())
         special_ops.install(registration.library())

@@ -63,16 +63,19 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     return _as_preserved(result, meta)
 
 
-def start_download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Asks for a tensor's values without waiting; the function that waits for them."""
-    if type(tensor) is not RemoteTensor:
-        return tensor.cpu
+def start_download(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
+    """Asks for a tensor's values without waiting.
+
+    Returns:
+        A function that waits for the values, as a CPU tensor, and one that tells whether it would wait.
+    """
+    if type(tensor) is not RemoteTensor or tensor.layout is not torch.strided:
+        value = tensor.detach().cpu() if type(tensor) is RemoteTensor else tensor.detach().clone().cpu()
+        return lambda: value, lambda: True
     meta: Meta = tensor._sky.meta
-    if meta.layout is not torch.strided:
-        return tensor.cpu
     session = tensor._sky.device.session
     waiter = session.start_fetch(tensor._sky.slot, meta.description)
-    return lambda: _as_preserved(session.fetched(waiter, meta.description), meta)
+    return lambda: _as_preserved(session.fetched(waiter, meta.description), meta), lambda: waiter.done
 
 
 def _as_preserved(result: torch.Tensor, meta: Meta) -> torch.Tensor:

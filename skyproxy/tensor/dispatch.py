@@ -220,8 +220,24 @@ def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for a in (*args, *kwargs.values()):
         if isinstance(a, torch.Tensor) and type(a) not in _KNOWN_TENSORS and not _is_plain_subclass(a):
             return NotImplemented  # another wrapper; its own dispatch comes next
+    if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
+        args = (_example_on(kwargs["device"], plan, args[0]), *args[1:])
+        if type(args[0]) is not RemoteTensor:
+            return func(*args, **kwargs)
     call = Call(plan, args, kwargs)
     return run(call)
+
+
+def _example_on(asked: torch.device, plan: Plan, tensor: RemoteTensor) -> torch.Tensor:
+    """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: a tensor that looks like x, on that device."""
+    meta, own = tensor._sky.meta, tensor._sky.device
+    index = DEVICES.current if asked.index is None else asked.index
+    name = plan.name.partition(".")[0]
+    if (asked.type == "sky" and index == own.index) or meta.layout is not torch.strided:
+        return tensor
+    if not (name.endswith("_like") or name.startswith("aten::new_")):
+        return tensor
+    return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
 
 
 _KNOWN_TENSORS = (RemoteTensor, torch.Tensor, _Parameter)

@@ -2,36 +2,92 @@
 
 from __future__ import annotations
 
+import _thread
+import itertools
+import signal
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
 _no_arguments: tuple[()] = ()
+_PRIVATE_USE_1 = torch._C._autograd.DeviceType.PrivateUse1
+_MAIN_THREAD = threading.main_thread().ident
+_DEFERRED_BY_SECONDS = 0.001
 
 
 class ParkedError(threading.local):
-    """An exception that C++ could not have carried; see `Guard`."""
+    """An exception that C++ could not have carried; see `type_in_backward`."""
 
     error: BaseException | None = None
 
 
 PARKED = ParkedError()
-_PRIVATE_USE_1 = torch._C._autograd.DeviceType.PrivateUse1
 
 
 class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
-    def type_(self) -> Any:
-        # C++ calls this from a destructor that must not throw, perhaps while a Python error is set: an op or a hook
-        # raised in backward, or Ctrl-C struck. To return then would abort the process. The call below notices such an
-        # error (the interpreter checks results of calls with unpacked arguments) and turns it into a SystemError; it
-        # is parked, and `backward` raises it again.
-        try:
-            str(*_no_arguments)
-        except SystemError as error:
-            if PARKED.error is None:
-                PARKED.error = error.__cause__
-        return _PRIVATE_USE_1
+    """What C++ asks for the type of our devices: in destructors too, and there whatever `type_` raises aborts.
+
+    So outside of backward `type_` is no Python function at all: Ctrl-C would find its way into one.
+    """
+
+    type_: Any = itertools.repeat(_PRIVATE_USE_1).__next__
+
+
+def type_in_backward(guard: Guard) -> Any:
+    """`Guard.type_` while backward runs, when C++ may call it while it carries a Python error.
+
+    An op or a hook raised, or Ctrl-C struck; to return then would abort the process. The call below notices such an
+    error (the interpreter checks results of calls with unpacked arguments) and turns it into a SystemError; it is
+    parked, and `run_backward` raises it again.
+    """
+    try:
+        str(*_no_arguments)
+    except SystemError as error:
+        if PARKED.error is None:
+            PARKED.error = error.__cause__
+    return _PRIVATE_USE_1
+
+
+class CarefulHandler:
+    """A handler of Ctrl-C that puts it off while `type_in_backward` runs, and is `inner` otherwise."""
+
+    def __init__(self, inner: Callable[[int, FrameType | None], Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is type_in_backward.__code__:
+                threading.Timer(_DEFERRED_BY_SECONDS, _thread.interrupt_main, (number,)).start()
+                return None
+            at = at.f_back
+        return self.inner(number, frame)
+
+
+class _Running:
+    """How many threads are in backward; while any is, `Guard` can bear errors."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            Guard.type_ = type_in_backward
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                Guard.type_ = _TYPE
+
+
+_TYPE = Guard.type_
+_RUNNING = _Running()
 
 
 class EngineOnCallingThread:
@@ -47,11 +103,15 @@ class EngineOnCallingThread:
         self._engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        threaded = torch._C._is_multithreading_enabled()
-        if threaded:
-            torch._C._set_multithreading_enabled(False)
-            PARKED.error = None
+        if not torch._C._is_multithreading_enabled():  # inside of another backward, or where the user wants it so
+            return self._engine.run_backward(*args, **kwargs)
+        handler = signal.getsignal(signal.SIGINT) if _thread.get_ident() == _MAIN_THREAD else None
+        PARKED.error = None
+        _RUNNING.enter()
         try:
+            if callable(handler) and not isinstance(handler, CarefulHandler):
+                signal.signal(signal.SIGINT, CarefulHandler(handler))
+            torch._C._set_multithreading_enabled(False)
             return self._engine.run_backward(*args, **kwargs)
         except BaseException:
             parked = PARKED.error
@@ -60,8 +120,10 @@ class EngineOnCallingThread:
                 raise parked from None
             raise
         finally:
-            if threaded:
-                torch._C._set_multithreading_enabled(True)
+            torch._C._set_multithreading_enabled(True)
+            _RUNNING.leave()
+            if callable(handler):
+                signal.signal(signal.SIGINT, handler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

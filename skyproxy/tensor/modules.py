@@ -13,6 +13,7 @@ from torch.utils import _foreach_utils
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.values import exchange
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _plain_apply: Any = None
@@ -45,26 +46,31 @@ class Crossing:
         self.function = function
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if torch.nn.parameter.is_lazy(tensor):
+            return self._lazy(tensor)
         result = self.function(tensor)
         if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
             return result
-        if torch.nn.parameter.is_lazy(tensor):  # nothing to move yet: it only remembers where it will be
-            tensor._sky_place = result.device  # type: ignore[attr-defined]
-            return tensor
         parameter = isinstance(tensor, torch.nn.Parameter)
         return tensor if parameter and self._exchange(tensor, result) else result
 
+    def _lazy(self, tensor: Any) -> torch.Tensor:
+        """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
+        example = self.function(torch.empty(0, dtype=tensor.data.dtype))
+        tensor.__dict__.pop("_sky_place", None)
+        if type(example) is not RemoteTensor:
+            return self.function(tensor)
+        tensor._sky_place = example.device
+        tensor.data = torch.empty(0, dtype=example.dtype)
+        return tensor  # type: ignore[no-any-return]
+
     def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
         gradient, parameter.grad = parameter.grad, None
-        fresh = torch.nn.Parameter(result, parameter.requires_grad)
-        attributes = {name: value for name, value in parameter.__dict__.items() if name not in ("_sky", "_is_param")}
         try:
-            torch.utils.swap_tensors(parameter, fresh)
+            exchange(parameter, torch.nn.Parameter(result, parameter.requires_grad))
         except RuntimeError:
-            # Somebody holds a weak reference, or a graph that is not done yet: then PyTorch's way, a new parameter.
-            parameter.grad = gradient
+            parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
             return False
-        parameter.__dict__.update(attributes)
         if gradient is not None:
             moved = self.function(gradient)
             parameter.grad = moved.requires_grad_(gradient.requires_grad)

@@ -68,7 +68,14 @@ SENT_WHOLE = frozenset(
 are divided here, because some of them look at devices, values or flags that only this side has."""
 
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
-_FAKED_WRONGLY = frozenset({"aten::max_unpool2d", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"})
+_FAKED_WRONGLY = frozenset(
+    {
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_forward_only",
+        "aten::max_unpool2d",
+        "aten::multilabel_margin_loss_forward",
+    }
+)
 """Ops whose fake kernels give fresh results other sizes or strides than the real ones."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -15,6 +15,8 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch import dispatch
 from skyproxy.tensor.engine import Guard
 
+_NATIVE = frozenset({"aten::detach"})
+"""Ops left to PyTorch's own kernel: inside fake tensors of our device it makes tensors that no Python may have seen."""
 SUPPORTED_TORCH = ((2, 11), (2, 13))
 _library: torch.library.Library | None = None
 _dispatch_key = "PrivateUse1"
@@ -69,7 +71,7 @@ def _register_kernels() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
-        if has_kernel(name, "CompositeImplicitAutograd") or has_kernel(name, _dispatch_key):
+        if has_kernel(name, "CompositeImplicitAutograd") or has_kernel(name, _dispatch_key) or name in _NATIVE:
             continue
         library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
     _library = library

@@ -122,25 +122,51 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         # An alias of its own: what changes the shape of q in place later on is not to change p's.
         adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
     elif type(value) is RemoteTensor or type(self) is RemoteTensor:
-        _exchange(self, value)
+        _move_data(self, value)
     else:
         TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def _exchange(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Moves a tensor between the CPU and a worker under the hands of those who hold it: its class changes too."""
+def _move_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else None
     with torch.no_grad():
         fresh = value.detach()
         fresh = kind(fresh, tensor.requires_grad) if kind else fresh.requires_grad_(tensor.requires_grad)
     gradient, tensor.grad = tensor.grad, None
-    torch.utils.swap_tensors(tensor, fresh)
-    for name, item in fresh.__dict__.items():
-        if name not in ("_sky", "_is_param"):
-            tensor.__dict__.setdefault(name, item)
+    exchange(tensor, fresh)
     if gradient is not None:
         # PyTorch lets a gradient stay on the old device here; a tensor of another class cannot hold it.
         tensor.grad = gradient.to(tensor.device)
+
+
+def _poison(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "this graph was made before its parameter moved to another device, so its gradient has nowhere to go. Run "
+        "backward before the move, or forward again after it."
+    )
+
+
+def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Makes `tensor` what `fresh` is, class and all; it stays the same Python object, with its attributes and hooks.
+
+    Like `torch.utils.swap_tensors`, which also wants that nobody else holds either of the two. Here those who hold the
+    Python object (optimizers, weak references) get the new values, and a graph that saved the tensor keeps the old.
+
+    Raises:
+        RuntimeError: C++ watches one of them by a weak reference.
+    """
+    if tensor.is_leaf and tensor.requires_grad:
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
+    attributes = {name: value for name, value in tensor.__dict__.items() if name not in ("_sky", "_is_param")}
+    hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, fresh)  # type: ignore[attr-defined]
+    tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__
+    tensor.__dict__, fresh.__dict__ = fresh.__dict__, tensor.__dict__
+    tensor.__dict__.update(attributes)
+    if hooks:
+        tensor._backward_hooks = hooks
+    if late_hooks:
+        tensor._post_accumulate_grad_hooks = late_hooks
 
 
 def install() -> None:
@@ -150,8 +176,10 @@ def install() -> None:
         ConfigurationError: this torch prints tensors in another way.
     """
     missing = [name for name in _REPR_PARTS if not hasattr(_tensor_str, name)]
-    if missing or not hasattr(TensorBase, "data"):
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._tensor_str.{missing}, which skyproxy uses")
+    if missing:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._tensor_str.{missing[0]}, which skyproxy uses")
+    if not hasattr(TensorBase, "data") or not hasattr(torch._C, "_swap_tensor_impl"):
+        raise ConfigurationError(f"torch {torch.__version__} cannot exchange tensors, which Module.to needs")
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
     RemoteTensor.__format__ = _format  # type: ignore[method-assign]
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ def _check_sample(tally: Tally, info: Any, sample: Any, training: bool, device: 
     try:
         torch.manual_seed(SEED)
         arguments = sample.constructor_input
-        original = info.module_cls(*arguments.args, **arguments.kwargs).train(training)
+        original = info.module_cls(*arguments.args, **arguments.kwargs).to(torch.float32).train(training)
     except Exception:
         return
 

@@ -224,7 +224,7 @@ def test_every_link_is_planned_once() -> None:
 
 def test_the_figures_of_graphs_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"name": "captured step", "unit": "us", "sky": [1, 2, 3], "local": [2, 4, 6], "against": "eager dispatch"}]
-    script = "import json, sys\nopen(sys.argv[sys.argv.index('--json') + 1], 'w').write(json.dumps(%r))" % (rows,)
+    script = f"import json, sys\nopen(sys.argv[sys.argv.index('--json') + 1], 'w').write(json.dumps({rows!r}))"
     monkeypatch.setattr(suite, "FOLDER", tmp_path)
     table = Table(quiet=True)
     assert suite.add_graphs(table, quick=True) == []

@@ -175,3 +175,19 @@ def test_in_place_changes_reach_every_view(sky1: str) -> None:
     assert x.tolist() == [1, 1, 0, 0]
     assert view._base is x
     assert view._version == x._version == 1
+
+
+@pytest.mark.parametrize("target", ["sky:0", "sky:1", "cpu", "meta"])
+def test_tensors_like_another_can_be_made_on_another_device(target: str, sky: str, sky1: str) -> None:
+    x = torch.ones(3, 2, device=sky1).t()
+    for made in (
+        torch.zeros_like(x, device=target),
+        torch.empty_like(x, device=target).zero_(),
+        torch.full_like(x, 0, device=target),
+        x.new_zeros(2, 3, device=target).as_strided((2, 3), x.stride()),
+        x.new_full((2, 3), 0, device=target).as_strided((2, 3), x.stride()),
+    ):
+        assert (made.device, made.dtype, made.stride()) == (torch.device(target), x.dtype, x.stride())
+        if target != "meta":
+            assert not made.cpu().any()
+    assert torch.randn_like(x, device=target).device == torch.device(target)
