@@ -20,6 +20,7 @@ class Scale:
         mebibytes_through_proxy: and through the proxy, which takes a share of the processor itself.
         busy_seconds: how long values are asked for while a tensor moves.
         steps: training steps of one figure.
+        steady_steps: steps before a loop counts as steady, and as many after that.
         slow_rounds: rounds of what waits for a slow link again and again.
         slow_seconds: how long the steps of such a round may wait for the link in total.
         new_tokens: tokens of one decode.
@@ -36,6 +37,7 @@ class Scale:
     mebibytes_through_proxy: int
     busy_seconds: float
     steps: int
+    steady_steps: int
     slow_rounds: int
     slow_seconds: float
     new_tokens: int
@@ -57,6 +59,7 @@ FULL = Scale(
     mebibytes_through_proxy=64,
     busy_seconds=2.0,
     steps=30,
+    steady_steps=60,
     slow_rounds=3,
     slow_seconds=2.0,
     new_tokens=64,
@@ -72,6 +75,7 @@ QUICK = Scale(
     mebibytes_through_proxy=16,
     busy_seconds=0.3,
     steps=5,
+    steady_steps=25,
     slow_rounds=2,
     slow_seconds=0.4,
     new_tokens=16,
@@ -87,6 +91,7 @@ TINY = Scale(
     mebibytes_through_proxy=1,
     busy_seconds=0.05,
     steps=2,
+    steady_steps=6,
     slow_rounds=2,
     slow_seconds=0.1,
     new_tokens=4,

@@ -214,7 +214,7 @@ def client_time(bench: Bench, name: str, pair: dict[str, Trainer]) -> None:
 
 def op_traffic(bench: Bench) -> None:
     """Bytes that a steady step of a fixed-shape loop sends beyond its data, which lies on the device here."""
-    count = max(10, bench.scale.steps)
+    count = bench.scale.steady_steps
     size = 4 if bench.scale.small_models else 64
     small = bench.scale.small_models
     layers, width, vocabulary, length = (1, 16, 32, 8) if small else (4, 128, 512, 64)

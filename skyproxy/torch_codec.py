@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,54 @@ def decode_constant(tag: str, value: Any) -> Any:
         kind, index = value
         return torch.device(kind, index) if index is not None else torch.device(kind)
     raise ValueError(f"unknown constant tag {tag!r}")
+
+
+# Tags of arguments inside a compiled graph, beside those of constants.
+NODE = "node"
+LIST = "list"
+
+GRAPH_FUNCTIONS: dict[str, Any] = {
+    f"python::{function.__name__}": function
+    for function in (
+        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.neg),
+        *(operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_),
+        *(operator.or_, operator.getitem, max, min),
+        *(torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_float, torch.sym_int, torch.sym_ite),
+    )
+}
+"""The Python functions that a compiled graph may call, on numbers and on tuples of results, beside the allowed ops."""
+
+
+def encode_graph_argument(value: Any, number_of: Callable[[Any], int | None]) -> list[Any]:
+    """An argument of a node in a compiled graph, as `[tag, value]`.
+
+    Args:
+        value: a node, a constant, or a list of these.
+        number_of: the number of a node; None for what is none.
+
+    Raises:
+        UnsupportedOpError: nothing on the wire can stand for `value`.
+    """
+    number = number_of(value)
+    if number is not None:
+        return [NODE, number]
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [LIST, [encode_graph_argument(item, number_of) for item in value]]
+    return encode_constant(value)
+
+
+def decode_graph_argument(fields: Any, node: Callable[[int], Any]) -> Any:
+    """The reverse of `encode_graph_argument`.
+
+    Raises:
+        KeyError, ValueError, IndexError: the fields are no argument.
+    """
+    tag, value = fields
+    if tag == NODE:
+        return node(value)
+    if tag == LIST:
+        return [decode_graph_argument(item, node) for item in value]
+    return decode_constant(tag, value)
 
 
 def find_overload(name: str) -> torch._ops.OpOverload:

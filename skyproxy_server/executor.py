@@ -13,6 +13,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
+from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
@@ -227,7 +228,8 @@ class Executor:
             raise ProtocolError(f"signature {number} is defined out of order, expected {len(self._handlers)}")
         if number - commands.FIRST_SIGNATURE >= self._settings.max_signatures:
             raise ProtocolError(f"more than {self._settings.max_signatures} signatures")
-        signature = Signature(definition, on_cpu=self._on_cpu)
+        kind = CompiledSignature if definition and definition[0] == commands.COMPILED else Signature
+        signature = kind(definition, on_cpu=self._on_cpu)
         if signature.draws:
             signature.handler = self.random.guarded(signature.handler)
         self._signatures[number] = signature

@@ -42,15 +42,7 @@ class Signature:
             name, positional, keywords, outputs = definition
         except (TypeError, ValueError):
             raise ProtocolError(f"an op definition has four parts: {definition!r:.100}") from None
-        self.name: str = name
-        self._inputs: list[tuple[int, bool]] = []
-        self._inline: list[tuple[int, bool]] = []
-        self._outputs: list[tuple[int, bool]] = []
-        self._writes: list[tuple[int, bool]] = []
-        self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
-        self._next_operand = 1
-        self.conformed: dict[Any, Any] | None = None
-        self.draws = False
+        self._begin(name)
         try:
             overload = torch_codec.find_overload(name)
         except UnsupportedOpError as error:
@@ -86,6 +78,17 @@ class Signature:
             raise ProtocolError(f"{name} returns {len(schema.returns)} values, not {len(outputs)}")
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
+
+    def _begin(self, name: str) -> None:
+        self.name: str = name
+        self._inputs: list[tuple[int, bool]] = []
+        self._inline: list[tuple[int, bool]] = []
+        self._outputs: list[tuple[int, bool]] = []
+        self._writes: list[tuple[int, bool]] = []
+        self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
+        self._next_operand = 1
+        self.conformed: dict[Any, Any] | None = None
+        self.draws = False
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
         def refuse() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, Ping, Pong
+from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk, Ping, Pong
 from skyproxy.transport.base import Transport
+from skyproxy.transport.packing import ChunkWriter, unpack
 
 _REMEMBERED_CANCELS = 1000
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
@@ -129,7 +130,7 @@ class Transfers:
         self._departures.put(departure)
         return departure
 
-    def _of_chunk(self, chunk: Chunk) -> Arrival:
+    def _of_chunk(self, chunk: Chunk | PackedChunk) -> Arrival:
         with self._lock:
             arrival = self._arrivals.get(chunk.transfer)
             if arrival is None:
@@ -157,6 +158,8 @@ class Transfers:
             message = transport.recv()
             if isinstance(message, Chunk):
                 self.on_chunk(message)
+            elif isinstance(message, PackedChunk):
+                self.on_packed_chunk(message)
             elif isinstance(message, CancelTransfer):
                 self.on_cancel(message)
             elif isinstance(message, Ping):
@@ -164,10 +167,24 @@ class Transfers:
 
     def on_chunk(self, chunk: Chunk) -> None:
         """A piece has landed."""
+        self._landed(chunk.transfer, self._of_chunk(chunk), len(chunk.buffers[0]))
+
+    def on_packed_chunk(self, chunk: PackedChunk) -> None:
+        """A piece came, compressed.
+
+        Raises:
+            ProtocolError: it cannot be unpacked, or does not fit.
+        """
         arrival = self._of_chunk(chunk)
+        raw = unpack(chunk)
+        if arrival.view is not None:
+            arrival.view[chunk.offset : chunk.offset + len(raw)] = raw
+        self._landed(chunk.transfer, arrival, len(raw))
+
+    def _landed(self, number: int, arrival: Arrival, byte_count: int) -> None:
         with self._lock:
-            arrival.count(len(chunk.buffers[0]))
-            self._tidy(chunk.transfer, arrival)
+            arrival.count(byte_count)
+            self._tidy(number, arrival)
 
     def on_cancel(self, message: CancelTransfer) -> None:
         """No more pieces of this transfer come."""
@@ -184,12 +201,13 @@ class Transfers:
 
     def send(self, transport: Transport) -> None:
         """Writes departures until `end`."""
+        writer = ChunkWriter(transport)
         while (departure := self._departures.get()) is not None:
             try:
-                view = torch_codec.byte_view(departure.tensor)
+                view, width = torch_codec.byte_view(departure.tensor), departure.tensor.element_size()
                 for offset in range(0, len(view), self._chunk_bytes):
                     piece = view[offset : offset + self._chunk_bytes]
-                    transport.send(Chunk(departure.number, offset, len(view), (piece,)))
+                    writer.send(departure.number, offset, len(view), piece, width)
             except SessionLostError:
                 self.end()
             finally:

@@ -18,6 +18,9 @@ DO        name, arguments: run a named control; a failure is remembered until th
 REPLAY    graph: run a stream of commands that was captured before
 ========  ===========================================================================================
 
+A compiled graph is defined and called like an op; its definition is `[COMPILED, argument templates, {"nodes", "outputs",
+"options"}, output templates]`, where a node is `[overload, arguments, keywords]`, see `torch_codec`.
+
 An op's definition is `[overload, argument templates, keyword templates, output templates]`. A template says where an
 argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.
 """
@@ -49,6 +52,9 @@ RECORDABLE: Final = {
 }
 """The controls that a captured stream may hold: which of their arguments are slots that are read, and slots (or a list
 of slots) that are filled."""
+
+COMPILED: Final = "sky::compiled"
+"""What stands in place of an op's name for a compiled graph."""
 
 # Argument templates: each but CONSTANT takes one operand.
 VALUE: Final = "v"

@@ -11,6 +11,8 @@ from skyproxy.errors import CLOSE_CODES, ProtocolError
 from skyproxy.protocol.messages import (
     BATCHES,
     CLIENT,
+    MAX_ELEMENT_BYTES,
+    MAX_PACKED_BYTES,
     MESSAGES,
     WORKER,
     Ack,
@@ -18,6 +20,7 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    PackedChunk,
     Sequence,
     Welcome,
 )
@@ -263,11 +266,22 @@ def _check_chunk(connection: Connection, message: Chunk) -> None:
     _check_range(message, memoryview(message.buffers[0]).nbytes)
 
 
-def _check_range(message: Chunk, size: int) -> None:
+def _check_packed_chunk(connection: Connection, message: PackedChunk) -> None:
+    if len(message.buffers) != 1:
+        raise ProtocolError(f"PackedChunk of transfer {message.transfer} has {len(message.buffers)} buffers, not 1.")
+    if not 0 < message.raw_bytes <= MAX_PACKED_BYTES or not 0 < message.width <= MAX_ELEMENT_BYTES:
+        raise ProtocolError(
+            f"PackedChunk of transfer {message.transfer} names {message.raw_bytes} bytes of width {message.width}; "
+            f"up to {MAX_PACKED_BYTES} of width {MAX_ELEMENT_BYTES} are allowed."
+        )
+    _check_range(message, message.raw_bytes)
+
+
+def _check_range(message: Chunk | PackedChunk, size: int) -> None:
     if message.offset < 0 or message.offset + size > message.total_bytes:
         raise ProtocolError(
-            f"Chunk of transfer {message.transfer} has bytes {message.offset} to {message.offset + size} "
-            f"of {message.total_bytes}."
+            f"{type(message).__name__} of transfer {message.transfer} has bytes {message.offset} "
+            f"to {message.offset + size} of {message.total_bytes}."
         )
 
 
@@ -281,5 +295,6 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Welcome: _check_welcome,
     Ack: _check_ack,
     Chunk: _check_chunk,
+    PackedChunk: _check_packed_chunk,
     Goodbye: _check_goodbye,
 }

@@ -20,6 +20,10 @@ Sequence = NewType("Sequence", int)
 MAX_NAMES = 1024
 """Batches that a worker keeps for a session under a name; the client lets go of the one it used least lately."""
 
+MAX_PACKED_BYTES = 64 << 20
+"""What one `PackedChunk` may unpack to: a few bytes could name any amount."""
+MAX_ELEMENT_BYTES = 16
+
 Buffer = bytes | bytearray | memoryview
 CLIENT = "client"
 WORKER = "worker"
@@ -182,6 +186,24 @@ class Chunk(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class PackedChunk(Message):
+    """A `Chunk` for slow links: `buffers[0]` unpacks to the `raw_bytes` bytes that belong at `offset`.
+
+    It is raw deflate (RFC 1951) of the shuffled bytes: the first of every `width`, then the second ones, and so on.
+    """
+
+    code: ClassVar[int] = 14
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    bulk: ClassVar[bool | None] = True
+    transfer: int
+    offset: int
+    total_bytes: int
+    raw_bytes: int
+    width: int
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CancelTransfer(Message):
     """The sender of a transfer gives it up; `reason` is for the error that its readers get."""
 
@@ -226,6 +248,7 @@ MESSAGES: dict[int, type[Message]] = {
         Reply,
         Failure,
         Chunk,
+        PackedChunk,
         CancelTransfer,
         Ping,
         Pong,

@@ -27,6 +27,7 @@ def activate() -> None:
             autocast,
             copies,
             device_module,
+            dynamo,
             generators,
             graphs,
             host,
@@ -53,4 +54,5 @@ def activate() -> None:
         autocast.install()
         host.install()
         graphs.install()
+        dynamo.install()
         _active = True

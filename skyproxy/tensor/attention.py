@@ -7,12 +7,17 @@ its backward follows from PyTorch's own derivative formulas.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from skyproxy.tensor.metadata import Meta
+from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
@@ -35,6 +40,27 @@ def _cpu_choice(
     return int(torch._fused_sdp_choice(q, k, v, m, dropout, causal, enable_gqa=gqa))
 
 
+def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
+    """What the arguments look like, four of them; None where nobody can tell. While a graph is traced, they are fake."""
+    looks: list[Meta | None] = []
+    for t in tensors:
+        if type(t) is RemoteTensor:
+            looks.append(t._sky.meta)
+        elif isinstance(t, FakeTensor | FunctionalTensor):
+            numbers = [_hint(n) for n in (*t.shape, *t.stride())]
+            if None in numbers:
+                return None
+            looks.append(plain_meta(tuple(numbers[: t.dim()]), t.dtype, tuple(numbers[t.dim() :])))
+        else:
+            return None
+    return looks + [None] * (4 - len(looks))
+
+
+def _hint(n: Any) -> Any:
+    """The number that a symbolic size had when the graph was traced."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,11 +77,12 @@ def attention(
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    plain = torch._C._functorch.maybe_current_level() is None and all(type(t) is RemoteTensor for t in tensors)
-    if plain and query._sky.device.place[0] == "cpu":  # type: ignore[attr-defined]
-        looks = [t._sky.meta for t in tensors] + [None] * (4 - len(tensors))  # type: ignore[attr-defined]
+    looks = _looks(tensors) if torch._C._functorch.maybe_current_level() is None else None
+    if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
         needs = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa) == _FLASH:
+        with _disable_current_modes() if type(query) is not RemoteTensor else contextlib.nullcontext():
+            choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa)
+        if choice == _FLASH:
             result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]

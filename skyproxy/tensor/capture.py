@@ -34,6 +34,8 @@ _WHY = {
     commands.RECEIVE: "a tensor of the CPU is copied to the worker",
     commands.REPLAY: "a graph is replayed inside the capture of another one",
 }
+_APART = frozenset({"forget_compiled", "graph_forget"})
+"""Controls that destructors ask for: no part of the step, but to be done."""
 _HINT = (
     " while a graph is captured, when nothing runs on the worker. Do it before or after the capture; what is new in every "
     "replay goes into a static tensor with copy_(). Run the step a few times before you capture it, too: the first "
@@ -51,7 +53,7 @@ class RecordedStream(list[Any]):
     def extend(self, command: Any) -> None:
         command = list(command)
         number = command[0]
-        if number == commands.DEFINE:
+        if number == commands.DEFINE or (number == commands.DO and command[1] in _APART):
             self._capture.recorder.stream.extend(command)
             return
         if number in _WHY:

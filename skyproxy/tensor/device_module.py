@@ -22,6 +22,10 @@ def is_available() -> bool:
     return True
 
 
+_initialized = True
+"""Where `torch.utils.checkpoint` looks whether the device has random states to keep."""
+
+
 def is_initialized() -> bool:
     """Whether any `sky` device exists yet."""
     return bool(DEVICES.existing())

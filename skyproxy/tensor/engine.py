@@ -68,21 +68,22 @@ class CarefulHandler:
 
 
 class _Running:
-    """How many threads are in backward; while any is, `Guard` can bear errors."""
+    """The calls of backward that are under way, on any thread; while there are some, `Guard` can bear errors."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._calls: set[object] = set()
         self._lock = threading.Lock()
 
-    def enter(self) -> None:
+    def enter(self, one: object) -> None:
         with self._lock:
-            self._count += 1
+            self._calls.add(one)
             Guard.type_ = type_in_backward
 
-    def leave(self) -> None:
+    def leave(self, one: object) -> None:
+        """Idempotent, and harmless for a call that Ctrl-C kept from entering."""
         with self._lock:
-            self._count -= 1
-            if not self._count:
+            self._calls.discard(one)
+            if not self._calls:
                 Guard.type_ = _TYPE
 
 
@@ -107,8 +108,9 @@ class EngineOnCallingThread:
             return self._engine.run_backward(*args, **kwargs)
         handler = signal.getsignal(signal.SIGINT) if _thread.get_ident() == _MAIN_THREAD else None
         PARKED.error = None
-        _RUNNING.enter()
+        this = object()
         try:
+            _RUNNING.enter(this)
             if callable(handler) and not isinstance(handler, CarefulHandler):
                 signal.signal(signal.SIGINT, CarefulHandler(handler))
             torch._C._set_multithreading_enabled(False)
@@ -121,7 +123,7 @@ class EngineOnCallingThread:
             raise
         finally:
             torch._C._set_multithreading_enabled(True)
-            _RUNNING.leave()
+            _RUNNING.leave(this)
             if callable(handler):
                 signal.signal(signal.SIGINT, handler)
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tests.conformance.twins import Twins, tree_differences
 
 SEED = 7
+DIFFERENTIABLE = frozenset({torch.float32, torch.bfloat16, torch.complex64})
 UNDEFINED_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
@@ -84,8 +85,20 @@ def _settle() -> None:
         return
 
 
+def entry_name(op: Any) -> str:
+    """The entry's name with its variant's, unique in the database."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
 def check_op(
-    op: Any, dtype: torch.dtype, device: str, *, limit: int | None = None, gradients: bool = True, variants: bool = True
+    op: Any,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    limit: int | None = None,
+    gradients: bool = True,
+    variants: bool = True,
+    inference: bool = False,
 ) -> Tally:
     """Compares forward, gradients, in-place and out= forms of an entry.
 
@@ -93,11 +106,11 @@ def check_op(
         limit: samples to take; None takes all.
         gradients: whether to compare gradients, for dtypes that have them.
         variants: whether to compare in-place and out= forms.
+        inference: whether to run in inference mode, where PyTorch hands over composites undivided.
     """
     tally = Tally()
-    differentiable = gradients and op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    differentiable = differentiable and op.supports_dtype(dtype, "cpu")
-    with warnings.catch_warnings():
+    differentiable = gradients and not inference and op.supports_autograd and dtype in DIFFERENTIABLE
+    with warnings.catch_warnings(), torch.inference_mode(inference):
         warnings.simplefilter("ignore")
         for number, sample in enumerate(itertools.islice(_samples(op, dtype, differentiable), limit)):
             _check_sample(tally, op, sample, device, f"sample {number}", differentiable)
@@ -109,7 +122,8 @@ def check_op(
 
 def _samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
     torch.manual_seed(SEED)
-    return iter(list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad)))
+    with torch.inference_mode(False):
+        return iter(list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad)))
 
 
 def _arguments(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

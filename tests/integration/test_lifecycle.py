@@ -330,12 +330,18 @@ class Interrupted:
 
 @pytest.fixture
 def storm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storm]:
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)
     # A strike inside a destructor cannot be raised, only reported; that is no failure here.
     monkeypatch.setattr(sys, "unraisablehook", lambda info: None)
-    yield Storm()
+    made = Storm()
+    # The timer's signal becomes the one of Ctrl-C, which skyproxy knows.
+    strike = made._strike
+    monkeypatch.setattr(made, "_strike", lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, strike)
+    yield made
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, before[0])
+    signal.signal(signal.SIGINT, before[1])
 
 
 def test_a_storm_of_interrupts_never_changes_a_result(node: skyproxy.Node, storm: Storm) -> None:

@@ -18,6 +18,7 @@ from skyproxy.protocol.messages import (
     Hello,
     Message,
     NamedBatch,
+    PackedChunk,
     Ping,
     Pong,
     Repeat,
@@ -45,6 +46,7 @@ SAMPLES: list[Message] = [
     Reply(RequestId(1), None),
     Failure(RequestId(1), {}),
     Chunk(1, 0, 2, (b"ab",)),
+    PackedChunk(1, 0, 2, 2, 1, (b"x",)),
     CancelTransfer(1, ""),
     Ping(1),
     Pong(1),
@@ -52,8 +54,8 @@ SAMPLES: list[Message] = [
 LEGAL = {
     (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Goodbye},
     (WORKER, OPERATIONS): {Ack, Reply, Failure, Goodbye},
-    (CLIENT, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
-    (WORKER, BULK): {Chunk, CancelTransfer, Ping, Pong, Goodbye},
+    (CLIENT, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
+    (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
 }
 
 
@@ -214,9 +216,15 @@ def test_acks_neither_go_back_nor_ahead(number: int) -> None:
         Chunk(1, 0, 4, (b"ab", b"cd")),
         Chunk(1, -1, 4, (b"ab",)),
         Chunk(1, 3, 4, (b"ab",)),
+        PackedChunk(1, 0, 4, 4, 1, ()),
+        PackedChunk(1, 0, 4, 5, 1, (b"a",)),
+        PackedChunk(1, 0, 4, 0, 1, (b"a",)),
+        PackedChunk(1, 0, 4, 4, 0, (b"a",)),
+        PackedChunk(1, 0, 4, 4, 17, (b"a",)),
+        PackedChunk(1, 0, 1 << 30, (64 << 20) + 1, 1, (b"a",)),
     ],
 )
-def test_bad_chunk(bad: Chunk) -> None:
+def test_bad_chunk(bad: Message) -> None:
     with pytest.raises(ProtocolError, match="Chunk of transfer 1"):
         opened(WORKER, BULK).on_receive(bad)
 

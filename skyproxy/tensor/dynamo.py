@@ -1,0 +1,123 @@
+"""Presents remote tensors to PyTorch's compiler as tensors of an accelerator, and sends their graphs to us.
+
+The only place that touches Dynamo. It sees a tensor subclass with a dispatcher of its own as something foreign; but a
+remote tensor is to be compiled like a tensor of any device: guarded, made fake on `sky:k`, and an input of the graph.
+Tried on torch 2.13, where it needs two functions of Dynamo replaced, and none of ours on the hot path changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor import compiler, device_module
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+_OWN = "skyproxy."
+
+
+def _teach(dynamo: Any) -> None:
+    """Patches Dynamo; called once, when it has been imported."""
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    if not hasattr(builder, "infer_subclass_type") or not hasattr(builder.VariableBuilder, "_wrap"):
+        raise ConfigurationError(f"torch {torch.__version__} has another Dynamo than skyproxy knows")
+    wrap, infer = builder.VariableBuilder._wrap, builder.infer_subclass_type
+
+    def wrap_remote(self: Any, value: Any) -> Any:
+        return self.wrap_tensor(value) if type(value) is RemoteTensor else wrap(self, value)
+
+    def infer_remote(value: Any) -> Any:
+        return None if type(value) is RemoteTensor else infer(value)
+
+    builder.VariableBuilder._wrap = wrap_remote
+    builder.infer_subclass_type = infer_remote
+    dynamo.register_backend(compiler.sky_backend, name="sky")
+    _skip_our_code(importlib.import_module("torch._dynamo.eval_frame").skip_code)
+
+
+def _skip_our_code(skip_code: Callable[[types.CodeType], None]) -> None:
+    """Keeps Dynamo from compiling what we do on the way: it is called with each frame that Python begins."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(_OWN) or module is None:
+            continue
+        for item in list(vars(module).values()):
+            if getattr(item, "__module__", None) != name:
+                continue
+            parts = vars(item).values() if isinstance(item, type) else (item,)
+            for part in parts:
+                function = getattr(part, "__func__", getattr(part, "fget", part))
+                if isinstance(function, types.FunctionType):
+                    skip_code(function.__code__)
+
+
+def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
+    """What plain `torch.compile` does with a graph: inductor here, unless its tensors are remote."""
+    if compiler.touches_sky(model_, inputs_):
+        return compiler.sky_backend(model_, inputs_)
+    return _plain_compile_fx(self, model_, inputs_, config_patches=config_patches)
+
+
+_plain_compile_fx: Any = None
+
+
+def _coerce(self: RemoteTensor, expected_metadata: Any, expected_type: Any = None) -> RemoteTensor:
+    """A gradient that comes into compiled code: as good as a plain tensor."""
+    return self
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Calls a function right after a module's first import."""
+
+    def __init__(self, name: str, function: Callable[[Any], None]) -> None:
+        self._name = name
+        self._function = function
+        self._at_work = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._name or self._at_work:
+            return None
+        self._at_work = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._at_work = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: Any) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            self._function(module)
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Teaches Dynamo about remote tensors, now or when it is imported.
+
+    Raises:
+        ConfigurationError: this torch compiles in another way.
+    """
+    global _plain_compile_fx
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is None:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._TorchCompileInductorWrapper")
+    _plain_compile_fx = wrapper.__call__
+    wrapper.__call__ = _compile_fx
+    RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce
+    device_module.MODULE.__dict__.update(compile_report=compiler.compile_report)
+    loaded = sys.modules.get("torch._dynamo")
+    if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
+        _teach(loaded)
+    else:
+        sys.meta_path.insert(0, _After("torch._dynamo", _teach))

@@ -1,0 +1,266 @@
+"""Compiled graphs: programs of ops that a client ships once and calls like one op.
+
+A program comes as a list of nodes, each an op on the allow-list, never as code; its arguments are held against the op's
+schema. It is run op by op, or compiled with inductor where the machine can.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from skyproxy import torch_codec
+from skyproxy.errors import ProtocolError, UnsupportedOpError
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.op_overrides import CPU_OVERRIDES
+from skyproxy_server.signatures import Signature
+
+if TYPE_CHECKING:
+    from skyproxy_server.executor import Executor
+
+logger = logging.getLogger("skyproxy.server")
+
+_MAX_VARIANTS = 8
+"""How many sets of sizes one program is compiled for; further ones run op by op."""
+_compiling = threading.Lock()
+_MODES = ("auto", "eager", "inductor")
+
+
+def compiler_problem(kind: str) -> str:
+    """Why inductor cannot compile for a kind of device here; empty if it can."""
+    if kind == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "triton is not installed, or does not support this GPU"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        found = shutil.which(get_cpp_compiler())
+    except Exception as error:
+        return f"no C++ compiler was found: {error!s:.200}"
+    return "" if found else "no C++ compiler was found"
+
+
+class Program:
+    """One compiled graph.
+
+    Attributes:
+        draws: whether it takes random numbers.
+        ran: how it ran so far: "eager", "inductor", or "" before the first call.
+        trouble: why it is not compiled although that was wished for.
+    """
+
+    def __init__(self, inputs: int, outputs: int, fields: dict[str, Any], *, on_cpu: bool) -> None:
+        """Raises:
+        ProtocolError: the program is malformed.
+        UnsupportedOpError: it uses an op that is not allowed, or unknown here.
+        """
+        options = fields.get("options") or {}
+        self._mode: str = options.get("worker", "auto")
+        self._dynamic = bool(options.get("dynamic"))
+        self._kind = "cpu" if on_cpu else "cuda"
+        if self._mode not in _MODES:
+            raise ProtocolError(f"a graph cannot run as {self._mode!r:.40}")
+        self.draws = False
+        self.ran = ""
+        self.trouble = ""
+        self._module = self._build(inputs, fields, on_cpu)
+        self._eager: Callable[..., Any] = self._module.forward
+        self._single = outputs == 1
+        self._variants: dict[Any, Callable[..., Any]] = {}
+        self._fixed: Callable[..., Any] | None = None
+
+    def _build(self, inputs: int, fields: dict[str, Any], on_cpu: bool) -> torch.fx.GraphModule:
+        graph = torch.fx.Graph()
+        made: list[Any] = [graph.placeholder(f"a{i}") for i in range(inputs)]
+        try:
+            for name, arguments, keywords in fields["nodes"]:
+                function = self._function(name, on_cpu)
+                if isinstance(function, torch._ops.OpOverload):
+                    names = {argument.name for argument in function._schema.arguments}
+                    if len(arguments) > len(names) or not names.issuperset(keywords):
+                        raise ProtocolError(f"{name} does not take these arguments")
+                elif keywords:
+                    raise ProtocolError(f"{name} takes no keywords")
+                made.append(
+                    graph.call_function(
+                        function,
+                        tuple(torch_codec.decode_graph_argument(a, made.__getitem__) for a in arguments),
+                        {k: torch_codec.decode_graph_argument(a, made.__getitem__) for k, a in keywords.items()},
+                    )
+                )
+            graph.output(tuple(made[number] for number in fields["outputs"]))
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise ProtocolError(f"a compiled graph is malformed: {error!r:.200}") from error
+        return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+    def _function(self, name: str, on_cpu: bool) -> Callable[..., Any]:
+        if name in torch_codec.GRAPH_FUNCTIONS:
+            function: Callable[..., Any] = torch_codec.GRAPH_FUNCTIONS[name]
+            return function
+        overload = torch_codec.find_overload(name)
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
+        if on_cpu and name in CPU_OVERRIDES:
+            return CPU_OVERRIDES[name]
+        return overload
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program; its one result, or all of them in order."""
+        run = self._fixed
+        if run is None:
+            run = self._choose(args)
+        results = run(*args)
+        return results[0] if self._single else results
+
+    def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if self._mode == "auto" and not self.trouble:
+            self.trouble = compiler_problem(self._kind)
+        if self._mode == "eager" or (self._mode == "auto" and self.trouble):
+            self.ran = self.ran or "eager"
+            self._fixed = self._eager
+            return self._eager
+        key = tuple(_look(a) for a in args) if self._dynamic else None
+        known = self._variants.get(key)
+        if known is not None:
+            return known
+        if len(self._variants) >= _MAX_VARIANTS:
+            self.trouble = self.trouble or f"it was called with more than {_MAX_VARIANTS} sets of sizes"
+            return self._eager
+        try:
+            compiled = _compile(self._module, args)
+        except Exception as error:
+            if self._mode == "inductor":
+                raise
+            self.trouble = f"inductor failed: {error!s:.300}"
+            logger.warning("a graph runs op by op: %s", self.trouble)
+            self.ran, self._fixed = "eager", self._eager
+            return self._eager
+        self.ran = "inductor"
+        self._variants[key] = compiled
+        if not self._dynamic:
+            self._fixed = compiled
+        return compiled
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value
+
+
+def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """The module, compiled by inductor for arguments that look like these.
+
+    On a thread of its own: the executor's runs below autograd's dispatch keys, where nothing can be traced.
+    """
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            from torch._inductor import config
+            from torch._inductor.compile_fx import compile_fx
+
+            # Random numbers as eager ones, and no pool of compiling processes in a worker on the CPU.
+            changes: dict[str, Any] = {"fallback_random": True}
+            if not torch.cuda.is_available():
+                changes["compile_threads"] = 1
+            with torch.no_grad(), config.patch(changes):
+                # The module is changed by compiling.
+                copy = torch.fx.GraphModule(torch.nn.Module(), _copied(module.graph))
+                outcome.append(compile_fx(copy, list(args)))
+        except BaseException as error:
+            outcome.append(error)
+
+    with _compiling:
+        thread = threading.Thread(target=work, name="skyproxy-compile", daemon=True)
+        thread.start()
+        thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    compiled: Callable[..., Any] = outcome[0]
+    return compiled
+
+
+def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    fresh = torch.fx.Graph()
+    fresh.output(fresh.graph_copy(graph, {}))
+    return fresh
+
+
+class CompiledSignature(Signature):
+    """A program as an op: its results are kept, checked and poisoned like those of any other."""
+
+    def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
+        """Raises:
+        ProtocolError: the definition is malformed.
+        """
+        try:
+            name, templates, fields, outputs = definition
+            written = frozenset(fields.get("writes", ()))
+        except (TypeError, ValueError, AttributeError):
+            raise ProtocolError("the definition of a compiled graph has four parts") from None
+        self._begin(name)
+        self.program: Program | None = None
+        parts = [self._argument(template, i in written, True) for i, template in enumerate(templates)]
+        try:
+            self.program = Program(len(templates), len(outputs), fields, on_cpu=on_cpu)
+            self.draws = self.program.draws
+            self._constants["op"] = self.program
+        except UnsupportedOpError as error:
+            self._constants["op"] = _raising(error)
+        self.handler = self._compile(f"op({', '.join(parts)})", outputs)
+        self.width = self._next_operand - 1
+
+    def forget(self) -> None:
+        """The client needs the program no more."""
+        self.program = None
+        error = ProtocolError("this compiled graph was forgotten")
+        self.handler = lambda values, stream, position: _raising(error)()
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    return fail
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def _control(function: Callable[..., Any]) -> Callable[..., Any]:
+    CONTROLS[function.__name__] = function
+    return function
+
+
+@_control
+def compiler_trouble(executor: Executor, device: list[Any]) -> str:
+    """Why graphs cannot be compiled for a device here; empty if they can."""
+    return compiler_problem(device[0])
+
+
+@_control
+def forget_compiled(executor: Executor, number: int) -> None:
+    """The client needs a compiled graph no more."""
+    signature = executor.signatures.get(number)
+    if isinstance(signature, CompiledSignature):
+        signature.forget()
+        executor.handlers[number] = signature.handler
+
+
+@_control
+def compile_report(executor: Executor) -> dict[str, Any]:
+    """How the session's compiled graphs run."""
+    programs = [s.program for s in executor.signatures.values() if isinstance(s, CompiledSignature) and s.program]
+    return {
+        "graphs": len(programs),
+        "eager": sum(program.ran == "eager" for program in programs),
+        "inductor": sum(program.ran == "inductor" for program in programs),
+        "troubles": sorted({program.trouble for program in programs if program.trouble}),
+    }

@@ -1,0 +1,59 @@
+"""How the sweep reports: what an entry may be excused for, and how many entries pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conformance.op_checks import Tally
+
+_GROUP = "conformance"
+Judge = Callable[[str, Callable[[], Tally], str | None], None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "conformance" in item.path.parts:
+            item.add_marker(pytest.mark.conformance)
+
+
+@pytest.fixture
+def judge(record_property: Callable[[str, object], None]) -> Judge:
+    """Runs an entry's checks and decides: passed, failed, excused, or nothing to compare.
+
+    The function takes the group that the entry is counted in, the checks, and the reason of its exception if any.
+    """
+
+    def run(group: str, checks: Callable[[], Tally], excuse: str | None) -> None:
+        tally = checks()
+        if tally.ran == 0:
+            pytest.skip("nothing of this entry runs on the local CPU")
+        record_property(_GROUP, group)
+        if excuse is not None:
+            if not tally.problems:
+                pytest.fail(f"passes, but stands in the table of exceptions; remove the row: {excuse}")
+            pytest.xfail(excuse)
+        if tally.problems:
+            lines = "\n  ".join(tally.problems[:20])
+            pytest.fail(f"{len(tally.problems)} of {tally.ran} checks differ:\n  {lines}", pytrace=False)
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line a group: how many of the entries that run on the local CPU pass."""
+    passed: Counter[str] = Counter()
+    ran: Counter[str] = Counter()
+    for outcome in ("passed", "failed", "xfailed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            group = dict(report.user_properties).get(_GROUP)
+            if report.when == "call" and group is not None:
+                ran[group] += 1
+                passed[group] += outcome == "passed"
+    if ran:
+        terminalreporter.section("conformance")
+    for group in sorted(ran):
+        terminalreporter.line(f"{group}: {passed[group]} of {ran[group]} ({100 * passed[group] / ran[group]:.2f} %)")

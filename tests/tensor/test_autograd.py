@@ -1,0 +1,324 @@
+"""Everything that PyTorch builds on gradients works on the device as on the CPU, on an index that is not zero."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conformance.twins import tree_differences
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _input(device: str, *shape: int) -> torch.Tensor:
+    return torch.linspace(-1.5, 2.0, steps=torch.Size(shape).numel()).reshape(shape).to(device)
+
+
+def _same_on_both(compute: Callable[[str], Any], device: str) -> None:
+    assert tree_differences(compute(device), compute("cpu"), memory=False) == []
+
+
+def _wave(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x.exp()).sum()
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "grad": lambda x: torch.func.grad(_wave)(x),
+    "grad of grad": lambda x: torch.func.grad(lambda y: torch.func.grad(_wave)(y).square().sum())(x),
+    "vmap": lambda x: torch.func.vmap(lambda row: (row * row.sum()).tanh())(x),
+    "vmap of matmul": lambda x: torch.func.vmap(lambda row: x @ row)(x),
+    "vmap in two": lambda x: torch.func.vmap(torch.func.vmap(torch.sin))(x),
+    "per-sample gradients": lambda x: torch.func.vmap(torch.func.grad(_wave))(x),
+    "jvp": lambda x: torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),)),
+    "vjp": lambda x: torch.func.vjp(torch.tanh, x)[1](torch.ones_like(x)),
+    "jacrev": lambda x: torch.func.jacrev(lambda y: y.softmax(-1))(x[0]),
+    "jacfwd": lambda x: torch.func.jacfwd(lambda y: y.softmax(-1))(x[0]),
+    "hessian": lambda x: torch.func.hessian(_wave)(x[0]),
+    "hvp": lambda x: torch.func.jvp(torch.func.grad(_wave), (x,), (torch.ones_like(x),)),
+    "linearize": lambda x: torch.func.linearize(torch.tanh, x)[1](torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_function_transforms(name: str, sky1: str) -> None:
+    _same_on_both(lambda device: TRANSFORMS[name](_input(device, 3, 4)), sky1)
+
+
+def test_vmap_with_randomness_differs_between_samples(sky1: str) -> None:
+    x = _input(sky1, 3, 400)
+    dropped = torch.func.vmap(lambda row: torch.nn.functional.dropout(row, 0.5), randomness="different")(x)
+    zeros = (dropped == 0).cpu()
+    assert not torch.equal(zeros[0], zeros[1])
+
+
+def test_functional_call_and_stacked_modules(sky1: str) -> None:
+    def compute(device: str) -> torch.Tensor:
+        torch.manual_seed(3)
+        models = [torch.nn.Linear(4, 2) for _ in range(3)]
+        models = [model.to(device) for model in models]
+        parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+        run = torch.func.vmap(lambda p, b, x: torch.func.functional_call(models[0], (p, b), (x,)), in_dims=(0, 0, None))
+        result: torch.Tensor = run(parameters, buffers, _input(device, 5, 4)).detach()
+        return result
+
+    _same_on_both(compute, sky1)
+
+
+def test_forward_mode(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        x = _input(device, 3, 4)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            result = (dual.sin() @ dual.t()).softmax(0)
+            return tuple(part.clone() for part in forward_ad.unpack_dual(result))
+
+    _same_on_both(compute, sky1)
+
+
+def test_forward_over_reverse(sky1: str) -> None:
+    def compute(device: str) -> torch.Tensor:
+        x = _input(device, 3, 4).requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            (slope,) = torch.autograd.grad(_wave(dual), dual, create_graph=True)
+            return forward_ad.unpack_dual(slope).tangent.detach()
+
+    _same_on_both(compute, sky1)
+
+
+def test_double_backward(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        x = _input(device, 3, 4).requires_grad_()
+        (slope,) = torch.autograd.grad(_wave(x), x, create_graph=True)
+        slope.square().sum().backward()
+        return slope.detach(), x.grad
+
+    _same_on_both(compute, sky1)
+
+
+def test_gradients_of_gradients_are_numerically_right(sky1: str) -> None:
+    x = _input(sky1, 2, 3).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda y: (y.sin() * y).cumsum(1), x)
+    assert torch.autograd.gradgradcheck(lambda y: (y.sin() * y).cumsum(1), x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_computes_again_with_the_same_random_numbers(reentrant: bool, sky1: str) -> None:
+    def compute(device: str) -> Any:
+        torch.manual_seed(5)
+        x = _input(device, 8, 8).requires_grad_()
+        weight = _input(device, 8, 8).requires_grad_()
+
+        def block(y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(y @ weight, 0.5).relu()
+
+        result = checkpoint(block, x, use_reentrant=reentrant)
+        result.sum().backward()
+        return result.detach(), x.grad, weight.grad
+
+    _same_on_both(compute, sky1)
+
+
+def test_hooks_see_and_change_gradients(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        seen = []
+        x = _input(device, 4).requires_grad_()
+        y = x * 3
+        y.register_hook(lambda g: g * 2)
+        y.retain_grad()
+        x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        y.sum().backward()
+        return x.grad, y.grad, seen
+
+    _same_on_both(compute, sky1)
+
+
+def test_module_hooks(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        seen: list[torch.Tensor] = []
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 2).to(device)
+        layer.register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+        layer.register_full_backward_hook(lambda module, grads, outs: seen.append(outs[0].detach()))
+        layer(_input(device, 3, 4).requires_grad_()).sum().backward()
+        return seen, layer.weight.grad
+
+    _same_on_both(compute, sky1)
+
+
+def test_a_graph_can_be_kept_and_otherwise_cannot(sky1: str) -> None:
+    x = _input(sky1, 4).requires_grad_()
+    y = (x * x).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()  # type: ignore[union-attr]
+    y.backward()
+    torch.testing.assert_close(x.grad.cpu(), 2 * first.cpu())  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_a_tensor_changed_after_it_was_saved_is_noticed(sky1: str) -> None:
+    x = _input(sky1, 4).requires_grad_()
+    y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_views_changed_in_place_pass_gradients(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        x = _input(device, 4, 4).requires_grad_()
+        y = x * 1
+        y[1:3].mul_(5)
+        y.diagonal().zero_()
+        y.t()[0].exp_()
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    _same_on_both(compute, sky1)
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bound: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.bound = bound
+        return x.clamp(-bound, bound)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        assert grad.device == x.device
+        return grad * (x.abs() <= ctx.bound) * 2, None
+
+
+def test_own_autograd_functions(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        x = _input(device, 6).requires_grad_()
+        result = _Clipped.apply(x, 1.0)
+        result.sum().backward()
+        return result.detach(), x.grad
+
+    _same_on_both(compute, sky1)
+
+
+def test_saved_tensor_hooks_can_keep_activations_on_the_cpu(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        x = _input(device, 6).requires_grad_()
+        with torch.autograd.graph.save_on_cpu():
+            y = x.exp().sin().sum()
+        y.backward()
+        return x.grad
+
+    _same_on_both(compute, sky1)
+
+
+def test_backward_across_devices(sky: str, sky1: str) -> None:
+    x = _input("cpu", 4).requires_grad_()
+    y = x.to(sky) * 2
+    z = (y.to(sky1) * 3).sum()
+    z.backward()
+    assert x.grad is not None
+    assert x.grad.device.type == "cpu"
+    assert x.grad.tolist() == [6.0] * 4
+
+
+def test_backward_from_another_thread(sky1: str) -> None:
+    x = _input(sky1, 4).requires_grad_()
+    thread = threading.Thread(target=lambda: _wave(x).backward())
+    thread.start()
+    thread.join()
+    expected = _input("cpu", 4).requires_grad_()
+    _wave(expected).backward()
+    torch.testing.assert_close(x.grad.cpu(), expected.grad)  # type: ignore[union-attr]
+
+
+def test_an_error_in_a_hook_arrives_as_itself(sky1: str) -> None:
+    def refuse(grad: torch.Tensor) -> None:
+        raise ValueError("not today")
+
+    x = _input(sky1, 4).requires_grad_()
+    y = x * 2
+    y.register_hook(refuse)
+    with pytest.raises(ValueError, match="not today"):
+        y.sum().backward()
+    (x * 3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 4
+
+
+def test_anomaly_mode_names_the_forward_line(sky1: str) -> None:
+    x = torch.zeros(2, device=sky1, requires_grad=True)
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.warns(UserWarning, match="Traceback of forward call"):
+        y = (x.sqrt() * 0).sum()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            y.backward()
+
+
+def test_dispatch_modes_see_the_ops_of_the_device(sky1: str) -> None:
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def names(device: str) -> list[str]:
+        x, mode = _input(device, 3, 3), Names()
+        with mode:
+            (x @ x).softmax(-1).sum()
+        return mode.names
+
+    assert names(sky1) == names("cpu")
+
+
+def test_flops_are_counted(sky1: str) -> None:
+    def flops(device: str) -> int:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5)).to(device)
+        with FlopCounterMode(display=False) as counter:
+            model(_input(device, 2, 1, 8, 8)).sum().backward()
+        return int(counter.get_total_flops())
+
+    assert flops(sky1) == flops("cpu") > 0
+
+
+def test_own_ops_written_in_pytorch_are_taken_apart(sky1: str) -> None:
+    @torch.library.custom_op("skyproxy_tests::halve", mutates_args=())
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        return x.clone() / 2
+
+    @halve.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    halve.register_autograd(lambda ctx, grad: grad / 2)
+    x = _input(sky1, 4).requires_grad_()
+    y = halve(x)
+    y.sum().backward()
+    assert y.device == x.device
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5] * 4
+
+
+def test_inference_mode_makes_inference_tensors(sky1: str) -> None:
+    x = _input(sky1, 3, 4)
+    with torch.inference_mode():
+        y = torch.nn.functional.linear(x, x).softmax(-1)
+        z = y.cpu()
+    assert y.is_inference()
+    assert not y.requires_grad
+    expected = _input("cpu", 3, 4)
+    torch.testing.assert_close(z, torch.nn.functional.linear(expected, expected).softmax(-1))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        (y * x.clone().requires_grad_()).sum()
