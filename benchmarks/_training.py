@@ -25,6 +25,7 @@ class Trainer:
 
     Attributes:
         losses: of the latest run, as numbers.
+        round_trips: waits for a worker in the latest run, fetching `losses` afterwards not counted.
         autocast: the lower precision to compute in; None for none.
     """
 
@@ -41,6 +42,7 @@ class Trainer:
         self.batches = batches
         self.device = device
         self.losses: list[float] = []
+        self.round_trips = 0
         self.autocast = autocast
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self._number = 0
@@ -77,6 +79,7 @@ class Trainer:
                 takes the answer when it is there.
         """
         kept: list[Any] = []
+        before = torch.sky.stats()["round_trips"]
         started = time.perf_counter()
         for _ in range(count):
             loss = self.step(self.next_batch())
@@ -86,7 +89,8 @@ class Trainer:
         elif log == "never":
             kept[-1].item()
         took = time.perf_counter() - started
-        self.losses = [float(value) for value in kept]
+        self.round_trips = torch.sky.stats()["round_trips"] - before
+        self.losses = torch.stack(kept).tolist() if log == "never" else [float(value) for value in kept]
         return count / took
 
 
@@ -153,14 +157,12 @@ def compare(
 ) -> None:
     """Steps a second of both, round by round, with the losses compared after each."""
     figures: dict[str, list[float]] = {side: [] for side in pair}
-    before = torch.sky.stats()["round_trips"]
     for number in range(bench.scale.rounds if bench.direct else bench.scale.slow_rounds):
         for side in ("sky", "local") if number % 2 == 0 else ("local", "sky"):
             figures[side].append(pair[side].run(steps, log))
         assert_alike(pair, bench)
     bench.compare("training", name, "steps/s", figures, targets)
-    trips = torch.sky.stats()["round_trips"] - before
-    bench.add("training", f"{name}: round trips", "a step", [trips / steps / len(figures["sky"])])
+    bench.add("training", f"{name}: round trips", "a step", [pair["sky"].round_trips / steps])
 
 
 def cnn(bench: Bench) -> None:

@@ -51,6 +51,8 @@ class Settings:
     liveness_timeout_seconds: float = 30.0
     """A worker that answered nothing for this long is lost."""
     close_timeout_seconds: float = 1.0
+    show_progress: bool = True
+    """Whether transfers that take longer than a second show a progress bar, on a terminal or in a notebook."""
     record_lines: bool = True
     """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
 

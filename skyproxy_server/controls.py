@@ -240,7 +240,7 @@ def record_event(executor: Executor, slot: int, device: list[Any], timing: bool)
     kind, index = device
     if kind == "cuda":
         with torch.cuda.device(index):
-            event = torch.cuda.Event(enable_timing=timing)
+            event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
             event.record()
         executor.values[slot] = event
     else:

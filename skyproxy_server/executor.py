@@ -90,7 +90,7 @@ class Executor:
                         position = self._run_gated(stream, position)
                 else:
                     while position < end:
-                        position = handlers[stream[position]](values, stream, position)  # type: ignore[misc]
+                        position = handlers[stream[position]](values, stream, position)
                         if self.gates:
                             break
             except ProtocolError:
@@ -114,7 +114,8 @@ class Executor:
             )
         handler = self._handlers[stream[position]]
         assert handler is not None
-        return handler(self.values, stream, position)
+        following: int = handler(self.values, stream, position)
+        return following
 
     def end(self) -> None:
         """Forgets every value."""
@@ -396,7 +397,7 @@ class Executor:
         inputs = {storage_key(t) for s in signature.input_slots(stream, at) if isinstance(t := values.get(s), torch.Tensor)}
         handler = self._handlers[stream[at]]
         assert handler is not None
-        following = handler(values, stream, at)
+        following: int = handler(values, stream, at)
         outputs = signature.output_slots(stream, at)
         slots = [*outputs, *signature.written_slots(stream, at)]
         if len(slots) != len(expected):

@@ -37,7 +37,7 @@ class Gate:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """The identity of a tensor's storage; None for layouts without one."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 

@@ -120,7 +120,8 @@ class Recording:
 
 def _looking_up(handlers: list[Handler | None]) -> Handler:
     def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
-        return handlers[stream[position]](values, stream, position)  # type: ignore[misc]
+        following: int = handlers[stream[position]](values, stream, position)  # type: ignore[misc]
+        return following
 
     return handler
 
@@ -385,7 +386,7 @@ class Graphs:
 
 
 def _use_count(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(storage_key(tensor)))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _OWN_USES = _use_count(torch.empty(1))

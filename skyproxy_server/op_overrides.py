@@ -115,9 +115,13 @@ def sparse_mm_reduce(left: Tensor, right: Tensor, reduce: str) -> tuple[Tensor, 
     here no input does; but its backward needs the note, and crashes without it.
     """
     if reduce not in ("amax", "amin"):
-        return torch.ops.aten._sparse_mm_reduce_impl(left, right, reduce)
+        plain: tuple[Tensor, Tensor] = torch.ops.aten._sparse_mm_reduce_impl(left, right, reduce)
+        return plain
     with torch.enable_grad():
-        return torch.ops.aten._sparse_mm_reduce_impl(left, right.detach().requires_grad_(), reduce)
+        noted: tuple[Tensor, Tensor] = torch.ops.aten._sparse_mm_reduce_impl(
+            left, right.detach().requires_grad_(), reduce
+        )
+    return noted
 
 
 @_override("aten::_sparse_mm_reduce_impl_backward")
@@ -127,4 +131,7 @@ def sparse_mm_reduce_backward(
     """The gradients of both factors; refuses what would crash the kernel."""
     if reduce in ("amax", "amin") and places.shape != grad.shape:
         raise RuntimeError(f"sparse_mm_reduce: expected places of shape {list(grad.shape)}, got {list(places.shape)}")
-    return torch.ops.aten._sparse_mm_reduce_impl_backward(left, grad, weight, reduce, places, output_mask)
+    grads: tuple[Tensor | None, Tensor | None] = torch.ops.aten._sparse_mm_reduce_impl_backward(
+        left, grad, weight, reduce, places, output_mask
+    )
+    return grads

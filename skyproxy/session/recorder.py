@@ -142,7 +142,8 @@ class Recorder:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
         with self._lock:
             # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C strikes.
-            deque(map(call, (self._buffers.append, self.stream.extend), (buffer, command)), 0)
+            both: tuple[Callable[[Any], None], ...] = (self._buffers.append, self.stream.extend)
+            deque(map(call, both, (buffer, command)), 0)
             self._buffered_bytes += len(buffer)
         if self._buffered_bytes > _CUT_AT_BYTES:
             self.flush()
@@ -260,11 +261,14 @@ class Recorder:
         batches, byte_count = self._unacked()
         return byte_count <= self._max_in_flight and batches <= self._max_in_flight_batches
 
+    def _is_over(self) -> bool:
+        return self._ended is not None
+
     def _wait_for_room(self) -> None:
         while self._ended is None and not self._has_room():
             waiter = Waiter()
             self._waiting.append(waiter)
-            if self._ended is not None or self._has_room():  # after the insertion, so that no news is missed
+            if self._is_over() or self._has_room():  # after the insertion, so that no news is missed
                 return
             waiter.wait()
 

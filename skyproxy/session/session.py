@@ -37,14 +37,17 @@ from skyproxy.protocol.messages import (
     Failure,
     Goodbye,
     Message,
+    NamedBatch,
+    PackedChunk,
     Ping,
     Pong,
+    Repeat,
     Reply,
     Welcome,
 )
 from skyproxy.session.lines import describe_line
 from skyproxy.session.recorder import Recorder, SentBatch
-from skyproxy.session.transfers import Downloads, Uploads
+from skyproxy.session.transfers import Downloads, Uploads, wait_for_download
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
@@ -95,7 +98,7 @@ class Session:
         self._waiters = Waiters()
         self.recorder = Recorder(self._send_batch, self._unacked, settings)
         self._downloads = Downloads(self._waiters)
-        self._uploads = Uploads(bulk, settings.chunk_bytes)
+        self._uploads = Uploads(bulk, settings.chunk_bytes, settings.show_progress)
         self._signatures: dict[Any, int] = {}
         self._signature_lock = threading.RLock()
         self._failed_lines: dict[tuple[int, int], str] = {}
@@ -193,6 +196,10 @@ class Session:
         for observer in WAIT_OBSERVERS:
             observer(purpose)
         try:
+            target = waiter.keep_alive
+            if isinstance(target, torch.Tensor) and not waiter.done:
+                missing = partial(self._downloads.missing_bytes, target)
+                return wait_for_download(waiter, target.nbytes, missing, self.settings.show_progress)
             return waiter.wait()
         except SessionLostError as lost:
             raise SessionLostError(str(lost)) from lost
@@ -286,7 +293,7 @@ class Session:
             self.recorder.append(commands.RECEIVE, slot, fields, device, transfer)
             self.recorder.flush()
 
-        self._uploads.send(transfer, view, tensor, announce)
+        self._uploads.send(transfer, view, tensor.element_size(), tensor, announce)
 
     def synchronize(self) -> None:
         """Waits until the worker has executed everything, its device included.
@@ -298,7 +305,7 @@ class Session:
 
     # --- the connections ---------------------------------------------------------------------------------------------
 
-    def _send_batch(self, batch: Batch) -> None:
+    def _send_batch(self, batch: Batch | NamedBatch | Repeat) -> None:
         try:
             self._operations.send(batch)
         except (ConfigurationError, LimitExceededError) as error:
@@ -322,6 +329,7 @@ class Session:
     def _read_bulk(self) -> None:
         handlers: dict[type[Message], Callable[[Any], None]] = {
             Chunk: self._downloads.on_chunk,
+            PackedChunk: self._downloads.on_packed_chunk,
             CancelTransfer: self._downloads.on_cancel,
             Ping: lambda message: self._bulk.send(Pong(message.number)),
             Pong: lambda message: None,
@@ -369,7 +377,7 @@ class Session:
         foreign = _ERRORS.get(name) or getattr(builtins, name, RuntimeError)
         if not (isinstance(foreign, type) and issubclass(foreign, Exception)):
             foreign = RuntimeError
-        kind = remote_error_class(foreign)
+        kind: type[RemoteError] = remote_error_class(foreign)  # type: ignore[arg-type]  # classes are hashable
         text = record["message"]
         if record["op"]:
             text += f"\n  in {record['op']} on the worker"
@@ -389,6 +397,7 @@ class Session:
         Never waits for the worker itself, nor for a thread that does.
         """
         seen, idle, number, last_ping = -1, 0.001, 0, time.monotonic()
+        moved, silent_since = -1, last_ping
         interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
         while not self._stop.wait(idle):
             recorder = self.recorder
@@ -404,6 +413,12 @@ class Session:
                 if now - last_ping >= interval and not self._uploads.busy:
                     number, last_ping = number + 1, now
                     self._bulk.send(Ping(number))
+                moved_now = self._operations.bytes_sent + self._operations.bytes_received
+                if moved_now != moved:
+                    moved, silent_since = moved_now, now
+                elif now - silent_since >= interval:
+                    silent_since = now
+                    self._operations.keep_alive()  # gateways cut connections that are silent for long
                 if now - max(self._last_heard, self._uploads.last_progress) > patience + interval:
                     self._end(f"the worker answered nothing for {patience:g} s")
             except SessionLostError as error:

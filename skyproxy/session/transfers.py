@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import RemoteError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Message
+from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk
+from skyproxy.session.progress import Watch
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
+from skyproxy.transport.packing import ChunkWriter, unpack
+
+_WAITING_BYTES = 64 << 20
+"""What a group of uploads may hold in memory before it waits for the first of them."""
 
 
 class Downloads:
-    """Chunks that arrive, written straight into the tensors that wait for them. Named by the request that asked."""
+    """Chunks that arrive, written straight into the tensors that wait for them. Named by the request that asked.
+
+    Attributes:
+        packed_chunks: how many came compressed.
+    """
 
     def __init__(self, waiters: Waiters) -> None:
+        self.packed_chunks = 0
         self._waiters = waiters
         self._open: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._missing: dict[int, int] = {}
@@ -41,14 +53,39 @@ class Downloads:
         return entry[1][message.offset :]
 
     def on_chunk(self, chunk: Chunk) -> None:
-        if chunk.transfer not in self._open:
+        self._landed(chunk.transfer, len(chunk.buffers[0]))
+
+    def on_packed_chunk(self, chunk: PackedChunk) -> None:
+        """A piece that came compressed.
+
+        Raises:
+            ProtocolError: it cannot be unpacked.
+        """
+        self.packed_chunks += 1
+        entry = self._open.get(chunk.transfer)
+        if entry is None:
             return
-        self._missing[chunk.transfer] -= len(chunk.buffers[0])
-        if self._missing[chunk.transfer] <= 0:
-            self.forget(chunk.transfer)
-            waiter = self._waiters.take(chunk.transfer)
+        raw = unpack(chunk)
+        if chunk.total_bytes == len(entry[1]):  # then it fits; the connection has looked at that
+            entry[1][chunk.offset : chunk.offset + len(raw)] = raw
+        self._landed(chunk.transfer, len(raw))
+
+    def _landed(self, number: int, byte_count: int) -> None:
+        if number not in self._open:
+            return
+        self._missing[number] -= byte_count
+        if self._missing[number] <= 0:
+            self.forget(number)
+            waiter = self._waiters.take(number)
             if waiter is not None:
                 waiter.set(None)
+
+    def missing_bytes(self, target: object) -> int:
+        """What has not come yet of the transfer that lands in this tensor."""
+        for number, (tensor, _) in list(self._open.items()):
+            if tensor is target:
+                return self._missing.get(number, 0)
+        return 0
 
     def on_cancel(self, message: CancelTransfer) -> None:
         self.forget(message.transfer)
@@ -63,12 +100,110 @@ class Downloads:
 
 
 class _Job:
-    __slots__ = ("cancelled", "done", "keep_alive", "transfer", "view")
+    __slots__ = ("cancelled", "done", "keep_alive", "sent_bytes", "transfer", "view", "width")
 
-    def __init__(self, transfer: int, view: memoryview, keep_alive: object) -> None:
-        self.transfer, self.view, self.keep_alive = transfer, view, keep_alive
+    def __init__(self, transfer: int, view: memoryview, width: int, keep_alive: object) -> None:
+        self.transfer, self.view, self.width, self.keep_alive = transfer, view, width, keep_alive
         self.done = Waiter()
         self.cancelled = False
+        self.sent_bytes = 0
+
+
+class Group:
+    """Transfers of one thread that overlap and share a progress bar; see `together`.
+
+    Attributes:
+        expected_bytes: all that will move, as far as is known.
+    """
+
+    def __init__(self, text: str, expected_bytes: int, shown: bool) -> None:
+        self.expected_bytes = expected_bytes
+        self._watch = Watch(text, self._figures, shown)
+        self._pending: deque[tuple[Uploads, _Job]] = deque()
+        self._pending_bytes = 0
+        self._done_bytes = 0
+        self._arrived_bytes: Callable[[], int] = lambda: 0
+
+    def _figures(self) -> tuple[int, int]:
+        done = self._done_bytes + self._arrived_bytes() + sum(job.sent_bytes for _, job in self._pending)
+        return done, max(self.expected_bytes, self._done_bytes + self._pending_bytes)
+
+    def add(self, uploads: Uploads, job: _Job) -> None:
+        """Takes an upload that is about to begin. Waits for earlier ones, but for the last, while they hold much."""
+        size = len(job.view)
+        while len(self._pending) > 1 and self._pending_bytes + size > _WAITING_BYTES:
+            self._finish_first()
+        self._pending_bytes += size
+        self._pending.append((uploads, job))
+
+    def _finish_first(self) -> None:
+        _, job = self._pending[0]
+        self._watch.wait(job.done)
+        self._pending.popleft()
+        self._pending_bytes -= len(job.view)
+        self._done_bytes += len(job.view)
+
+    def wait_for_download(self, waiter: Waiter, size: int, missing_bytes: Callable[[], int]) -> Any:
+        """The answer of a waiter whose bytes arrive."""
+        self._arrived_bytes = lambda: size - missing_bytes()
+        try:
+            return self._watch.wait(waiter)
+        finally:
+            self._arrived_bytes = lambda: 0
+            self._done_bytes += size
+
+    def finish(self) -> None:
+        """Waits until the bytes of all uploads were read."""
+        while self._pending:
+            self._finish_first()
+
+    def give_up(self) -> None:
+        """Cancels every upload that is not through."""
+        for uploads, job in self._pending:
+            uploads.give_up(job)
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+class _Current(threading.local):
+    group: Group | None = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def together(text: str, expected_bytes: int, shown: bool) -> Iterator[Group]:
+    """Uploads that this thread begins inside the block do not wait for one another; all are waited for at its end.
+
+    Where the block ends by an exception, Ctrl-C included, those that are not through are given up.
+
+    Args:
+        text: for the progress bar.
+        expected_bytes: how many bytes will move, for that too.
+        shown: whether there may be one.
+    """
+    outer = _current.group
+    group = Group(text, expected_bytes, shown)
+    try:
+        _current.group = group
+        yield group
+        group.finish()
+    except BaseException:
+        group.give_up()
+        raise
+    finally:
+        _current.group = outer
+        group.close()
+
+
+def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int], shown: bool) -> Any:
+    """The answer of a waiter whose bytes arrive on the bulk connection, with a progress bar if that takes long."""
+    if _current.group is not None:
+        return _current.group.wait_for_download(waiter, size, missing_bytes)
+    with Watch("download", lambda: (size - missing_bytes(), size), shown) as watch:
+        return watch.wait(waiter)
 
 
 class Uploads:
@@ -76,11 +211,14 @@ class Uploads:
 
     Attributes:
         busy: whether a transfer is under way.
+        writer: what sends the chunks.
         last_progress: when the last chunk left, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, transport: Transport, chunk_bytes: int) -> None:
+    def __init__(self, transport: Transport, chunk_bytes: int, show_progress: bool = False) -> None:
         self.busy = False
+        self.writer = ChunkWriter(transport)
+        self._show_progress = show_progress
         self.last_progress = 0.0
         self._transport = transport
         self._chunk_bytes = chunk_bytes
@@ -88,29 +226,41 @@ class Uploads:
         self._ended: SessionLostError | None = None
         self._lock = threading.Lock()
 
-    def send(self, transfer: int, view: memoryview, keep_alive: Any, announce: Callable[[], object]) -> None:
-        """Sends the bytes as one transfer and waits until they were read.
+    def send(
+        self, transfer: int, view: memoryview, width: int, keep_alive: Any, announce: Callable[[], object]
+    ) -> None:
+        """Sends the bytes as one transfer and waits until they were read; inside `together`, its end waits.
 
         On Ctrl-C the transfer is given up: the worker is told, and the value that waits for it is poisoned.
 
         Args:
             transfer: its number.
             view: the bytes.
+            width: the size of an element.
             keep_alive: what owns them.
             announce: tells the worker that they come; called first.
         """
-        job = _Job(transfer, view, keep_alive)
+        job = _Job(transfer, view, width, keep_alive)
+        group = _current.group
         try:
+            if group is not None:
+                group.add(self, job)  # before anything is announced: then whatever strikes, the group gives it up
             announce()
             self._jobs.put(job)
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
-            job.done.wait()
+            if group is None:
+                with Watch("upload", lambda: (job.sent_bytes, len(view)), self._show_progress) as watch:
+                    watch.wait(job.done)
         except BaseException:
-            # Perhaps announced and not in the queue, perhaps already on its way: either way the worker must not wait.
-            job.cancelled = True
-            self._jobs.put(job)
+            self.give_up(job)
             raise
+
+    def give_up(self, job: _Job) -> None:
+        """Sends no more of a transfer, and tells the worker."""
+        # Perhaps announced and not in the queue, perhaps already on its way: either way the worker must not wait.
+        job.cancelled = True
+        self._jobs.put(job)
 
     def run(self) -> None:
         """The writing thread."""
@@ -136,7 +286,8 @@ class Uploads:
                 self._transport.send(CancelTransfer(job.transfer, "the upload was interrupted"))
                 return
             piece = job.view[offset : offset + self._chunk_bytes]
-            self._transport.send(Chunk(job.transfer, offset, total, (piece,)))
+            self.writer.send(job.transfer, offset, total, piece, job.width)
+            job.sent_bytes = offset + len(piece)
             self.last_progress = time.monotonic()
 
     def end(self, error: SessionLostError) -> None:

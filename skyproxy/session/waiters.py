@@ -36,6 +36,12 @@ class Waiter:
             self.error, self.done = error, True
             self._lock.release()
 
+    def done_within(self, seconds: float) -> bool:
+        """Whether the answer comes within so many seconds; interruptible by Ctrl-C."""
+        if not self.done and self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        return self.done
+
     def wait(self) -> Any:
         """The answer. Interruptible by Ctrl-C; a lost session fails every waiter, so this always ends.
 

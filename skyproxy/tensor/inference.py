@@ -7,6 +7,7 @@ checked once by the worker, the first time it is used.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_codec
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
@@ -166,6 +168,7 @@ class _Quiet(logging.Filter):
 
 _quiet = _Quiet()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
+_NOTHING = contextlib.nullcontext()
 _fake_mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
@@ -205,7 +208,9 @@ def _infer_by_fake(call: Call) -> Entry | None:
 
     _quiet.state.inferring = True
     try:
-        with _fake_mode, torch.no_grad():
+        # Without the user's modes, which would take our stand-ins for the program's own tensors.
+        watched = torch._C._len_torch_dispatch_stack() > 0
+        with _disable_current_modes() if watched else _NOTHING, _fake_mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {
                 name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.session.transfers import together
+from skyproxy.settings import SETTINGS
 from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.tensor.values import exchange
 
@@ -40,10 +44,21 @@ class Crossing:
     A tensor of the CPU and one of a worker are of different classes, so PyTorch could not put the new values into the
     old parameter and would make a new one, which an optimizer made before would never see. So the two are exchanged
     here: the old object becomes the new parameter, and PyTorch finds that nothing is left to do.
+
+    Args:
+        function: makes the new tensor of an old one.
+        ready: new tensors that were made already, each with its old one, by the old one's id.
     """
 
-    def __init__(self, function: _Function) -> None:
-        self.function = function
+    def __init__(self, function: _Function, ready: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+        self._plain = function
+        self._ready = ready or {}
+
+    def function(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What becomes of a tensor."""
+        # Once only: a parameter that is met again is another tensor by then.
+        ready = self._ready.pop(id(tensor), None)
+        return ready[1] if ready is not None else self._plain(tensor)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.nn.parameter.is_lazy(tensor):
@@ -82,13 +97,49 @@ def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.
     if isinstance(fn, Crossing):
         return _apply_one(self, fn, recurse)
     outermost = _move.function is None
+    crossing = Crossing(fn)
     if outermost:
-        _move.function, _move.replaced = Crossing(fn), {}
+        _move.function, _move.replaced = crossing, {}
     try:
-        return _apply_one(self, Crossing(fn), recurse)
+        if outermost:
+            crossing = Crossing(fn, _moved_ahead(self, fn, recurse))
+        return _apply_one(self, crossing, recurse)
     finally:
         if outermost:
             _move.function, _move.replaced = None, {}
+
+
+def _large_tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    """The module's own tensors that travel on the bulk connection; tied ones come more than once."""
+    for part in module.modules() if recurse else (module,):
+        parameters = [value for value in part._parameters.values() if value is not None]
+        gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]
+        for tensor in (*parameters, *gradients, *part._buffers.values()):
+            plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.device.type == "cpu"
+            if not (plain or type(tensor) is RemoteTensor) or tensor.layout is not torch.strided:
+                continue
+            if tensor.nbytes > SETTINGS.max_inline_bytes and (tensor.is_leaf or not tensor.requires_grad):
+                yield tensor
+
+
+def _moved_ahead(
+    module: torch.nn.Module, fn: _Function, recurse: bool
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The large tensors that `fn` moves to the other side, moved at once and before the module changes.
+
+    So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was.
+    """
+    tensors = {id(tensor): tensor for tensor in _large_tensors(module, recurse)}
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with together(f"{type(module).__name__} on its way", total, SETTINGS.show_progress) as group, torch.no_grad():
+        for key, tensor in tensors.items():
+            result = fn(tensor)
+            moved[key] = tensor, result
+            if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
+                break  # it is no journey, or not for all
+            group.expected_bytes += result.nbytes - tensor.nbytes
+    return moved
 
 
 def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn.Module:
@@ -102,6 +153,26 @@ def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn
             known = replaced.setdefault(id(old), (old, new))
             module._parameters[name] = known[1]  # tied weights stay tied
     return module
+
+
+# --- DataParallel ----------------------------------------------------------------------------------------------------
+
+_plain_parallel: Any = None
+
+
+@functools.wraps(torch.nn.DataParallel.__init__)
+def _init_parallel(self: torch.nn.DataParallel[Any], *args: Any, **kwargs: Any) -> None:
+    """Without several CUDA devices, `DataParallel` hands its input to the module: workers share no memory."""
+    _plain_parallel(self, *args, **kwargs)
+    if getattr(self, "device_type", "sky") != "sky":
+        return
+    if any(type(p) is RemoteTensor for p in self.module.parameters()) and len(self.device_ids) > 1:
+        warnings.warn(
+            "DataParallel does not split batches over sky devices: the module runs where its parameters are. To use "
+            "several workers, see skyproxy.Compute.",
+            stacklevel=2,
+        )
+    self.device_ids = []
 
 
 # --- lazy modules ----------------------------------------------------------------------------------------------------
@@ -143,7 +214,7 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch lacks one of the places to do so.
     """
-    global _plain_apply
+    global _plain_apply, _plain_parallel
     lists = [getattr(place, "_foreach_supported_types", None) for place in (optimizer_module, _foreach_utils)]
     if None in lists or not hasattr(torch.nn.Module, "_apply"):
         raise ConfigurationError(f"torch {torch.__version__} lacks Module._apply or _foreach_supported_types")
@@ -153,6 +224,8 @@ def install() -> None:
     if torch.nn.Module._apply is not _apply:
         _plain_apply = torch.nn.Module._apply
         torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+        _plain_parallel = torch.nn.DataParallel.__init__
+        torch.nn.DataParallel.__init__ = _init_parallel  # type: ignore[method-assign]
         _Uninitialized.materialize = _materialize  # type: ignore[method-assign]
         for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
             kind.__new__ = _born_lazy(kind.__new__)  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
+from torch.fx.experimental import proxy_tensor
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.plans import Plan, implements
@@ -153,7 +154,12 @@ for _name, _function in _COMPOSITES.items():
 
 
 def install(library: torch.library.Library) -> None:
-    """Puts our composites in the place of PyTorch's, and makes factories of sparse tensors ours too."""
+    """Puts our composites in the place of PyTorch's, and makes factories of sparse tensors ours too.
+
+    Tracing (`make_fx`, `torch.func.linearize`) takes remote tensors as it takes plain ones: what it does not know it
+    leaves out of its graph.
+    """
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)
     for name, function in _COMPOSITES.items():
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)

@@ -186,12 +186,16 @@ def test_averages_of_a_model_follow_it(sky1: str) -> None:
         update_bn([torch.randn(4, 2)], average, device=torch.device(sky1))
 
 
-def test_data_parallel_on_one_device_is_the_module_itself(sky: str) -> None:
-    module = nn.Linear(2, 2).to(sky)
-    parallel = nn.DataParallel(module)
-    x = torch.ones(3, 2, device=sky)
-    assert torch.equal(parallel(x).cpu(), module(x).cpu())
-    assert isinstance(module.weight, RemoteTensor)
+def test_data_parallel_hands_its_input_to_the_module(sky: str, sky1: str) -> None:
+    module = nn.Linear(2, 2).to(sky1)
+    with pytest.warns(UserWarning, match="does not split batches over sky devices"):
+        parallel = nn.DataParallel(module)
+    x = torch.ones(3, 2, device=sky1)
+    parallel(x).sum().backward()
+    assert isinstance(module.weight.grad, RemoteTensor)
+    assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
+    local = nn.DataParallel(nn.Linear(2, 2))
+    assert local(torch.ones(1, 2)).device.type == "cpu"
 
 
 def test_function_transforms_work(sky1: str) -> None:
