@@ -30,13 +30,19 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, batches: list[Batch], device: str, autocast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        batches: list[Batch],
+        device: str,
+        autocast: torch.dtype | None = None,
+        adam: bool = True,
     ) -> None:
         """Args:
         model: is copied.
         batches: on the CPU; taken in turn, and moved at every step.
         device: where it trains.
         autocast: the lower precision to compute in.
+        adam: whether the optimizer is AdamW, whose scalars change at every step, or SGD with momentum.
         """
         self.model = copy.deepcopy(model).to(device)
         self.batches = batches
@@ -44,7 +50,11 @@ class Trainer:
         self.losses: list[float] = []
         self.round_trips = 0
         self.autocast = autocast
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self._optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+            if adam
+            else torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
+        )
         self._number = 0
 
     def step(self, batch: Batch) -> torch.Tensor:
@@ -220,18 +230,21 @@ def op_traffic(bench: Bench) -> None:
     size = 4 if bench.scale.small_models else 64
     small = bench.scale.small_models
     layers, width, vocabulary, length = (1, 16, 32, 8) if small else (4, 128, 512, 64)
-    for name, make, batches in (
-        ("MNIST CNN", mnist_net, _batches((size, 1, 28, 28), (size,), 10)),
-        ("digits CNN", digits_net, _batches((size, 1, 8, 8), (size,), 10)),
+    images = _batches((size, 1, 28, 28), (size,), 10)
+    for name, make, batches, adam in (
+        ("MNIST CNN, SGD", mnist_net, images, False),
+        ("MNIST CNN", mnist_net, images, True),
+        ("digits CNN", digits_net, _batches((size, 1, 8, 8), (size,), 10), True),
         (
             f"transformer {layers}x{width}",
             lambda: Decoder(layers, width, 4, vocabulary, length),
             _batches((8, length), (8, length), vocabulary, tokens=True),
+            True,
         ),
     ):
         torch.manual_seed(1)
         remote = [(inputs.to(bench.device), wanted.to(bench.device)) for inputs, wanted in batches[:1]]
-        trainer = Trainer(make(), remote, bench.device)
+        trainer = Trainer(make(), remote, bench.device, adam=adam)
         for _ in range(count):
             first = trainer.step(remote[0])
         first_loss = first.item()

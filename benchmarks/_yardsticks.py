@@ -35,7 +35,7 @@ def _websocket_echo(context: ssl.SSLContext | None) -> None:
 
 
 def _raw_sink(context: ssl.SSLContext | None) -> None:
-    """Fills fresh memory with what comes, then sends it back."""
+    """Fills fresh memory with what comes, and sends it back when it is asked to."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         announce(port=listening.getsockname()[1])
         while True:
@@ -44,6 +44,7 @@ def _raw_sink(context: ssl.SSLContext | None) -> None:
                 size = int.from_bytes(_received(peer, 8), "little")
                 memory = _received(peer, size)
                 peer.sendall(b"k")
+                _received(peer, 1)
                 peer.sendall(memory)
 
 
@@ -150,6 +151,7 @@ def _timed_transfer(peer: socket.socket, data: memoryview) -> tuple[float, float
     _received(peer, 1)
     up = time.perf_counter() - started
     started = time.perf_counter()
+    peer.sendall(b"g")  # asked for, as `.cpu()` asks: on a slow link that is half a round trip
     back = _received(peer, len(data))
     down = time.perf_counter() - started
     assert back == data, "the raw socket changed the bytes"

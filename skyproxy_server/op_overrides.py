@@ -106,7 +106,6 @@ def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
-
 @_override("aten::_sparse_mm_reduce_impl")
 def sparse_mm_reduce(left: Tensor, right: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
     """The product of a CSR matrix (N, K) and a dense one (K, M), reduced; and where each result came from.

@@ -13,6 +13,8 @@ import torch
 
 from skyproxy.errors import ConfigurationError
 
+# One string a list, not a list of strings: so a line can be held against PyTorch's own.
+# ruff: noqa: SIM905
 # The names are those of ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, _FP32, _FP32_SET_OPT_DTYPE,
 # _DIFFERENT_REDISPATCH_SIGNATURE and _PROMOTE.
 LOWER_PRECISION = """
@@ -93,7 +95,8 @@ def _lower(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("sky")
         with _Without(_below):
-            return op(*cast(args, dtype), **{name: cast(value, dtype) for name, value in kwargs.items()})
+            named = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return op(*cast(args, dtype), **named)
 
     return kernel
 
@@ -101,7 +104,8 @@ def _lower(op: Any) -> Callable[..., Any]:
 def _full(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _Without(_below):
-            return op(*cast(args, torch.float32), **{name: cast(value, torch.float32) for name, value in kwargs.items()})
+            named = {name: cast(value, torch.float32) for name, value in kwargs.items()}
+            return op(*cast(args, torch.float32), **named)
 
     return kernel
 
@@ -143,7 +147,8 @@ def _promote(op: Any) -> Callable[..., Any]:
                         if item.dtype not in (torch.float32, torch.get_autocast_dtype("sky"), torch.float64):
                             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
                         dtype = torch.float32 if item.dtype is torch.float32 else dtype
-            return op(*cast(args, dtype), **{name: cast(value, dtype) for name, value in kwargs.items()})
+            named = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return op(*cast(args, dtype), **named)
 
     return kernel
 

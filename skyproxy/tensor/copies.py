@@ -49,7 +49,12 @@ def _upload_sparse(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
         else (tensor.ccol_indices(), tensor.row_indices())
     )
     return torch.sparse_compressed_tensor(
-        parts[0].to(place), parts[1].to(place), tensor.values().to(place), tensor.shape, layout=tensor.layout
+        parts[0].to(place),
+        parts[1].to(place),
+        tensor.values().to(place),
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
     )
 
 
@@ -98,7 +103,7 @@ def _download_sparse(tensor: RemoteTensor) -> torch.Tensor:
     outer = tensor.crow_indices() if rows else tensor.ccol_indices()
     inner = tensor.col_indices() if rows else tensor.row_indices()
     return torch.sparse_compressed_tensor(
-        outer.cpu(), inner.cpu(), tensor.values().cpu(), tensor.shape, layout=tensor.layout
+        outer.cpu(), inner.cpu(), tensor.values().cpu(), tensor.shape, layout=tensor.layout, check_invariants=False
     )
 
 
@@ -118,9 +123,7 @@ def plain_copy_meta(meta: Meta) -> Meta:
     """What a copy with `preserve_format` looks like."""
     if meta.layout is not torch.strided:
         return meta
-    return meta_of(
-        torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta"))
-    )
+    return meta_of(torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")))
 
 
 @implements("aten::_to_copy")

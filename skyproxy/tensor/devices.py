@@ -25,9 +25,10 @@ class Handle:
         meta: what it looks like; None for generators and events.
         root: for a view, the handle of the tensor whose storage it shares; else None.
         memory: the storage's address and size, once somebody asked; see `storage.memory_of`.
+        is_shared: set once several tensors hold this very handle, as detached ones do.
     """
 
-    __slots__ = ("memory", "meta", "root", "slot")
+    __slots__ = ("is_shared", "memory", "meta", "root", "slot")
     device: SkyDevice
     slot: int
     meta: Any

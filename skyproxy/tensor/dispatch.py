@@ -154,6 +154,10 @@ class Call:
 
     def _take_host(self, a: torch.Tensor) -> Any:
         """A tensor of the CPU among remote ones: allowed with no dimensions, as PyTorch allows it on every device."""
+        if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
+            self.key.append(("host", a.dtype, len(a)))
+            self.wire.append(a.tolist())
+            return ("k", torch_codec.DTYPE_NAMES[a.dtype])
         if a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
@@ -229,7 +233,7 @@ def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _example_on(asked: torch.device, plan: Plan, tensor: RemoteTensor) -> torch.Tensor:
-    """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: a tensor that looks like x, on that device."""
+    """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: what looks like x, on that device."""
     meta, own = tensor._sky.meta, tensor._sky.device
     index = DEVICES.current if asked.index is None else asked.index
     name = plan.name.partition(".")[0]
@@ -263,7 +267,17 @@ def run(call: Call) -> Any:
         entry.number = _signature(call, entry)
         device.remember(key, entry)
         expected = bool(entry.descriptions)
+    if entry.changed:
+        call = _on_their_own(call, [position for position, _ in entry.changed])
     return _finish(call, entry, expected)
+
+
+def _on_their_own(call: Call, positions: list[int]) -> Call:
+    """Gives tensors that are about to look otherwise a value of their own, where others hold the same one."""
+    shared = [call.tensors[i] for i in positions if getattr(call.tensors[i]._sky, "is_shared", False)]
+    for tensor in shared:
+        tensor._sky = run(Call(plan_of(torch.ops.aten.alias.default), (tensor,), {}))._sky
+    return Call(call.plan, call.args, call.kwargs) if shared else call
 
 
 def _signature(call: Call, entry: Entry) -> int:
@@ -343,6 +357,7 @@ def _ask(call: Call, key: Any = None) -> Any:
     for the next call that looks the same.
     """
     plan, device = call.plan, call.device
+    call = _on_their_own(call, inference.written_tensors(call))
     asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
     asked.output_templates = ["x" if argument is not None else "n" for argument in plan.returns]
     handles = [device.new_handle(None) for argument in plan.returns if argument is None]

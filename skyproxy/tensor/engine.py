@@ -1,9 +1,16 @@
-"""Backward on remote tensors: on the calling thread, and with Python's errors intact."""
+"""Backward on remote tensors: on the calling thread, with Python's errors intact, and Ctrl-C that does not abort.
+
+C++ asks our guard for the type of its devices while it builds and walks the autograd graph, in functions that must not
+throw: any Python error there aborts the process. There are two sources of such errors. One may be set already, because
+an op or a hook raised in backward; it is parked, and `run_backward` raises it again. And Ctrl-C may strike: before it
+calls us, pybind11 makes a string, which runs the handlers of signals. So the handler of Ctrl-C is told when it must not
+raise, and tries again a moment later.
+"""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import _thread
-import itertools
 import signal
 import threading
 from collections.abc import Callable
@@ -14,12 +21,14 @@ import torch
 
 _no_arguments: tuple[()] = ()
 _PRIVATE_USE_1 = torch._C._autograd.DeviceType.PrivateUse1
-_MAIN_THREAD = threading.main_thread().ident
-_DEFERRED_BY_SECONDS = 0.001
+_MAIN_THREAD = threading.main_thread().ident or 0
+_PUT_OFF_BY_SECONDS = 0.001
+_get_ident = _thread.get_ident
+_getsignal = _signal.getsignal
 
 
 class ParkedError(threading.local):
-    """An exception that C++ could not have carried; see `type_in_backward`."""
+    """An exception that C++ could not have carried."""
 
     error: BaseException | None = None
 
@@ -27,68 +36,72 @@ class ParkedError(threading.local):
 PARKED = ParkedError()
 
 
-class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
-    """What C++ asks for the type of our devices: in destructors too, and there whatever `type_` raises aborts.
-
-    So outside of backward `type_` is no Python function at all: Ctrl-C would find its way into one.
-    """
-
-    type_: Any = itertools.repeat(_PRIVATE_USE_1).__next__
-
-
-def type_in_backward(guard: Guard) -> Any:
-    """`Guard.type_` while backward runs, when C++ may call it while it carries a Python error.
-
-    An op or a hook raised, or Ctrl-C struck; to return then would abort the process. The call below notices such an
-    error (the interpreter checks results of calls with unpacked arguments) and turns it into a SystemError; it is
-    parked, and `run_backward` raises it again.
-    """
-    try:
-        str(*_no_arguments)
-    except SystemError as error:
-        if PARKED.error is None:
-            PARKED.error = error.__cause__
-    return _PRIVATE_USE_1
-
-
 class CarefulHandler:
-    """A handler of Ctrl-C that puts it off while `type_in_backward` runs, and is `inner` otherwise."""
+    """A handler of Ctrl-C that never raises where that would abort the process, and is `inner` otherwise.
+
+    Attributes:
+        inside: whether the main thread is being asked for the type of our devices.
+    """
+
+    inside = False
 
     def __init__(self, inner: Callable[[int, FrameType | None], Any]) -> None:
         self.inner = inner
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         at: FrameType | None = frame
-        while at is not None:
-            if at.f_code is type_in_backward.__code__:
-                threading.Timer(_DEFERRED_BY_SECONDS, _thread.interrupt_main, (number,)).start()
-                return None
+        unsafe = CarefulHandler.inside
+        while at is not None and not unsafe:
+            unsafe = at.f_code in _UNSAFE
             at = at.f_back
-        return self.inner(number, frame)
+        if not unsafe:
+            return self.inner(number, frame)
+        threading.Timer(_PUT_OFF_BY_SECONDS, _strike_again, (number,)).start()
+        return None
 
 
-class _Running:
-    """The calls of backward that are under way, on any thread; while there are some, `Guard` can bear errors."""
-
-    def __init__(self) -> None:
-        self._calls: set[object] = set()
-        self._lock = threading.Lock()
-
-    def enter(self, one: object) -> None:
-        with self._lock:
-            self._calls.add(one)
-            Guard.type_ = type_in_backward
-
-    def leave(self, one: object) -> None:
-        """Idempotent, and harmless for a call that Ctrl-C kept from entering."""
-        with self._lock:
-            self._calls.discard(one)
-            if not self._calls:
-                Guard.type_ = _TYPE
+def _strike_again(number: int) -> None:
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(_MAIN_THREAD, number)  # a true signal, for it must end waits as well
+    else:
+        _thread.interrupt_main(number)
 
 
-_TYPE = Guard.type_
-_RUNNING = _Running()
+def _be_careful() -> None:
+    """Wraps the handler of Ctrl-C; it stays wrapped until somebody sets another one. Call on the main thread."""
+    handler = _getsignal(signal.SIGINT)
+    if callable(handler) and type(handler) is not CarefulHandler:
+        signal.signal(signal.SIGINT, CarefulHandler(handler))
+
+
+def _asked(guard: Guard) -> Any:
+    """C++ looks `type_` up; the function that it then calls."""
+    try:
+        # The interpreter checks results of calls with unpacked arguments: this one fails if an error is set.
+        str(*_no_arguments)
+    except SystemError as error:
+        if PARKED.error is None:
+            PARKED.error = error.__cause__
+    if _get_ident() == _MAIN_THREAD:
+        CarefulHandler.inside = True
+        if type(_getsignal(2)) is not CarefulHandler:
+            _be_careful()
+    return _answer
+
+
+def _answer() -> Any:
+    if _get_ident() == _MAIN_THREAD:
+        CarefulHandler.inside = False
+    return _PRIVATE_USE_1
+
+
+_UNSAFE = frozenset({_asked.__code__, _answer.__code__})
+
+
+class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
+    """What C++ asks for the type of our devices."""
+
+    type_ = property(_asked)
 
 
 class EngineOnCallingThread:
@@ -104,16 +117,12 @@ class EngineOnCallingThread:
         self._engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_multithreading_enabled():  # inside of another backward, or where the user wants it so
-            return self._engine.run_backward(*args, **kwargs)
-        handler = signal.getsignal(signal.SIGINT) if _thread.get_ident() == _MAIN_THREAD else None
-        PARKED.error = None
-        this = object()
+        threaded = torch._C._is_multithreading_enabled()
+        if threaded:
+            PARKED.error = None
         try:
-            _RUNNING.enter(this)
-            if callable(handler) and not isinstance(handler, CarefulHandler):
-                signal.signal(signal.SIGINT, CarefulHandler(handler))
-            torch._C._set_multithreading_enabled(False)
+            if threaded:
+                torch._C._set_multithreading_enabled(False)
             return self._engine.run_backward(*args, **kwargs)
         except BaseException:
             parked = PARKED.error
@@ -122,10 +131,8 @@ class EngineOnCallingThread:
                 raise parked from None
             raise
         finally:
-            torch._C._set_multithreading_enabled(True)
-            _RUNNING.leave(this)
-            if callable(handler):
-                signal.signal(signal.SIGINT, handler)
+            if threaded:
+                torch._C._set_multithreading_enabled(True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -133,6 +140,8 @@ class EngineOnCallingThread:
 
 def install_engine() -> None:
     """Puts backward on the calling thread, for the whole process; called when the first sky device comes to exist."""
+    if _get_ident() == _MAIN_THREAD:
+        _be_careful()
     variable = torch.autograd.variable.Variable
     if not isinstance(variable._execution_engine, EngineOnCallingThread):
         variable._execution_engine = EngineOnCallingThread(variable._execution_engine)  # type: ignore[assignment]

@@ -49,7 +49,7 @@ class SkyGenerator(torch._C.Generator):
         if not -(1 << 63) <= seed < 1 << 64:
             raise RuntimeError("Overflow when unpacking long long")
         self._seed = seed % (1 << 64)
-        # C++ cannot tell this one from a generator of the CPU: a CPU op that is given it draws at least the same each time.
+        # C++ takes it for a generator of the CPU: a CPU op that is given it shall at least draw the same each time.
         super().manual_seed(self._seed)
         self._do("seed_generator", seed if seed < 1 << 63 else seed - (1 << 64))
         return self

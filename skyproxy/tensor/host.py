@@ -65,7 +65,8 @@ def _device_stats(index: int) -> dict[str, Any]:
     """What `torch.accelerator.memory_stats` flattens."""
     row = device_module.memory_stats(index)
     return {
-        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}} for kind in ("allocated", "reserved")
+        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}
+        for kind in ("allocated", "reserved")
     }
 
 

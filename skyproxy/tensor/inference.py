@@ -96,8 +96,12 @@ class Entry:
         self.descriptions += [looks.get(i, call.tensors[i]._sky.meta).description for i in written_tensors(call)]
         quiet = not self.changed and not call.plan.waits
         self.nothing = quiet and not self.outputs
-        self.several = quiet and len(self.outputs) > 1 and all(
-            output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
+        self.several = (
+            quiet
+            and len(self.outputs) > 1
+            and all(
+                output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
+            )
         )
         if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
             output = self.outputs[0]
@@ -179,7 +183,7 @@ def fake_tensor(meta: Meta) -> torch.Tensor:
     """
     if meta.layout is not torch.strided:
         raise NotImplementedError("sparse layouts are not faked")
-    if meta.offset or meta.dtype.is_complex and (meta.conjugate or meta.negative):
+    if meta.offset or (meta.dtype.is_complex and (meta.conjugate or meta.negative)):
         extent = torch_codec.storage_extent(meta.size, meta.stride, meta.offset)
         base = torch.empty(max(extent, meta.offset), dtype=meta.dtype)
         fake = torch.as_strided(base, meta.size, meta.stride, meta.offset)
@@ -212,9 +216,7 @@ def _infer_by_fake(call: Call) -> Entry | None:
         watched = torch._C._len_torch_dispatch_stack() > 0
         with _disable_current_modes() if watched else _NOTHING, _fake_mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
-            kwargs = {
-                name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"
-            }
+            kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
             result = call.plan.func(*args, **kwargs)
             return _entry_of(call, result, fakes)
     except Exception:
@@ -244,9 +246,7 @@ def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | Non
     return Entry([output for output in outputs if output is not None], changed).settle(call)
 
 
-def _output_of(
-    item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]
-) -> Output | None:
+def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
     if name is not None:
         return Output(argument=name)
     if isinstance(item, torch.Tensor):

@@ -16,6 +16,7 @@ from torch.utils import _foreach_utils
 from skyproxy.errors import ConfigurationError
 from skyproxy.session.transfers import together
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.tensor.values import exchange
 
@@ -122,9 +123,7 @@ def _large_tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Ten
                 yield tensor
 
 
-def _moved_ahead(
-    module: torch.nn.Module, fn: _Function, recurse: bool
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """The large tensors that `fn` moves to the other side, moved at once and before the module changes.
 
     So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was.
@@ -161,18 +160,20 @@ _plain_parallel: Any = None
 
 
 @functools.wraps(torch.nn.DataParallel.__init__)
-def _init_parallel(self: torch.nn.DataParallel[Any], *args: Any, **kwargs: Any) -> None:
-    """Without several CUDA devices, `DataParallel` hands its input to the module: workers share no memory."""
-    _plain_parallel(self, *args, **kwargs)
-    if getattr(self, "device_type", "sky") != "sky":
+def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Where we are the accelerator, `DataParallel` hands its input to the module: workers share no memory."""
+    if torch._utils._get_available_device_type() != "sky":
+        _plain_parallel(self, module, device_ids, *args, **kwargs)
         return
-    if any(type(p) is RemoteTensor for p in self.module.parameters()) and len(self.device_ids) > 1:
+    torch.nn.Module.__init__(self)
+    self.module, self.device_ids = module, []
+    places = DEVICES.existing() if device_ids is None else device_ids
+    if len(places) > 1 and any(isinstance(p, RemoteTensor) for p in module.parameters()):
         warnings.warn(
             "DataParallel does not split batches over sky devices: the module runs where its parameters are. To use "
             "several workers, see skyproxy.Compute.",
             stacklevel=2,
         )
-    self.device_ids = []
 
 
 # --- lazy modules ----------------------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def _restore(storage: Any, location: str) -> Any:
         device = DEVICES.of(location)
     except ConfigurationError as error:
         raise RuntimeError(
-            f"Attempting to deserialize object on {location}, which does not exist here: {error} Or use torch.load with "
-            "map_location to map your storages to an existing device."
+            f"Attempting to deserialize object on {location}, which does not exist here: {error} Or use torch.load "
+            "with map_location to map your storages to an existing device."
         ) from error
     if isinstance(storage, SkyStorage):
         return storage

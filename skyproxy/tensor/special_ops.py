@@ -15,7 +15,7 @@ from torch.fx.experimental import proxy_tensor
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.registration import kernel
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -51,6 +51,19 @@ def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 def _layout(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.layout:
     layout: torch.layout = args[0]._sky.meta.layout
     return layout
+
+
+@implements("aten::detach")
+def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Another tensor on the same value; nothing to be done on the worker. Autograd detaches every gradient."""
+    (tensor,) = args
+    if type(tensor) is not RemoteTensor:
+        return NotImplemented
+    handle = tensor._sky
+    if not handle.meta.plain:
+        return run(Call(plan, args, kwargs))
+    handle.is_shared = True
+    return make_tensor(handle.meta, handle)
 
 
 @implements("aten::lift_fresh", "aten::lift")

@@ -274,9 +274,7 @@ def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and _root(tensor) is _root(self)
-    )
+    return type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and _root(tensor) is _root(self)
 
 
 def _share_memory(self: RemoteTensor) -> Any:

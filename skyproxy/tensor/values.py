@@ -177,7 +177,9 @@ def install() -> None:
     """
     missing = [name for name in _REPR_PARTS if not hasattr(_tensor_str, name)]
     if missing:
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._tensor_str.{missing[0]}, which skyproxy uses")
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no torch._tensor_str.{missing[0]}, which skyproxy uses"
+        )
     if not hasattr(TensorBase, "data") or not hasattr(torch._C, "_swap_tensor_impl"):
         raise ConfigurationError(f"torch {torch.__version__} cannot exchange tensors, which Module.to needs")
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]

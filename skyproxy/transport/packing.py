@@ -1,8 +1,8 @@
 """Pieces of large tensors, compressed where the link is what holds them up and the bytes allow it.
 
 Byte shuffle, as in Blosc: the first bytes of all elements, then the second ones, and so on. In weights, the plane with
-the exponents is repetitive and the others are noise; so each plane is compressed or stored for itself. The result is one
-ordinary deflate stream, for the standard library on the other side.
+the exponents is repetitive and the others are noise; so each plane is compressed or stored for itself. The result is
+one ordinary deflate stream, for the standard library on the other side.
 """
 
 from __future__ import annotations

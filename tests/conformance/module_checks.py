@@ -58,7 +58,9 @@ def _train(module: torch.nn.Module, forward: Any, place: str) -> Any:
         roots = [leaf for leaf in seen[-1] if leaf.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.full_like(root, 0.5) for root in roots])
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        inputs = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_leaf
+        ]
         seen.append([leaf.grad for leaf in (*inputs, *parameters)])
         if optimizer is not None:
             optimizer.step()

@@ -126,7 +126,7 @@ def _samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
         return iter(list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad)))
 
 
-def _arguments(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[Any, dict[str, Any]]:
     arguments = twins.of((sample.input, *sample.args), requires_grad=requires_grad)
     return arguments, twins.of(dict(sample.kwargs), requires_grad=requires_grad)
 
@@ -154,7 +154,8 @@ def _check_sample(tally: Tally, op: Any, sample: Any, device: str, what: str, di
 
 
 def _makes_from_nothing(args: Any, kwargs: Any) -> bool:
-    return "device" not in kwargs and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    return "device" not in kwargs and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 def _check_gradients(tally: Tally, sample: Any, pair: Any, inputs: list[Any], device: str, what: str) -> None:
@@ -235,6 +236,4 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
         return call
 
     for form in ("same", "empty", "strided"):
-        tally.check(
-            f"{what}, {form}", run("cpu", form), run(device, form), values=op.name not in UNDEFINED_VALUES
-        )
+        tally.check(f"{what}, {form}", run("cpu", form), run(device, form), values=op.name not in UNDEFINED_VALUES)

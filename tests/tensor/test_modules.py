@@ -70,7 +70,12 @@ def test_an_optimizer_made_before_the_move_trains_on(sky1: str) -> None:
 def test_gradients_move_with_their_parameters(sky1: str) -> None:
     module = nn.Linear(3, 3)
     module(torch.ones(1, 3)).sum().backward()
-    for place, dtype in ((sky1, torch.float32), (sky1, torch.float16), ("sky:0", torch.float16), ("cpu", torch.float16)):
+    for place, dtype in (
+        (sky1, torch.float32),
+        (sky1, torch.float16),
+        ("sky:0", torch.float16),
+        ("cpu", torch.float16),
+    ):
         module.to(place, dtype)
         for parameter in module.parameters():
             assert parameter.grad is not None

@@ -1,4 +1,7 @@
-"""The operators that programs use most, from PyTorch's database, held against the local CPU. `make conformance` runs all."""
+"""The operators that programs use most, from PyTorch's database, held against the local CPU.
+
+`make conformance` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.op_checks import check_op, entry_name
 
-HOT = frozenset(
-    """
-    add addmm amax any arange argmax baddbmm bmm bool cat chunk clamp clone contiguous copysign cos cumsum diff div.no_rounding_mode
-    einsum empty_like eq exp expand fill flatten full gather gt index_add index_put index_select linalg.norm linalg.solve
-    linspace log log_softmax logsumexp masked_fill masked_select matmul max.reduction_with_dim mean mm mul
+_NAMES = """
+    add addmm amax any arange argmax baddbmm bmm bool cat chunk clamp clone contiguous copysign cos cumsum diff
+    div.no_rounding_mode einsum empty_like eq exp expand fill flatten full gather gt index_add index_put index_select
+    linalg.norm linalg.solve linspace log log_softmax logsumexp masked_fill masked_select matmul
+    max.reduction_with_dim mean mm mul
     nn.functional.batch_norm nn.functional.conv2d nn.functional.cross_entropy nn.functional.dropout
     nn.functional.embedding nn.functional.gelu nn.functional.interpolate.bilinear nn.functional.layer_norm
-    nn.functional.linear nn.functional.max_pool2d nn.functional.mse_loss nn.functional.pad.constant nn.functional.relu
-    nn.functional.scaled_dot_product_attention nn.functional.silu nonzero permute pow randn repeat reshape rsqrt scatter
-    sigmoid softmax sort split sqrt squeeze stack std sub sum tanh tensor_split topk transpose tril unbind unique
-    unsqueeze var view where zeros __getitem__
-    """.split()
-)
+    nn.functional.linear nn.functional.max_pool2d nn.functional.mse_loss nn.functional.pad.constant
+    nn.functional.relu nn.functional.scaled_dot_product_attention nn.functional.silu
+    nonzero permute pow randn repeat reshape rsqrt scatter sigmoid softmax sort split sqrt squeeze stack std sub sum
+    tanh tensor_split topk transpose tril unbind unique unsqueeze var view where zeros __getitem__
+"""
+HOT = frozenset(_NAMES.split())
 _ENTRIES = [op for op in op_db if entry_name(op) in HOT]
 
 

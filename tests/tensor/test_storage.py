@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_view_keeps_its_storage_when_its_base_is_gone(sky1: str) -> None:
 def test_living_storages_have_addresses_of_their_own(sky: str, sky1: str) -> None:
     tensors = [torch.zeros(1000, device=device) for device in (sky, sky1) for _ in range(50)]
     starts = sorted(t.data_ptr() for t in tensors)
-    assert all(b - a >= 4000 for a, b in zip(starts, starts[1:]))
+    assert all(b - a >= 4000 for a, b in itertools.pairwise(starts))
     assert all(start % 512 == 0 for start in starts)
 
 
@@ -142,7 +143,7 @@ def test_set_takes_a_place_in_a_storage(sky1: str) -> None:
 def test_set_refuses_a_storage_of_another_device(sky: str, sky1: str) -> None:
     x = torch.zeros(2, device=sky1)
     for device in ("cpu", sky):
-        with pytest.raises(RuntimeError, match="on device \"sky:1\" to a storage on different device"):
+        with pytest.raises(RuntimeError, match='on device "sky:1" to a storage on different device'):
             x.set_(torch.zeros(2, device=device).untyped_storage())
     with pytest.raises(RuntimeError, match="Could not set tensor"):
         x.set_(torch.zeros(2, dtype=torch.int64, device=sky1))

@@ -172,7 +172,11 @@ def test_a_module_can_be_called_with_other_parameters(sky1: str) -> None:
 def test_averages_of_a_model_follow_it(sky1: str) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-    for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True}):
+    for options in (
+        {},
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True},
+    ):
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(sky1)
         with torch.no_grad():
             module[0].weight.fill_(0)
@@ -236,7 +240,7 @@ def test_forward_mode_works(sky1: str) -> None:
 
 
 def test_a_trace_runs_on_the_worker(sky1: str) -> None:
-    with pytest.warns(DeprecationWarning) as _:
+    with pytest.warns(DeprecationWarning, match="deprecated"):
         traced = torch.jit.trace(lambda x: x * 2 + 1, torch.ones(3))  # type: ignore[no-untyped-call]
     result = traced(torch.ones(3, device=sky1))
     assert result.device == torch.device(sky1)

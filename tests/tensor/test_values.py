@@ -118,7 +118,7 @@ MISUSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_raises_what_pytorch_raises(name: str, sky1: str) -> None:
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         MISUSES[name](torch.ones(3))
     with pytest.raises(expected.type) as got:
         MISUSES[name](torch.ones(3, device=sky1))
@@ -128,9 +128,7 @@ def test_misuse_raises_what_pytorch_raises(name: str, sky1: str) -> None:
 
 def test_numpy_is_refused_in_the_words_for_any_device(sky1: str) -> None:
     x = torch.arange(3.0, device=sky1)
-    words = (
-        r"can't convert sky:1 device type tensor to numpy\. Use Tensor\.cpu\(\) to copy the tensor to host memory first\."
-    )
+    words = r"can't convert sky:1 device type tensor to numpy\. Use Tensor\.cpu\(\) to copy the tensor to host memory"
     for convert in (lambda: x.numpy(), lambda: np.asarray(x)):
         with pytest.raises(TypeError, match=words):
             convert()
@@ -238,7 +236,9 @@ def test_conjugate_and_negative_views_share_storage(sky1: str) -> None:
     assert torch.equal((view + 1).cpu(), torch.tensor([3 - 4j, 7 + 2j]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+)
 def test_slices_of_every_dtype_come_back_to_the_last_bit(dtype: torch.dtype, sky1: str) -> None:
     bits = torch.arange(64, dtype=torch.uint8).repeat(4) * 3
     local = bits.view(dtype) if dtype.itemsize <= 8 else bits

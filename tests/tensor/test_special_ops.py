@@ -1,0 +1,219 @@
+"""Ops that are answered, divided or asked for, rather than simply recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from skyproxy.errors import UnsupportedOpError
+from tests.conformance.twins import Twins, tree_differences
+
+
+def _same(compute: Callable[..., Any], device: str, *arguments: Any) -> None:
+    ours, theirs = (compute(*Twins(place).of(arguments)) for place in (device, "cpu"))
+    assert tree_differences(ours, theirs) == []
+
+
+def test_splitting_at_places_in_a_tensor(sky1: str) -> None:
+    x = torch.arange(12.0).view(6, 2)
+    _same(lambda a: torch.tensor_split(a, torch.tensor([1, 4])), sky1, x)
+    _same(torch.tensor_split, sky1, x, torch.tensor([1, 4]))
+    _same(torch.tensor_split, sky1, x, torch.tensor(4))
+    _same(lambda a, n: torch.tensor_split(a, n, dim=1), sky1, x, torch.tensor([1]))
+
+
+def test_splitting_at_places_of_another_dtype_is_refused(sky1: str) -> None:
+    with pytest.raises(RuntimeError, match="dtype long"):
+        torch.tensor_split(torch.ones(4, device=sky1), torch.tensor([1.0], device=sky1))
+
+
+def test_results_whose_size_depends_on_values(sky1: str) -> None:
+    x = torch.tensor([3, 0, 1, 3, 0, 7])
+    for function in (torch.nonzero, torch.unique, torch.bincount, torch.argwhere, lambda a: a[a > 0]):
+        _same(function, sky1, x)
+        _same(function, sky1, x + 1)
+    _same(lambda a: torch.unique(a, return_inverse=True, return_counts=True), sky1, x)
+    _same(lambda a: torch.repeat_interleave(a, a), sky1, x)
+
+
+def test_outputs_that_are_resized_have_the_strides_of_the_kernel(sky1: str) -> None:
+    matrix = torch.eye(3) * 2 + torch.arange(9.0).view(3, 3)
+
+    def solve(a: torch.Tensor, out: torch.Tensor) -> Any:
+        return torch.linalg.inv(a, out=out), out, out + 1
+
+    for _ in range(2):  # the second time from what was learned
+        _same(solve, sky1, matrix, torch.empty(0))
+        _same(solve, sky1, matrix, torch.ones(3, 3))
+
+
+def test_the_out_form_of_composites_fills_it(sky1: str) -> None:
+    a, b = torch.arange(24.0).view(2, 3, 4), torch.arange(20.0).view(4, 5)
+    _same(lambda x, y, out: (torch.matmul(x, y, out=out), out), sky1, a, b, torch.ones(2, 3, 5))
+    _same(lambda x, out: (torch.linalg.matrix_rank(x, out=out), out), sky1, b, torch.tensor(7))
+
+
+def test_the_out_form_refuses_what_pytorch_refuses(sky1: str) -> None:
+    a = torch.ones(2, 2, device=sky1)
+    with pytest.raises(RuntimeError, match=r"can't be cast|expected out tensor to have dtype"):
+        torch.matmul(a, a, out=torch.ones(2, 2, dtype=torch.int64, device=sky1))
+
+
+def test_two_names_of_the_same_memory_are_told_from_two_alike(sky1: str) -> None:
+    a = torch.ones(3, device=sky1)
+    assert a.is_set_to(a.view(3))
+    assert not a.is_set_to(a.clone())
+    assert not a.is_set_to(a[:2])
+
+
+def test_scalars_of_foreach_ops_may_lie_on_the_cpu(sky1: str) -> None:
+    tensors = [torch.arange(4.0), torch.ones(2, 2)]
+    scalars = torch.tensor([2.0, 0.5])
+
+    def update(a: Any, b: Any, c: Any) -> Any:
+        torch._foreach_addcdiv_(a, b, c, scalars)
+        return a, torch._foreach_addcmul(a, b, c, scalars * 3)
+
+    _same(update, sky1, tensors, [t + 1 for t in tensors], [t + 2 for t in tensors])
+
+
+def test_zeros_that_gradients_are_made_of_are_ordinary_zeros(sky1: str) -> None:
+    x = torch.linspace(-1, 1, 4, device=sky1).requires_grad_()
+    x.sgn().sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0] * 4
+    x.grad += 1
+    assert x.grad.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_train_as_on_the_cpu(kind: str, batch_first: bool, sky1: str) -> None:
+    torch.manual_seed(1)
+    original = getattr(torch.nn, kind)(3, 4, batch_first=batch_first, bidirectional=True)
+    padded = torch.randn(5, 4, 3) if not batch_first else torch.randn(4, 5, 3)
+    lengths = torch.tensor([5, 2, 4, 1])
+
+    def train(device: str, enforce_sorted: bool) -> Any:
+        model = copy.deepcopy(original).to(device)
+        x = padded.to(device).requires_grad_()
+        packed = pack_padded_sequence(x, lengths, batch_first=batch_first, enforce_sorted=enforce_sorted)
+        result, _ = model(packed)
+        unpacked, sizes = pad_packed_sequence(result, batch_first=batch_first)
+        unpacked.square().sum().backward()
+        assert torch.equal(sizes, lengths)
+        return unpacked.detach(), x.grad, [p.grad for p in model.parameters()]
+
+    assert tree_differences(train(sky1, False), train("cpu", False), memory=False) == []
+
+
+def test_batch_sizes_of_packed_sequences_stay_on_the_cpu(sky1: str) -> None:
+    packed = pack_padded_sequence(torch.ones(3, 2, 4, device=sky1), torch.tensor([3, 1]))
+    assert packed.data.device == torch.device(sky1)
+    assert packed.batch_sizes.device.type == "cpu"
+    assert packed.batch_sizes.tolist() == [2, 1, 1]
+
+
+LAYOUTS = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sparse_layouts_go_there_and_back(name: str, sky1: str) -> None:
+    dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0], [0, 0, 0, 0], [4, 0, 0, 5]])
+    local = LAYOUTS[name](dense)
+    for remote in (local.to(sky1), LAYOUTS[name](dense.to(sky1))):
+        assert remote.layout is local.layout
+        assert remote.device == torch.device(sky1)
+        assert remote._nnz() == local._nnz()
+        back = remote.cpu()
+        assert back.layout is local.layout
+        assert torch.equal(back.to_dense(), dense)
+        assert torch.equal(remote.to_dense().cpu(), dense)
+        assert torch.equal((remote * 2).to_dense().cpu(), dense * 2)
+
+
+@pytest.mark.parametrize("name", ["coo", "csr"])
+def test_sparse_matrices_multiply_and_pass_gradients(name: str, sky1: str) -> None:
+    dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0]])
+
+    def compute(device: str) -> Any:
+        weight = torch.arange(8.0).view(4, 2).to(device).requires_grad_()
+        result = torch.sparse.mm(LAYOUTS[name](dense.to(device)), weight)
+        result.sum().backward()
+        return result.detach(), weight.grad
+
+    assert tree_differences(compute(sky1), compute("cpu"), memory=False) == []
+
+
+def test_embeddings_with_sparse_gradients_train(sky1: str) -> None:
+    torch.manual_seed(0)
+    original = torch.nn.Embedding(6, 3, sparse=True)
+
+    def train(device: str) -> torch.Tensor:
+        model = copy.deepcopy(original).to(device)
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 4, 1], device=device)).square().sum().backward()
+            assert model.weight.grad.layout is torch.sparse_coo
+            optimizer.step()
+        return model.weight.detach()
+
+    assert tree_differences(train(sky1), train("cpu")) == []
+
+
+def test_traced_programs_compute_the_same(sky1: str) -> None:
+    x = torch.linspace(-1, 1, 6, device=sky1)
+    graph = make_fx(lambda a: (a.tanh() * 2).sum())(x)
+    y = x + 1
+    torch.testing.assert_close(graph(y).cpu(), (y.cpu().tanh() * 2).sum())
+
+
+def test_an_op_that_workers_refuse_leaves_the_session_usable(sky1: str) -> None:
+    x = torch.ones(2, device=sky1)
+    with pytest.raises(UnsupportedOpError, match="Move the tensor first"):
+        torch.from_file("/etc/hostname", size=1, dtype=torch.uint8, device=sky1)
+    library = torch.library.Library("skyproxy_tests_foreign", "FRAGMENT")
+    library.define("only_on_cuda(Tensor x) -> Tensor")
+    with pytest.raises(UnsupportedOpError, match="custom op"):
+        torch.ops.skyproxy_tests_foreign.only_on_cuda(x)
+    assert (x + 1).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda x: x @ torch.ones(5, 5, device=x.device), RuntimeError),
+        (lambda x: x.view(7), RuntimeError),
+        (lambda x: x[5], IndexError),
+        (lambda x: torch.cat([x, torch.ones(3, device=x.device)]), RuntimeError),
+        (lambda x: torch.linalg.cholesky(-x @ x.t() - torch.eye(2, device=x.device)), torch.linalg.LinAlgError),
+    ],
+)
+def test_what_the_cpu_refuses_is_refused_at_the_same_line(call: Any, kind: type[Exception], sky1: str) -> None:
+    with pytest.raises(kind):
+        call(torch.ones(2, 3))
+    x = torch.ones(2, 3, device=sky1)
+    with pytest.raises(kind):
+        call(x)
+    torch.sky.synchronize()  # type: ignore[attr-defined]
+    assert (x + 1).sum().item() == 12.0
+
+
+def test_pinning_belongs_to_the_cpu(sky1: str) -> None:
+    x = torch.ones(2, device=sky1)
+    assert not x.is_pinned()
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        x.pin_memory()
