@@ -35,11 +35,15 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "date": datetime.date.today().isoformat(),
     }
-    if hasattr(os, "getloadavg"):
-        facts["load_before"] = round(os.getloadavg()[0], 2)
+    facts["load_before"] = load()
     if torch.cuda.is_available():
         facts["cuda"] = torch.cuda.get_device_name()
     return facts
+
+
+def load() -> float | str:
+    """How many processes wanted the processor lately, ours included."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown"
 
 
 def noise(table: Table) -> Spread | None:
@@ -76,7 +80,8 @@ def _conditions(table: Table, facts: dict[str, Any]) -> str:
         text += f", {facts['cuda']}"
     text += "."
     if "load_before" in facts:
-        text += f" Load when it began: {facts['load_before']}."
+        # Two cores that only this run uses show a load of about 2 at its end.
+        text += f" Load when it began: {facts['load_before']}; when it ended: {facts.get('load_after', 'unknown')}."
     found = noise(table)
     if found is not None:
         text += (
@@ -100,7 +105,7 @@ def _rows(rows: list[Row]) -> str:
 def _by_delay(table: Table, links: list[str]) -> str:
     head = ["ratio to local CPU", *("0 ms" if link == "ws" else link.removeprefix("ws, ") for link in links)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    names = dict.fromkeys(row.name for row in table.rows if row.link == links[-1] and row.against.startswith("local"))
+    names = dict.fromkeys(row.name for row in table.rows if row.link == links[-1] and row.against == "local CPU")
     for name in names:
         cells = []
         for link in links:
@@ -169,7 +174,7 @@ def plot(table: Table, path: Path) -> str:
     right.set(xlabel="client time, us an operation", title="Small operations")
     right.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+    figure.savefig(path, dpi=70, metadata={"Software": None})
     pyplot.close(figure)
     return ""
 
@@ -190,4 +195,4 @@ def write_page(table: Table, facts: dict[str, Any], page: Path = PAGE) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{image}{markdown(table, facts)}\n\n{END}{after}", encoding="utf-8")
 
 
-__all__ = ["BEGIN", "END", "PAGE", "machine", "markdown", "noise", "plot", "write_json", "write_page"]
+__all__ = ["BEGIN", "END", "PAGE", "load", "machine", "markdown", "noise", "plot", "write_json", "write_page"]

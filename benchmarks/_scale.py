@@ -20,6 +20,7 @@ class Scale:
         mebibytes_through_proxy: and through the proxy, which takes a share of the processor itself.
         busy_seconds: how long values are asked for while a tensor moves.
         steps: training steps of one figure.
+        round_trips_worth: a run on a slow link, which waits for it once at its end, takes at least so many round trips.
         steady_steps: steps before a loop counts as steady, and as many after that.
         slow_rounds: rounds of what waits for a slow link again and again.
         slow_seconds: how long the steps of such a round may wait for the link in total.
@@ -37,6 +38,7 @@ class Scale:
     mebibytes_through_proxy: int
     busy_seconds: float
     steps: int
+    round_trips_worth: int
     steady_steps: int
     slow_rounds: int
     slow_seconds: float
@@ -59,6 +61,7 @@ FULL = Scale(
     mebibytes_through_proxy=64,
     busy_seconds=2.0,
     steps=30,
+    round_trips_worth=25,
     steady_steps=60,
     slow_rounds=3,
     slow_seconds=2.0,
@@ -75,6 +78,7 @@ QUICK = Scale(
     mebibytes_through_proxy=16,
     busy_seconds=0.3,
     steps=5,
+    round_trips_worth=6,
     steady_steps=25,
     slow_rounds=2,
     slow_seconds=0.4,
@@ -91,6 +95,7 @@ TINY = Scale(
     mebibytes_through_proxy=1,
     busy_seconds=0.05,
     steps=2,
+    round_trips_worth=1,
     steady_steps=6,
     slow_rounds=2,
     slow_seconds=0.1,

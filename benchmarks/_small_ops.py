@@ -196,6 +196,8 @@ def never_seen(bench: Bench) -> None:
         ("x[i], changing index", indices, NEVER_SEEN),
         ("x[i:j], changing slice", slices, NEVER_SEEN),
     ):
+        for device in (bench.device, bench.local):
+            run(device)  # what is loaded or made once in a process
         figures = interleaved(
             {"sky": lambda run=run: run(bench.device), "local": lambda run=run: run(bench.local)}, bench.scale.rounds
         )

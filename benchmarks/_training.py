@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ class Trainer:
 
     Attributes:
         losses: of the latest run, as numbers.
+        rate: steps a second of the latest run.
         round_trips: waits for a worker in the latest run, fetching `losses` afterwards not counted.
         autocast: the lower precision to compute in; None for none.
     """
@@ -48,6 +50,7 @@ class Trainer:
         self.batches = batches
         self.device = device
         self.losses: list[float] = []
+        self.rate = 0.0
         self.round_trips = 0
         self.autocast = autocast
         self._optimizer: torch.optim.Optimizer = (
@@ -101,7 +104,8 @@ class Trainer:
         took = time.perf_counter() - started
         self.round_trips = torch.sky.stats()["round_trips"] - before
         self.losses = torch.stack(kept).tolist() if log == "never" else [float(value) for value in kept]
-        return count / took
+        self.rate = count / took
+        return self.rate
 
 
 def later(value: torch.Tensor) -> Callable[[], float]:
@@ -166,6 +170,9 @@ def compare(
     bench: Bench, name: str, pair: dict[str, Trainer], steps: int, targets: tuple[Target, ...], log: str = "never"
 ) -> None:
     """Steps a second of both, round by round, with the losses compared after each."""
+    if log != "item":  # the wait at the end of a run is no part of its steps, so it may not weigh much
+        seconds = bench.scale.round_trips_worth * bench.link.rtt_seconds
+        steps = max(steps, math.ceil(seconds * pair["local"].rate))
     figures: dict[str, list[float]] = {side: [] for side in pair}
     for number in range(bench.scale.rounds if bench.direct else bench.scale.slow_rounds):
         for side in ("sky", "local") if number % 2 == 0 else ("local", "sky"):

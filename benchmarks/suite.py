@@ -196,6 +196,7 @@ def main() -> int:
         failed = run_cpu(scale, table, arguments.rtt_ms, arguments.only, arguments.links)
         if not arguments.links and (not arguments.only or "graphs" in arguments.only):
             failed += add_graphs(table, arguments.quick)
+    facts["load_after"] = _report.load()
     print("\n" + _report.markdown(table, facts))
     _report.write_json(table, facts, arguments.json)
     reason = _report.plot(table, arguments.plot)

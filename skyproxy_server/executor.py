@@ -281,12 +281,14 @@ class Executor:
                 value = staging
             else:
                 value = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=place)
+                self._transfers.pass_on(transfer, value)
 
             def land() -> None:
                 try:
-                    transfer.wait()
-                    if value is not staging:
-                        value.copy_(staging)
+                    if value is staging:
+                        transfer.wait()
+                    else:
+                        transfer.settle(value, staging)
                 except Exception as error:
                     # Nothing else can have this storage: whoever wanted it had to pass through here.
                     if values.get(slot) is value:
@@ -326,7 +328,7 @@ class Executor:
             value = self.value(slot)
             tensor = packed(value)
             if not transfer:
-                self._send(Reply(request, None, (torch_codec.byte_view(tensor),)))
+                self._send(Reply(request, None, (torch_codec.byte_view(tensor.cpu()),)))
                 return
             departure = self._transfers.depart(transfer, tensor)
             if storage_key(tensor) == storage_key(value):  # no copy was made: later writers must wait
@@ -457,15 +459,10 @@ _GONE = object()
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values on the CPU, in the strides in which they travel."""
+    """The tensor's values on its device, in the strides in which they travel."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    size, stride = tuple(tensor.shape), tensor.stride()
-    if tensor.device.type != "cpu":
-        if not torch_codec.is_dense(size, stride):
-            tensor = tensor.contiguous()
-        return tensor.cpu()
-    return tensor if torch_codec.is_dense(size, stride) else tensor.contiguous()
+    return tensor if torch_codec.is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous()
 
 
 def _differs_in_strides_only(actual: Description, expected: Description) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk, Ping, Pong
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
+from skyproxy_server.cuda_staging import Arriving, Staging
 
 _REMEMBERED_CANCELS = 1000
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
@@ -27,6 +29,8 @@ class Arrival:
         byte_count: how many there are.
         missing: how many did not come yet.
         over: whether no more pieces come.
+        device: the device tensor that pieces are passed on to; None for one in the host's memory.
+        early: offsets and sizes of the pieces that are in `target`; the others went to `device`.
     """
 
     def __init__(self, byte_count: int) -> None:
@@ -35,6 +39,8 @@ class Arrival:
         self.byte_count = byte_count
         self.missing = byte_count
         self.over = False
+        self.device: Arriving | None = None
+        self.early: list[tuple[int, int]] = []
         self._done = threading.Event()
         self._error: Exception | None = None
         try:
@@ -57,6 +63,22 @@ class Arrival:
             raise self._error
         assert self.target is not None
         return self.target
+
+    def settle(self, value: torch.Tensor, host: torch.Tensor) -> None:
+        """Waits for the last piece; then whatever is computed sees the values.
+
+        Args:
+            value: the tensor that `Transfers.pass_on` was given.
+            host: the view of `target` that looks like it.
+
+        Raises:
+            Exception: as `wait`.
+        """
+        target = self.wait()
+        if self.device is not None:
+            self.device.settle(target, self.early)
+        else:
+            value.copy_(host)
 
     def count(self, byte_count: int) -> None:
         self.missing -= byte_count
@@ -96,8 +118,12 @@ class Departure:
 class Transfers:
     """All transfers of a session. The executor announces them; the bulk connection's two threads move them."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, chunk_bytes: int, staging: Staging | None = None) -> None:
+        self._staging = staging or Staging(chunk_bytes)
+        self._buffer: torch.Tensor | None = None
+        """Where the piece that is being received lands, if not in its arrival's own memory."""
+        self._piece_bytes = 0
+        """The size of the client's pieces; 0 until one came that was not the last of its transfer."""
         self._arrivals: dict[int, Arrival] = {}
         self._announced: set[int] = set()
         self._cancelled: dict[int, str] = {}
@@ -124,8 +150,15 @@ class Transfers:
                 arrival.fail(RuntimeError("the bulk connection ended"))
             return arrival
 
+    def pass_on(self, arrival: Arrival, value: torch.Tensor) -> None:
+        """From now on, pieces go to this dense device tensor without delay, where its device can do that."""
+        device = self._staging.arriving(value)
+        with self._lock:
+            arrival.device = device
+
     def depart(self, number: int, tensor: torch.Tensor) -> Departure:
-        """Starts to send the bytes of a packed CPU tensor."""
+        """Starts to send the bytes of a dense tensor."""
+        self._staging.leave(tensor)
         departure = Departure(number, tensor)
         self._departures.put(departure)
         return departure
@@ -148,8 +181,12 @@ class Transfers:
         """Where a chunk's bytes go: straight into the tensor."""
         if not isinstance(message, Chunk):
             return None
-        view = self._of_chunk(message).view
-        return view[message.offset :] if view is not None else None
+        arrival = self._of_chunk(message)
+        if arrival.device is not None and self._piece_bytes:
+            self._buffer = arrival.device.buffer(self._piece_bytes)
+            if self._buffer is not None:
+                return torch_codec.byte_view(self._buffer)
+        return arrival.view[message.offset :] if arrival.view is not None else None
 
     def receive(self, transport: Transport, load: Callable[[], dict[str, int]]) -> None:
         """Reads the bulk connection until it ends."""
@@ -167,7 +204,12 @@ class Transfers:
 
     def on_chunk(self, chunk: Chunk) -> None:
         """A piece has landed."""
-        self._landed(chunk.transfer, self._of_chunk(chunk), len(chunk.buffers[0]))
+        arrival, size = self._of_chunk(chunk), len(chunk.buffers[0])
+        buffer, self._buffer = self._buffer, None
+        if chunk.offset + size < chunk.total_bytes:
+            self._piece_bytes = size
+        self._keep(arrival, buffer, chunk.offset, size)
+        self._landed(chunk.transfer, arrival, size)
 
     def on_packed_chunk(self, chunk: PackedChunk) -> None:
         """A piece came, compressed.
@@ -177,9 +219,25 @@ class Transfers:
         """
         arrival = self._of_chunk(chunk)
         raw = unpack(chunk)
-        if arrival.view is not None:
+        buffer = arrival.device.buffer(len(raw)) if arrival.device is not None else None
+        if buffer is not None:
+            torch_codec.byte_view(buffer)[: len(raw)] = raw
+        elif arrival.view is not None:
             arrival.view[chunk.offset : chunk.offset + len(raw)] = raw
+        self._keep(arrival, buffer, chunk.offset, len(raw))
         self._landed(chunk.transfer, arrival, len(raw))
+
+    @staticmethod
+    def _keep(arrival: Arrival, buffer: torch.Tensor | None, offset: int, size: int) -> None:
+        """A piece has landed, in `buffer` or in the arrival's own memory."""
+        if buffer is None:
+            arrival.early.append((offset, size))
+            return
+        assert arrival.device is not None
+        try:
+            arrival.device.forward(buffer, offset, size)
+        except RuntimeError as error:  # the device is in trouble; whoever wants the values learns of it
+            arrival.fail(error)
 
     def _landed(self, number: int, arrival: Arrival, byte_count: int) -> None:
         with self._lock:
@@ -204,12 +262,15 @@ class Transfers:
         writer = ChunkWriter(transport)
         while (departure := self._departures.get()) is not None:
             try:
-                view, width = torch_codec.byte_view(departure.tensor), departure.tensor.element_size()
-                for offset in range(0, len(view), self._chunk_bytes):
-                    piece = view[offset : offset + self._chunk_bytes]
-                    writer.send(departure.number, offset, len(view), piece, width)
+                tensor, offset = departure.tensor, 0
+                for piece in self._staging.pieces(tensor):
+                    writer.send(departure.number, offset, tensor.nbytes, piece, tensor.element_size())
+                    offset += len(piece)
             except SessionLostError:
                 self.end()
+            except RuntimeError as error:  # the device is in trouble; whoever asked for the values learns of it
+                with contextlib.suppress(SessionLostError):
+                    transport.send(CancelTransfer(departure.number, f"the values could not be read: {error!r:.500}"))
             finally:
                 departure.end()
 

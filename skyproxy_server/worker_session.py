@@ -15,6 +15,7 @@ from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
+from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.transfers import Transfers
@@ -60,7 +61,7 @@ class WorkerSession:
         named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with torch._C._AutoDispatchBelowADInplaceOrView(), own_streams(executor.devices):
             try:
                 while True:
                     try:

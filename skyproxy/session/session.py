@@ -396,13 +396,15 @@ class Session:
 
         Never waits for the worker itself, nor for a thread that does.
         """
-        seen, idle, number, last_ping = -1, 0.001, 0, time.monotonic()
+        seen, unchanged, idle, number, last_ping = -1, 0, 0.001, 0, time.monotonic()
         moved, silent_since = -1, last_ping
         interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
         while not self._stop.wait(idle):
             recorder = self.recorder
             pending = len(recorder.stream)
-            stale = (pending or recorder.dirty) and pending == seen
+            # Three looks without news: a program that merely pauses between two operations is not cut off there.
+            unchanged = unchanged + 1 if pending == seen else 0
+            stale = (pending or recorder.dirty) and unchanged >= 3
             seen = pending
             idle = 0.001 if pending else min(idle * 2, 0.05)
             try:

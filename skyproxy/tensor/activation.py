@@ -34,6 +34,7 @@ def activate() -> None:
             hot_path,
             modules,
             pending,
+            recurrent,
             registration,
             serialization,
             special_ops,
@@ -45,6 +46,7 @@ def activate() -> None:
         pending.install()
         registration.register(device_module.MODULE)
         attention.install(registration.library())
+        recurrent.install(registration.library())
         special_ops.install(registration.library())
         storage.install()
         serialization.install()

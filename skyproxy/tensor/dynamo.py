@@ -39,6 +39,9 @@ def _teach(dynamo: Any) -> None:
 
     builder.VariableBuilder._wrap = wrap_remote
     builder.infer_subclass_type = infer_remote
+    # Else `torch.tensor(1.0, device="sky")` in traced code would make a tensor on the worker while it is traced. Asked
+    # for nothing but this, and only on machines without an accelerator of their own.
+    importlib.import_module("torch._subclasses.fake_tensor")._is_privateuse1_backend_available = lambda: False
     dynamo.register_backend(compiler.sky_backend, name="sky")
     _skip_our_code(importlib.import_module("torch._dynamo.eval_frame").skip_code)
 

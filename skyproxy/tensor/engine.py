@@ -36,6 +36,16 @@ class ParkedError(threading.local):
 PARKED = ParkedError()
 
 
+def _park() -> None:
+    """Parks the error that C++ left set, if there is one; to return to C++ with it would be an error in itself."""
+    try:
+        # The interpreter checks results of calls with unpacked arguments: this one fails if an error is set.
+        str(*_no_arguments)
+    except SystemError as error:
+        if PARKED.error is None:
+            PARKED.error = error.__cause__
+
+
 class CarefulHandler:
     """A handler of Ctrl-C that never raises where that would abort the process, and is `inner` otherwise.
 
@@ -49,6 +59,7 @@ class CarefulHandler:
         self.inner = inner
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
+        _park()
         at: FrameType | None = frame
         unsafe = CarefulHandler.inside
         while at is not None and not unsafe:
@@ -76,12 +87,7 @@ def _be_careful() -> None:
 
 def _asked(guard: Guard) -> Any:
     """C++ looks `type_` up; the function that it then calls."""
-    try:
-        # The interpreter checks results of calls with unpacked arguments: this one fails if an error is set.
-        str(*_no_arguments)
-    except SystemError as error:
-        if PARKED.error is None:
-            PARKED.error = error.__cause__
+    _park()
     if _get_ident() == _MAIN_THREAD:
         CarefulHandler.inside = True
         if type(_getsignal(2)) is not CarefulHandler:
@@ -95,7 +101,7 @@ def _answer() -> Any:
     return _PRIVATE_USE_1
 
 
-_UNSAFE = frozenset({_asked.__code__, _answer.__code__})
+_UNSAFE = frozenset({_asked.__code__, _answer.__code__, _park.__code__})
 
 
 class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]

@@ -73,6 +73,7 @@ _FAKED_WRONGLY = frozenset(
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::max_unpool2d",
+        "aten::mkldnn_rnn_layer",
         "aten::multilabel_margin_loss_forward",
     }
 )
@@ -153,7 +154,7 @@ class Plan:
         self.places_host_indices = self.name.partition(".")[0] in _INDEXING
         packet = self.name.partition(".")[0]
         self.waits = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
-        self.learns = not _DYNAMIC.intersection(func.tags) and (
+        self.learns = not _depends_on_values(func) and (
             packet in _FAKED_WRONGLY
             # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
             or any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
@@ -174,6 +175,12 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<plan of {self.name}>"
+
+
+def _depends_on_values(func: torch._ops.OpOverload) -> bool:
+    """Whether the sizes of the results depend on values. PyTorch tags the functional overloads only."""
+    packet = func._overloadpacket
+    return any(_DYNAMIC.intersection(getattr(packet, name).tags) for name in packet.overloads())
 
 
 def plan_of(func: Any) -> Plan:

@@ -13,6 +13,7 @@ from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental import proxy_tensor
 
 from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.dispatch import Call, run
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.registration import kernel
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
@@ -90,6 +91,36 @@ def _record_stream(plan: Plan, func: Any, args: Any, kwargs: Any) -> None:
 def _efficient_zeros(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
     return torch.zeros(*args, **kwargs)
+
+
+_QUANTIZED = (
+    "aten::quantize_per_tensor",
+    "aten::quantize_per_tensor.tensor_qparams",
+    "aten::quantize_per_tensor.tensors",
+    "aten::quantize_per_tensor_dynamic",
+    "aten::quantize_per_channel",
+    "aten::_make_per_tensor_quantized_tensor",
+    "aten::_make_per_channel_quantized_tensor",
+    "aten::_empty_affine_quantized",
+    "aten::_empty_per_channel_affine_quantized",
+    "aten::empty_quantized",
+)
+
+
+@implements(*_QUANTIZED)
+def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(
+        f"{plan.name}: tensors with quantized dtypes cannot live on a worker, because their scales would not travel. "
+        "Keep them on the CPU, or quantize with integers and scales of your own (torchao does)."
+    )
+
+
+@implements("aten::_nested_tensor_from_tensor_list", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer")
+def _refuse_nested(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(
+        f"{plan.name}: nested tensors with the strided layout have no sizes that could travel. "
+        "Use torch.nested.nested_tensor(..., layout=torch.jagged), which works here."
+    )
 
 
 # --- composites that look at values, or treat tensor subclasses otherwise --------------------------------------------
@@ -176,6 +207,7 @@ def install(library: torch.library.Library) -> None:
     for name, function in _COMPOSITES.items():
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)
+    library.impl("empty_quantized", kernel("aten::empty_quantized"), "QuantizedPrivateUse1")
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
             continue

@@ -48,9 +48,7 @@ class Sender:
         self.uploads.send(number, view, 1, tensor, lambda: self.announced.append(number))
 
     def chunks(self, number: int) -> list[tuple[int, Any]]:
-        return [
-            (m.offset, m.buffers[0]) for m in self.link.sent if isinstance(m, Chunk) and m.transfer == number
-        ]
+        return [(m.offset, m.buffers[0]) for m in self.link.sent if isinstance(m, Chunk) and m.transfer == number]
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_a_download_under_way_is_not_overwritten_by_the_next_replay(sky: str) ->
     keep = y[:1]
     from skyproxy.tensor.copies import start_download
 
-    finish = start_download(y)
+    finish, _ = start_download(y)
     x.fill_(5)
     g.replay()
     assert torch.equal(finish(), torch.ones(1 << 20))

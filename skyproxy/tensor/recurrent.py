@@ -1,0 +1,176 @@
+"""LSTM, GRU and simple recurrent networks on a CPU worker, as PyTorch computes them on the CPU.
+
+For accelerators PyTorch takes another way: fused cells, and the input's product step by step. On a CPU worker that would
+round otherwise than local PyTorch does, in backward too. So here the CPU's way is written out (ATen/native/RNN.cpp):
+for an LSTM in float32 one oneDNN operation a layer, otherwise the whole sequence's product with the input weights
+first, then one cell a step.
+On a CUDA worker PyTorch's own way for accelerators is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear
+
+from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+Tensor = torch.Tensor
+Hidden = tuple[Tensor, ...]
+Cell = Callable[[Tensor, Hidden, Sequence[Tensor | None]], Hidden]
+
+
+def _hidden_product(hidden: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    weight = weights[1]
+    assert weight is not None
+    return linear(hidden, weight, weights[3])
+
+
+def _lstm_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    hx, cx = hidden
+    i, f, g, o = _hidden_product(hx, weights).add_(step).unsafe_chunk(4, 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    cy = (f * cx).add_(i * g)
+    hy = o * cy.tanh()
+    projection = weights[4]
+    return (hy if projection is None else hy.matmul(projection.t())), cy
+
+
+def _gru_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    (hx,) = hidden
+    ir, iz, inew = step.unsafe_chunk(3, 1)
+    hr, hz, hnew = _hidden_product(hx, weights).unsafe_chunk(3, 1)
+    reset = hr.add_(ir).sigmoid_()
+    update = hz.add_(iz).sigmoid_()
+    new = inew.add(hnew.mul_(reset)).tanh_()
+    return ((hx - new).mul_(update).add_(new),)
+
+
+def _tanh_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    return (_hidden_product(hidden[0], weights).add_(step).tanh(),)
+
+
+def _relu_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    return (_hidden_product(hidden[0], weights).add_(step).relu(),)
+
+
+_ONEDNN_LSTM = 2  # oneDNN's number for the kind of network
+
+
+def _onednn_way(
+    sequence: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], backwards: bool, layout: Any
+) -> Any:
+    weight = weights[0]
+    assert weight is not None
+    biases = [torch.zeros_like(weight) if bias is None else bias for bias in weights[2:4]]
+    hx, cx = hidden
+    output, hy, cy, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+        sequence, weight, weights[1], *biases, hx, cx, backwards, [], _ONEDNN_LSTM, *layout
+    )
+    return output, (hy, cy)
+
+
+def _one_way(
+    cell: Cell, sequence: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], backwards: bool
+) -> tuple[Tensor, Hidden]:
+    assert weights[0] is not None
+    steps = linear(sequence, weights[0], weights[2]).unbind(0)
+    outputs = []
+    for step in reversed(steps) if backwards else steps:
+        hidden = cell(step, hidden, weights)
+        outputs.append(hidden[0])
+    if not outputs:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    return torch.stack(outputs[::-1] if backwards else outputs, 0), hidden
+
+
+def _network(
+    cell: Cell,
+    sequence: Tensor,
+    hiddens: list[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """All layers: (T, N, I), or (N, T, I) batch first, to the outputs and the final hidden states, one each."""
+    if batch_first:
+        sequence = sequence.transpose(0, 1)
+    onednn = cell is _lstm_cell and _takes_onednn(sequence, hiddens)
+    if onednn:
+        sequence, hiddens = sequence.contiguous(), [hidden.contiguous() for hidden in hiddens]
+        layout = (hiddens[0].size(-1), num_layers, has_biases, bidirectional, batch_first, train)
+    ways = 2 if bidirectional else 1
+    width = len(params) // (num_layers * ways)
+    states = list(zip(*(hidden.unbind(0) for hidden in hiddens), strict=True))
+    final: list[Hidden] = []
+    for layer in range(num_layers):
+        results = []
+        for way in range(ways):
+            number = layer * ways + way
+            weights = _weights(params[number * width : (number + 1) * width], has_biases)
+            if onednn:
+                output, hidden = _onednn_way(sequence, states[number], weights, way == 1, layout)
+            else:
+                output, hidden = _one_way(cell, sequence, states[number], weights, way == 1)
+            results.append(output)
+            final.append(hidden)
+        sequence = results[0] if ways == 1 else torch.cat(results, results[0].dim() - 1)
+        if dropout != 0 and train and layer < num_layers - 1:
+            sequence = drop(sequence, dropout)
+    if batch_first:
+        sequence = sequence.transpose(0, 1)
+    return (sequence, *(torch.stack(parts, 0) for parts in zip(*final, strict=True)))
+
+
+def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
+    """Whether PyTorch computes an LSTM of the CPU with oneDNN: float32, and no projection."""
+    plain = hiddens[0].size(-1) == hiddens[1].size(-1) and sequence.numel() > 0
+    return plain and sequence.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
+    """Input weight, hidden weight, their biases, projection; None for what there is not."""
+    count = 4 if has_biases else 2
+    biases: list[Tensor | None] = [*given[2:4]] if has_biases else [None, None]
+    return [given[0], given[1], *biases, given[count] if len(given) > count else None]
+
+
+def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and type(sequence) is RemoteTensor
+        if not plain or sequence._sky.device.place[0] != "cpu":
+            return overload.decompose(sequence, hx, params, *options, **named)
+        return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
+
+    return kernel
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    name: _kernel(getattr(getattr(torch.ops.aten, name.partition(".")[0]), "input"), cell, name.startswith("lstm"))
+    for name, cell in (
+        ("lstm.input", _lstm_cell),
+        ("gru.input", _gru_cell),
+        ("rnn_tanh.input", _tanh_cell),
+        ("rnn_relu.input", _relu_cell),
+    )
+}
+
+
+@implements(*("aten::" + name for name in _KERNELS))
+def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """In inference mode the op arrives here undivided."""
+    return _KERNELS[plan.name.removeprefix("aten::")](*args, **kwargs)
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts the CPU's way in the place of PyTorch's way for accelerators."""
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")

@@ -1,0 +1,125 @@
+"""What the worker does with ops it does not know, and with a client that believes something else of a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
+from skyproxy.settings import SETTINGS
+from skyproxy.torch_codec import Description, describe, encode_description
+from skyproxy_server.executor import Executor
+from skyproxy_server.transfers import Transfers
+
+DEFINE, EXPECT, DESCRIBE = commands.DEFINE, commands.EXPECT, commands.DESCRIBE
+ADD, REDUCE, UNKNOWN = range(commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 3)
+SIGNATURES = [
+    [DEFINE, ADD, ["aten::add.Tensor", ["t", "t"], {"alpha": "v"}, ["n"]]],
+    [DEFINE, REDUCE, ["aten::sum.dim_IntList", ["t", "v"], {}, ["n"]]],
+    [DEFINE, UNKNOWN, ["nowhere::nothing", ["t", "v"], {"x) or (": "t"}, ["n"]]],
+]
+
+
+class Worker:
+    """An executor, and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.executor = Executor(
+            [{"type": "cpu", "index": 0, "name": "CPU"}], self.sent.append, Transfers(SETTINGS.chunk_bytes), SETTINGS
+        )
+        self._sequence = 0
+        for definition in SIGNATURES:
+            self.run(*definition)
+
+    def run(self, *stream: Any) -> None:
+        self._sequence += 1
+        self.executor.run(Batch(Sequence(self._sequence), list(stream)))
+
+    def __setitem__(self, slot: int, tensor: torch.Tensor) -> None:
+        self.executor.values[slot] = tensor
+
+    def __getitem__(self, slot: int) -> Any:
+        return self.executor.values[slot]
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def _expectation(tensor: torch.Tensor, **changes: Any) -> list[Any]:
+    return [EXPECT, [encode_description(Description(*describe(tensor))._replace(**changes))]]
+
+
+def test_an_unknown_op_fails_where_it_is_called_and_nowhere_else(worker: Worker) -> None:
+    worker[1] = torch.ones(2)
+    worker.run(UNKNOWN, 1, 5, 1, 2, ADD, 1, 1, 1, 3, DESCRIBE, 9, [2], [])
+    assert worker[3].tolist() == [2.0, 2.0]
+    failures = [message for message in worker.sent if isinstance(message, Failure)]
+    assert failures[-1].request == 9
+    assert failures[-1].error["type"] == "UnsupportedOpError"
+
+
+def test_strides_the_client_believes_in_are_kept_to_whatever_the_numbers(worker: Worker) -> None:
+    worker[1] = torch.arange(6.0).view(2, 3)
+    believed = _expectation(worker[1], stride=(1, 2))
+    worker.run(*believed, ADD, 1, 1, 0.5, 2)
+    assert worker[2].stride() == (1, 2)
+    assert torch.equal(worker[2], worker[1] * 1.5)
+    # The client does not say again what it expects: for its cache, another number is the same op.
+    worker.run(ADD, 1, 1, 0.25, 3)
+    assert worker[3].stride() == (1, 2)
+    assert torch.equal(worker[3], worker[1] * 1.25)
+
+
+def test_inputs_of_another_look_are_left_alone(worker: Worker) -> None:
+    worker[1] = torch.arange(6.0).view(2, 3)
+    worker.run(*_expectation(worker[1], stride=(1, 2)), ADD, 1, 1, 0.5, 2)
+    worker[4] = torch.arange(12.0).view(4, 3)
+    worker.run(ADD, 4, 4, 0.5, 5)
+    assert worker[5].stride() == (3, 1)
+
+
+def test_a_number_that_shapes_the_result_tells_ops_apart(worker: Worker) -> None:
+    worker[1] = torch.arange(8.0).view(2, 2, 2)
+    worker.run(*_expectation(torch.ones(2, 2), stride=(1, 2)), REDUCE, 1, [0], 2)
+    worker.run(REDUCE, 1, [0], 3, REDUCE, 1, [1], 4)
+    assert worker[2].stride() == worker[3].stride() == (1, 2)
+    assert worker[4].stride() == (2, 1)
+
+
+@pytest.mark.parametrize("changes", [{"size": (3, 2)}, {"dtype": torch.float64}, {"size": (6,), "stride": (1,)}])
+def test_another_size_or_dtype_poisons_the_result(worker: Worker, changes: dict[str, Any]) -> None:
+    worker[1] = torch.arange(6.0).view(2, 3)
+    worker.run(*_expectation(worker[1], **changes), ADD, 1, 1, 0.5, 2, DESCRIBE, 7, [2], [])
+    failure = worker.sent[-1]
+    assert isinstance(failure, Failure)
+    assert failure.error["type"] == "InferenceMismatchError"
+
+
+def test_what_an_op_wrote_is_held_against_the_belief_too(worker: Worker) -> None:
+    number = UNKNOWN + 1
+    worker.run(DEFINE, number, ["aten::t_", ["t"], {}, ["x"]])
+    worker[1] = torch.ones(2, 3)
+    worker.run(*_expectation(torch.ones(3, 2).t().t(), stride=(1, 3)), number, 1, DESCRIBE, 6, [1], [])
+    assert isinstance(worker.sent[-1], Reply)
+    worker[2] = torch.ones(2, 3)
+    worker.run(*_expectation(torch.ones(2, 3)), number, 2, DESCRIBE, 7, [2], [])
+    assert isinstance(worker.sent[-1], Failure)
+
+
+def test_lists_are_described_item_by_item_and_taken_apart(worker: Worker) -> None:
+    worker[1] = torch.arange(4.0)
+    worker.executor.values[2] = [worker[1][:2], torch.ones(3)]
+    worker.run(DESCRIBE, 4, [2], [1])
+    reply = worker.sent[-1]
+    assert isinstance(reply, Reply)
+    ((mark, rows),) = reply.value
+    assert mark == "list"
+    assert [alias for _, alias in rows] == [0, -1]
+    worker.run(commands.DO, "take_apart", [2, [5, 6]])
+    assert worker[6].tolist() == [1.0] * 3
