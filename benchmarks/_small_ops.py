@@ -123,85 +123,126 @@ _new_shapes = _shapes()
 _new_numbers = itertools.count(1)
 
 
-def never_seen(bench: Bench) -> None:
-    """Operations whose shapes or scalars never came before: caches of any kind do not help."""
-    count = bench.scale.new_shapes
+Prepared = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+"""What is timed, and what then reads a value of its result and checks it."""
 
-    def elementwise(device: str) -> float:
-        base = torch.arange(4096.0, device=device)
-        inputs = []
-        for shape in itertools.islice(_new_shapes, count):
-            stride = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-            inputs.append(base.as_strided(shape, stride))
-        assert len(inputs) == count, "every shape was used; make more of them in _shapes()"
+
+def _elementwise(device: str, count: int) -> Prepared:
+    base = torch.arange(4096.0, device=device)
+    inputs = []
+    for shape in itertools.islice(_new_shapes, count):
+        stride = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+        inputs.append(base.as_strided(shape, stride))
+    assert len(inputs) == count, "every shape was used; make more of them in _shapes()"
+
+    def run() -> torch.Tensor:
         result = base
-        bench.synchronize()
-        started = time.perf_counter()
         for x in inputs:
             result = x + x
-        took = time.perf_counter() - started
-        assert result.flatten()[-1].item() == 2 * (result.numel() - 1)
-        return took / count * 1e6
+        return result
 
-    def growing_cache(device: str) -> float:
-        token = torch.ones(1, 2, 1, next(_new_numbers), device=device)
+    def check(result: torch.Tensor) -> None:
+        assert result.flatten()[-1].item() == 2 * (result.numel() - 1)
+
+    return run, check
+
+
+def _growing_cache(device: str, count: int) -> Prepared:
+    token = torch.ones(1, 2, 1, next(_new_numbers), device=device)
+
+    def run() -> torch.Tensor:
         cache = token
-        bench.synchronize()
-        started = time.perf_counter()
         for _ in range(count):
             cache = torch.cat((cache, token), 2)
-        took = time.perf_counter() - started
-        assert cache.sum().item() == token.numel() * (count + 1)
-        return took / count * 1e6
+        return cache
 
-    def scalars(device: str) -> float:
-        x = torch.ones(16, 16, device=device)
-        numbers = [next(_new_numbers) / 64 for _ in range(count)]
+    def check(cache: torch.Tensor) -> None:
+        assert cache.sum().item() == token.numel() * (count + 1)
+
+    return run, check
+
+
+def _scalars(device: str, count: int) -> Prepared:
+    x = torch.ones(16, 16, device=device)
+    numbers = [next(_new_numbers) / 64 for _ in range(count)]
+
+    def run() -> torch.Tensor:
         y = x
-        bench.synchronize()
-        started = time.perf_counter()
         for number in numbers:
             y = x * number
-        took = time.perf_counter() - started
-        assert y[0, 0].item() == torch.tensor(numbers[-1]).item()
-        return took / count * 1e6
+        return y
 
-    def indices(device: str) -> float:
-        x = torch.arange(float(count), device=device)
+    def check(y: torch.Tensor) -> None:
+        assert y[0, 0].item() == torch.tensor(numbers[-1]).item()
+
+    return run, check
+
+
+def _indices(device: str, count: int) -> Prepared:
+    x = torch.arange(float(count), device=device)
+
+    def run() -> torch.Tensor:
         y = x
-        bench.synchronize()
-        started = time.perf_counter()
         for index in range(count):
             y = x[index]
-        took = time.perf_counter() - started
-        assert y.item() == count - 1
-        return took / count * 1e6
+        return y
 
-    def slices(device: str) -> float:
-        x = torch.arange(float(4 * count), device=device)
-        start = next(_new_numbers) % 16
+    def check(y: torch.Tensor) -> None:
+        assert y.item() == count - 1
+
+    return run, check
+
+
+def _slices(device: str, count: int) -> Prepared:
+    start = next(_new_numbers) % 16
+    x = torch.arange(float(start + 2 * count), device=device)
+
+    def run() -> torch.Tensor:
         y = x
-        bench.synchronize()
-        started = time.perf_counter()
         for index in range(count):
             y = x[start + index : start + 2 * index + 1]
-        took = time.perf_counter() - started
-        assert y[0].item() == start + count - 1
-        return took / count * 1e6
+        return y
 
-    for name, run, targets in (
-        ("x + x, never-seen shape", elementwise, NEVER_SEEN),
-        ("cat of a growing cache", growing_cache, NEVER_SEEN),
-        ("x * k, changing scalar", scalars, NEVER_SEEN),
-        ("x[i], changing index", indices, NEVER_SEEN),
-        ("x[i:j], changing slice", slices, NEVER_SEEN),
+    def check(y: torch.Tensor) -> None:
+        assert y[0].item() == start + count - 1
+
+    return run, check
+
+
+def never_seen(bench: Bench) -> None:
+    """Operations whose shapes or scalars never came before: caches of any kind do not help, here or on the worker."""
+    count = bench.scale.new_shapes
+
+    def measure(prepare: Callable[[str, int], Prepared], device: str, whole: list[float]) -> float:
+        run, check = prepare(device, count)
+        bench.synchronize()
+        started = time.perf_counter()
+        result = run()
+        recorded = time.perf_counter()
+        check(result)
+        whole.append((time.perf_counter() - started) / count * 1e6)
+        return (recorded - started) / count * 1e6
+
+    for name, prepare in (
+        ("x + x, never-seen shape", _elementwise),
+        ("cat of a growing cache", _growing_cache),
+        ("x * k, changing scalar", _scalars),
+        ("x[i], changing index", _indices),
+        ("x[i:j], changing slice", _slices),
     ):
-        for device in (bench.device, bench.local):
-            run(device)  # what is loaded or made once in a process
+        whole: dict[str, list[float]] = {"sky": [], "local": []}
+        for side, device in (("sky", bench.device), ("local", bench.local)):
+            measure(prepare, device, whole[side])
+            whole[side].clear()  # the first one also loads and makes what a process needs once
         figures = interleaved(
-            {"sky": lambda run=run: run(bench.device), "local": lambda run=run: run(bench.local)}, bench.scale.rounds
+            {
+                side: lambda prepare=prepare, device=device, kept=whole[side]: measure(prepare, device, kept)
+                for side, device in (("sky", bench.device), ("local", bench.local))
+            },
+            bench.scale.rounds,
         )
-        bench.compare("small operations", f"client time: {name}", "us/op", figures, targets)
+        bench.compare("small operations", f"client time: {name}", "us/op", figures, NEVER_SEEN)
+        bench.compare("small operations", f"end to end: {name}", "us/op", whole)
 
 
 def _assert_equal(sky: torch.Tensor, local: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,8 @@ from skyproxy.errors import WorkerStartError
 from skyproxy.settings import Settings
 
 _SHOWN_OUTPUT_BYTES = 4000
+_END_TIMEOUT_SECONDS = 1.0
+_workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
 
 class LocalWorker:
@@ -42,6 +45,7 @@ class LocalWorker:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
         """
         self.token = secrets.token_urlsafe(32)
+        self._owner = os.getpid()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._last_words = ""
         command = [sys.executable, "-P", "-m", "skyproxy_server", "--embedded"]
@@ -57,6 +61,7 @@ class LocalWorker:
             )
         except OSError as error:
             raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
+        _workers.add(self)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(self.token.encode() + b"\n")
@@ -102,18 +107,28 @@ class LocalWorker:
             self._last_words = self._output.read().decode(errors="replace").strip()
         return self._last_words
 
+    def abandon_in_child(self) -> None:
+        """After a fork, in the child: lets go of the life-line, which is the parent's alone."""
+        for stream in (self._process.stdin, self._process.stdout, self._output):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._process.returncode = 0  # not ours to wait for, nor to warn of
+
     def stop(self) -> None:
         """Ends the process; idempotent, bounded in time."""
+        if self._owner != os.getpid():
+            return
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        for end in (None, self._process.terminate, self._process.kill):
-            if end is not None:
-                end()
+        # The closed pipe ends it at once, unless it was stopped or is beyond help.
+        for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2.0)
+                self._process.wait(_END_TIMEOUT_SECONDS)
                 break
+            self._process.kill()
         self.output()
         self._output.close()
 
@@ -126,3 +141,12 @@ def _environment() -> dict[str, str]:
         known = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = root + (os.pathsep + known if known else "")
     return environment
+
+
+def _after_fork_in_child() -> None:
+    for worker in list(_workers):
+        worker.abandon_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

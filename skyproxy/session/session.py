@@ -136,7 +136,7 @@ class Session:
         return self._process != os.getpid()
 
     def abandon_in_child(self) -> None:
-        """Makes every use fail clearly after a fork. The connections stay untouched: they are the parent's."""
+        """Makes every use fail clearly after a fork. The connections belong to the parent; nothing is said on them."""
         self._ended = SessionLostError(
             "this process was forked from one with a sky session, which belongs to the parent. Move tensors to the CPU "
             "before forking, or start processes with the 'spawn' method."
@@ -144,6 +144,8 @@ class Session:
         self.recorder.abandon(self._ended)
         self._waiters = Waiters()
         self._waiters.end(self._ended)
+        for transport in (self._operations, self._bulk):
+            transport.abandon()
 
     @property
     def bytes_sent(self) -> int:
@@ -312,6 +314,9 @@ class Session:
             # What was recorded can never leave, and everything after it depends on it.
             self._end(f"a batch of operations cannot be sent: {error}")
             raise
+        except SessionLostError as error:
+            self._end(str(error).rstrip("."))
+            raise SessionLostError(str(self._ended)) from error
 
     def _unacked(self) -> tuple[int, int]:
         connection = self._operations.connection

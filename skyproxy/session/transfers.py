@@ -273,7 +273,7 @@ class Uploads:
                 self._write(job)
                 job.done.set(None)
             except Exception as error:
-                job.done.fail(error)
+                job.done.fail(self._ended or error)
             finally:
                 self.busy = False
 

@@ -13,6 +13,7 @@ import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps
 import _thread
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -51,9 +52,11 @@ class CarefulHandler:
 
     Attributes:
         inside: whether the main thread is being asked for the type of our devices.
+        put_off: whether a thread is waiting to strike again.
     """
 
     inside = False
+    put_off = False
 
     def __init__(self, inner: Callable[[int, FrameType | None], Any]) -> None:
         self.inner = inner
@@ -67,11 +70,15 @@ class CarefulHandler:
             at = at.f_back
         if not unsafe:
             return self.inner(number, frame)
-        threading.Timer(_PUT_OFF_BY_SECONDS, _strike_again, (number,)).start()
+        if not CarefulHandler.put_off:
+            CarefulHandler.put_off = True
+            _thread.start_new_thread(_strike_again, (number,))
         return None
 
 
 def _strike_again(number: int) -> None:
+    time.sleep(_PUT_OFF_BY_SECONDS)
+    CarefulHandler.put_off = False
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(_MAIN_THREAD, number)  # a true signal, for it must end waits as well
     else:

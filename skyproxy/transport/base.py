@@ -55,6 +55,9 @@ class Transport(Protocol):
     def close(self, code_name: str = "done", reason: str = "") -> None:
         """Says goodbye and ends the connection; idempotent, never raises, bounded in time."""
 
+    def abandon(self) -> None:
+        """Lets go of the connection without a word to the peer: in a forked child, for it is the parent's."""
+
     @property
     def connection(self) -> Connection:
         """The rules and figures of this connection: the last sequence, the unacked bytes, the peer's goodbye.

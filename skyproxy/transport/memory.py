@@ -124,6 +124,9 @@ class MemoryTransport(Transport):
     def keep_alive(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        self._closed = True
+
     def close(self, code_name: str = "done", reason: str = "") -> None:
         if self._closed:
             return

@@ -232,6 +232,11 @@ class WebSocketTransport(Transport):
                     self._reading.release()
             self._finished.set()
 
+    def abandon(self) -> None:
+        # No lock: threads that do not exist here may hold them. Closing our copy leaves the parent's open.
+        self._closed = True
+        self._stream.close()
+
     def _say_goodbye(self, code_name: str, reason: str, deadline: float) -> bool:
         """Whether the peer was told, in time, that we leave."""
         if self._outbox.error is not None:

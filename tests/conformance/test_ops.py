@@ -41,7 +41,7 @@ def _cases() -> Iterator[Any]:
                 yield pytest.param(op, dtype, device, limit, id=f"{entry_name(op)}-{name}-{device}")
 
 
-@pytest.mark.parametrize(("op", "dtype", "device", "limit"), _cases())
+@pytest.mark.parametrize(("op", "dtype", "device", "limit"), list(_cases()))
 @pytest.mark.usefixtures("sky_devices")
 def test_an_operator_does_what_it_does_on_the_cpu(
     op: Any, dtype: torch.dtype, device: str, limit: int | None, judge: Judge
