@@ -3,8 +3,8 @@
     python benchmarks/graphs.py            # the table
     python benchmarks/graphs.py --json x   # and every figure
 
-A figure is the processor time of the calling thread for one step, while the worker computes beside it; the ratios are to
-the same step dispatched op by op. The worker runs compiled graphs op by op here, so it computes the same.
+A figure is the processor time of the calling thread for one step, while the worker computes beside it; the ratios are
+to the same step dispatched op by op. The worker runs compiled graphs op by op here, so it computes the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def training_steps() -> dict[str, Step]:
         model = mnist_net().to(DEVICE)
         rate = torch.tensor(1e-3, device=DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=True, capturable=True)
-        compile_it: Any = lambda f: torch.compile(f, backend="sky", options=EAGER) if how == "compiled" else f
+
+        def compile_it(function: Any) -> Any:
+            return torch.compile(function, backend="sky", options=EAGER) if how == "compiled" else function
 
         @compile_it
         def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -176,8 +178,8 @@ def measure(steps: dict[str, Step], rounds: int, count: int) -> list[dict[str, A
             }
         )
         print(
-            f"{name:<36} {rows[-1]['microseconds'].middle:>9.1f} us   ratio {ratio.middle:.3f} "
-            f"({ratio.low:.3f} to {ratio.high:.3f})   {rows[-1]['commands']:>6.1f} ops   {rows[-1]['bytes']:>7.0f} bytes",
+            f"{name:<34} {rows[-1]['microseconds'].middle:>8.1f} us  ratio {ratio.middle:.3f} "
+            f"({ratio.low:.3f} to {ratio.high:.3f})  {rows[-1]['commands']:>6.1f} ops {rows[-1]['bytes']:>7.0f} bytes",
             flush=True,
         )
     return rows

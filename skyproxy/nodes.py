@@ -121,8 +121,11 @@ class Node:
         """Ends the session, and the worker if it is embedded. Its tensors are gone. Idempotent."""
         if self._session.is_foreign:
             return
-        self._session.close("the node was closed")
-        if self._worker is not None:
+        if self._worker is None:
+            self._session.close("the node was closed")
+        else:
+            # The worker first: it is ours alone, and need not finish what it is doing.
+            self._session.close("the node was closed", self._worker.stop)
             self._worker.stop()
 
     def __enter__(self) -> Node:

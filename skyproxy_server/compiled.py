@@ -220,7 +220,7 @@ class CompiledSignature(Signature):
     def forget(self) -> None:
         """The client needs the program no more."""
         self.program = None
-        error = ProtocolError("this compiled graph was forgotten")
+        error = RuntimeError("this compiled graph was forgotten")
         self.handler = lambda values, stream, position: _raising(error)()
 
 

@@ -31,8 +31,7 @@ def _wait_for(devices: list[dict[str, Any]]) -> None:
 @_control
 def synchronize(executor: Executor) -> None:
     """Everything before this is done; the first failure that nobody was told of is raised."""
-    if executor.gates:
-        executor.gates.open_finished()
+    executor.gates.wait_for_transfers()
     _wait_for(executor.devices)
     if executor.unseen:
         raise PoisonedError(executor.unseen[0])

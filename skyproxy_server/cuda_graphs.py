@@ -158,9 +158,7 @@ class CudaDriver:
             # The outer context restores the stream even where the end of a broken capture raises inside the inner one.
             with torch.cuda.stream(torch.cuda.current_stream()):
                 try:
-                    with torch.cuda.graph(
-                        graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                    ):
+                    with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                         made = run()
                 except Exception:
                     with contextlib.suppress(RuntimeError):

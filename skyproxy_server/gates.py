@@ -87,11 +87,15 @@ class Gates:
                     self._open(key, gate)
                     gate.wait()
 
-    def open_finished(self) -> None:
-        """Forgets transfers that are over."""
+    def wait_for_transfers(self) -> None:
+        """Waits until all bytes have come and gone."""
+        self.open_finished(wait=True)
+
+    def open_finished(self, *, wait: bool = False) -> None:
+        """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
         for key, gates in list(self._closed.items()):
             for gate in list(gates):
-                if gate.finished is not None and gate.finished():
+                if gate.finished is not None and (wait or gate.finished()):
                     assert gate.wait is not None
                     self._open(key, gate)
                     # A transfer that failed has left poison behind for those who want its values.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,125 +17,17 @@ from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.protocol import commands
 from skyproxy_server.controls import CONTROLS
-from skyproxy_server.cuda_graphs import Replayer, replayer_for
+from skyproxy_server.cuda_graphs import replayer_for
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import storage_key
+from skyproxy_server.recordings import Recording, Step
 
 if TYPE_CHECKING:
     from skyproxy_server.executor import Executor
-    from skyproxy_server.signatures import Handler, Signature
 
 _MAX_GRAPHS = 4096
 _NOT_REPLAYED = "this tensor is made by a graph that was captured, but not replayed yet. Call g.replay() first."
 _ABANDONED = "this tensor was made in a graph capture that was given up, so it never existed. Make it again."
-
-
-class Step(NamedTuple):
-    """One command of a recording.
-
-    Attributes:
-        handler: runs it.
-        position: where it stands in the recording's stream.
-        signature: what it is, if it is an op.
-        checked: whether its results are held against what the client believes, which is done until it succeeded.
-    """
-
-    handler: Handler
-    position: int
-    signature: Signature | None
-    checked: bool
-
-
-class Recording:
-    """A captured stream, ready to run.
-
-    Attributes:
-        stream: the commands.
-        steps: the same, decoded.
-        exports: the slots whose values the client holds.
-        externals: what the recording reads from outside, by slot.
-        dynamic: slots that it reads from outside and that another recording fills.
-        replayer: runs it as a CUDA graph; None on the CPU.
-        intact: whether every step succeeded the last time.
-    """
-
-    def __init__(self, number: int, stream: list[Any], exports: list[int]) -> None:
-        self.number = number
-        self.stream = stream
-        self.steps: list[Step] = []
-        self.exports = exports
-        self.externals: dict[int, Any] = {}
-        self.dynamic: list[int] = []
-        self.replayer: Replayer | None = None
-        self.intact = False
-
-    def decode(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> list[int]:
-        """Fills in the steps.
-
-        Returns:
-            The slots that are read before they are filled.
-
-        Raises:
-            ProtocolError: the stream holds what cannot be replayed.
-        """
-        stream, position = self.stream, 0
-        made: set[int] = {0}
-        outside: dict[int, None] = {}
-        while position < len(stream):
-            number = stream[position]
-            at = position + 2 if number == commands.EXPECT else position
-            handler = handlers[number] if isinstance(number, int) and 0 < number < len(handlers) else None
-            signature = signatures.get(stream[at]) if at < len(stream) else None
-            if signature is not None and handler is not None:
-                width = signature.width
-                reads, fills = signature.input_slots(stream, at), signature.output_slots(stream, at)
-            elif number == commands.RELEASE and handler is not None:
-                width, reads, fills = 1, [], []
-            elif number == commands.DO and handler is not None:
-                width = commands.OPERANDS[number]
-                reads, fills = _slots_of_control(stream, position)
-            else:
-                raise ProtocolError(f"command {number!r:.40} at {position} of a captured stream cannot be replayed")
-            if at + width >= len(stream):
-                raise ProtocolError("a captured stream ends in the middle of a command")
-            outside.update(dict.fromkeys(slot for slot in reads if slot not in made))
-            made.update(fills)
-            if signature is not None and at == position:
-                # Looked up until the first success: a check may replace the handlers of the ops behind it.
-                handler = _looking_up(handlers)
-            self.steps.append(Step(handler, position, signature, at != position))
-            position = at + 1 + width
-        return list(outside)
-
-    def settle(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> None:
-        """Every step succeeded: from now on nothing is checked or looked up any more."""
-        self.intact = True
-        for i, step in enumerate(self.steps):
-            if step.signature is not None:
-                at = step.position + 2 * step.checked
-                number = self.stream[at]
-                known = handlers[number] if signatures.get(number) is step.signature else None
-                self.steps[i] = Step(known or step.signature.handler, at, step.signature, False)
-
-
-def _looking_up(handlers: list[Handler | None]) -> Handler:
-    def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
-        following: int = handlers[stream[position]](values, stream, position)
-        return following
-
-    return handler
-
-
-def _slots_of_control(stream: list[Any], position: int) -> tuple[list[int], list[int]]:
-    try:
-        name, arguments = stream[position + 1 : position + 3]
-        reads, fills = commands.RECORDABLE[name]
-        filled = [arguments[i] for i in fills]
-        return [arguments[i] for i in reads], [
-            slot for item in filled for slot in (item if isinstance(item, list) else [item])
-        ]
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise ProtocolError(f"a captured stream holds a control that cannot be replayed, at {position}") from None
 
 
 class Graphs:
@@ -442,4 +334,4 @@ def graph_report(executor: Executor) -> dict[str, int]:
     return executor.graphs.report()
 
 
-__all__ = ["Graphs", "Recording", "Step"]
+__all__ = ["Graphs"]

@@ -18,8 +18,9 @@ DO        name, arguments: run a named control; a failure is remembered until th
 REPLAY    graph: run a stream of commands that was captured before
 ========  ===========================================================================================
 
-A compiled graph is defined and called like an op; its definition is `[COMPILED, argument templates, {"nodes", "outputs",
-"options"}, output templates]`, where a node is `[overload, arguments, keywords]`, see `torch_codec`.
+A compiled graph is defined and called like an op; its definition is `[COMPILED, argument templates, fields, output
+templates]`. The fields are "nodes", each `[overload, arguments, keywords]` (see `torch_codec`), "outputs": the numbers of
+the values to keep, "writes": the numbers of the inputs that it changes, and "options".
 
 An op's definition is `[overload, argument templates, keyword templates, output templates]`. A template says where an
 argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.
@@ -41,7 +42,18 @@ DO: Final = 9
 REPLAY: Final = 10
 FIRST_SIGNATURE: Final = 32
 
-OPERANDS: Final = {DEFINE: 2, EXPECT: 1, RELEASE: 1, UPLOAD: 3, RECEIVE: 4, FETCH: 3, DESCRIBE: 3, CALL: 3, DO: 2, REPLAY: 1}
+OPERANDS: Final = {
+    DEFINE: 2,
+    EXPECT: 1,
+    RELEASE: 1,
+    UPLOAD: 3,
+    RECEIVE: 4,
+    FETCH: 3,
+    DESCRIBE: 3,
+    CALL: 3,
+    DO: 2,
+    REPLAY: 1,
+}
 """How many operands each built-in command takes."""
 
 RECORDABLE: Final = {

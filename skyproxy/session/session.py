@@ -433,7 +433,7 @@ class Session:
             except Exception:  # a failed flush is the recorder's to report, at the next wait
                 logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, before_closing: Callable[[], object] = lambda: None) -> None:
         with self._end_lock:
             if self._ended is not None:
                 return
@@ -444,6 +444,7 @@ class Session:
         self.recorder.end(self._ended)
         self._waiters.end(self._ended)
         self._uploads.end(self._ended)
+        before_closing()
         for transport in (self._operations, self._bulk):
             with contextlib.suppress(Exception):
                 transport.close()
@@ -451,12 +452,20 @@ class Session:
             logger.debug("skyproxy: session ended: %s", reason)
         self._on_end()
 
-    def close(self, reason: str = "the session was closed") -> None:
-        """Ends the session; idempotent. Its tensors are gone."""
+    def close(
+        self, reason: str = "the session was closed", before_closing: Callable[[], object] = lambda: None
+    ) -> None:
+        """Ends the session; idempotent. Its tensors are gone.
+
+        Args:
+            reason: for the errors of those who wait.
+            before_closing: called when nobody waits any more, and before the connections are closed in good order,
+                which takes a busy worker a moment.
+        """
         if self.is_foreign:
             return
         self._closing = True
-        self._end(reason)
+        self._end(reason, before_closing)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self.settings.close_timeout_seconds)

@@ -52,7 +52,7 @@ class Waiter:
             self._lock.acquire()
             self._lock.release()  # several threads may wait for one answer
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # one error may be raised for many
         return self.value
 
 

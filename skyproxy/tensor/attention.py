@@ -41,7 +41,7 @@ def _cpu_choice(
 
 
 def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
-    """What the arguments look like, four of them; None where nobody can tell. While a graph is traced, they are fake."""
+    """What the four arguments look like; None where nobody can tell. While a graph is traced, they are fake."""
     looks: list[Meta | None] = []
     for t in tensors:
         if type(t) is RemoteTensor:

@@ -129,6 +129,7 @@ class CompiledCall:
         returned = [self._result(j, item, body, names) for j, item in enumerate(program.results)]
         self._outputs = len(self._sent_results)
         made = [names[node] for node in self._sent_results]
+        slots = [f"{name}._sky.slot" for name in made]
         written = [f"a[{i}]" for i, node in enumerate(program.inputs) if node in program.written]
         sizes = "".join(f"{text}, " for text in self._symbols.values())
         body += [
@@ -136,8 +137,7 @@ class CompiledCall:
             "stream = recorder.stream",
             f"sizes = ({sizes})",
             f"check = () if sizes in checked else call.expect(sizes, [{', '.join(written)}], [{', '.join(made)}])",
-            f"stream.extend((*check, number, {''.join(o + ', ' for o in operands)}*constants, "
-            f"{''.join(f'{name}._sky.slot, ' for name in made)}))",
+            f"stream.extend((*check, number, {', '.join([*operands, '*constants', *slots])}))",
             "frame = user_frame(_getframe(1))",
             "recorder.lines.extend((frame.f_code, frame.f_lasti))",
             "if len(stream) > recorder.limit:",

@@ -84,7 +84,8 @@ def _settled(mode: str, devices: list[SkyDevice]) -> str:
         if _troubles[key]:
             if mode == "inductor":
                 raise ConfigurationError(
-                    f'the worker of sky:{device.index} cannot compile: {_troubles[key]}. Use options={{"worker": "eager"}}.'
+                    f"the worker of sky:{device.index} cannot compile: {_troubles[key]}. "
+                    'Use options={"worker": "eager"}.'
                 )
             return "eager"
     return mode

@@ -82,8 +82,8 @@ def make_graphed_callables(
 ) -> Any:
     """Makes callables whose forward, and whose backward, are one replay of a captured graph each.
 
-    As `torch.cuda.make_graphed_callables`: arguments must look like the sample ones, outputs are overwritten by the next
-    call, Python in the callable runs only now.
+    As `torch.cuda.make_graphed_callables`: arguments must look like the sample ones, outputs are overwritten by the
+    next call, Python in the callable runs only now.
 
     Args:
         callables: a function or module, or a tuple of them in the order in which they will run.

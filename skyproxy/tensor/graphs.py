@@ -118,7 +118,12 @@ class graph:
     """
 
     def __init__(
-        self, sky_graph: SkyGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **unused: Any
+        self,
+        sky_graph: SkyGraph,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        **unused: Any,
     ) -> None:
         self._graph = sky_graph
         self._pool = pool
@@ -154,8 +159,8 @@ def _check_optimizer(original: Any) -> Any:
         if is_capturing() and not torch.compiler.is_compiling():
             if not all(group.get("capturable", True) for group in self.param_groups):
                 raise CaptureError(
-                    f"step() of {type(self).__name__} computes numbers in Python, which a capture would freeze. Make the "
-                    "optimizer with capturable=True, before its first step."
+                    f"step() of {type(self).__name__} computes numbers in Python, which a capture would freeze. Make "
+                    "the optimizer with capturable=True, before its first step."
                 )
         return original(self)
 

@@ -1,0 +1,108 @@
+"""Storages that are not simply usable: who waits, who is refused, and until when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from skyproxy.protocol.messages import Chunk
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.failures import Failed, PoisonedError
+from skyproxy_server.gates import Gate, Gates
+
+
+class Transfer:
+    """A transfer that ends when told to, and notes who waited."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.waits = 0
+
+    def finished(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.over = True
+
+
+def failure() -> Failed:
+    return Failed(IndexError("no"), "aten::embedding", 1, 0)
+
+
+def test_a_failed_change_is_raised_until_it_was_delivered_through_any_view() -> None:
+    gates, x, failed = Gates(), torch.ones(4), failure()
+    gates.mark_failed(x[1:], failed)
+    with pytest.raises(PoisonedError) as caught:
+        gates.pass_through([x], [])
+    assert caught.value.failed is failed
+    gates.pass_through([torch.ones(4)], [])
+    gates.delivered(failed)
+    assert not gates
+    gates.pass_through([x], [])
+
+
+def test_delivery_of_one_failure_leaves_the_others() -> None:
+    gates, x, first, second = Gates(), torch.ones(4), failure(), failure()
+    gates.mark_failed(x, first)
+    gates.mark_failed(x, second)
+    gates.delivered(first)
+    with pytest.raises(PoisonedError) as caught:
+        gates.pass_through([x], [])
+    assert caught.value.failed is second
+
+
+def test_readers_and_writers_wait_for_what_arrives() -> None:
+    gates, x, transfer = Gates(), torch.ones(4), Transfer()
+    gates.close(x, Gate(None, transfer.finished, transfer.wait))
+    gates.pass_through([torch.ones(4)], [])
+    assert transfer.waits == 0
+    gates.pass_through([x[2:]], [])
+    assert transfer.waits == 1
+    assert not gates
+
+
+def test_only_writers_wait_for_what_leaves() -> None:
+    gates, x, transfer = Gates(), torch.ones(4), Transfer()
+    gates.close(x, Gate(None, transfer.finished, transfer.wait, blocks_reads=False))
+    gates.pass_through([x], [])
+    assert transfer.waits == 0
+    gates.pass_through([x], [x])
+    assert transfer.waits == 1
+
+
+def test_transfers_that_are_over_are_forgotten_and_others_are_not() -> None:
+    gates, done, going = Gates(), Transfer(), Transfer()
+    gates.close(torch.ones(4), Gate(None, done.finished, done.wait))
+    gates.close(torch.ones(4), Gate(None, going.finished, going.wait))
+    done.over = True
+    gates.open_finished()
+    assert (done.waits, going.waits) == (1, 0)
+    assert gates
+    gates.wait_for_transfers()
+    assert going.waits == 1
+    assert not gates
+
+
+def test_synchronize_waits_for_bytes_that_are_still_arriving() -> None:
+    from skyproxy.settings import SETTINGS
+    from skyproxy_server.executor import Executor
+    from skyproxy_server.transfers import Transfers
+
+    transfers = Transfers(SETTINGS.chunk_bytes)
+    executor = Executor([{"type": "cpu", "index": 0, "name": "CPU"}], lambda message: None, transfers, SETTINGS)
+    arrival = transfers.arrival(7, 16)
+    executor.gates.close(arrival.target, Gate(None, arrival.finished, arrival.wait))
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (CONTROLS["synchronize"](executor), ended.set()))
+    thread.start()
+    assert not ended.wait(0.2)
+    target = transfers.sink(Chunk(7, 0, 16))
+    assert target is not None
+    target[:16] = bytes(range(16))
+    arrival.count(16)
+    thread.join(10)
+    assert ended.is_set()
+    assert arrival.target.tolist() == list(range(16))
