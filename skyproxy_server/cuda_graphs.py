@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from skyproxy_server.graphs import Recording
+    from skyproxy_server.recordings import Recording
     from skyproxy_server.random_state import RandomState
 
 logger = logging.getLogger("skyproxy.server")

@@ -15,7 +15,6 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
-from skyproxy.protocol import commands
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.cuda_graphs import replayer_for
 from skyproxy_server.failures import Failed, PoisonedError

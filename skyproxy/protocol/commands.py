@@ -19,8 +19,8 @@ REPLAY    graph: run a stream of commands that was captured before
 ========  ===========================================================================================
 
 A compiled graph is defined and called like an op; its definition is `[COMPILED, argument templates, fields, output
-templates]`. The fields are "nodes", each `[overload, arguments, keywords]` (see `torch_codec`), "outputs": the numbers of
-the values to keep, "writes": the numbers of the inputs that it changes, and "options".
+templates]`. The fields are "nodes", each `[overload, arguments, keywords]` (see `torch_codec`), "outputs": the numbers
+of the values to keep, "writes": the numbers of the inputs that it changes, and "options".
 
 An op's definition is `[overload, argument templates, keyword templates, output templates]`. A template says where an
 argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.

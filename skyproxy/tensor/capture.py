@@ -38,8 +38,8 @@ _APART = frozenset({"forget_compiled", "graph_forget"})
 """Controls that destructors ask for: no part of the step, but to be done."""
 _HINT = (
     " while a graph is captured, when nothing runs on the worker. Do it before or after the capture; what is new in "
-    "every replay goes into a static tensor with copy_(). Run the step a few times before you capture it, too: the first "
-    "calls may ask the worker what later ones know."
+    "every replay goes into a static tensor with copy_(). Run the step a few times before you capture it, too: the "
+    "first calls may ask the worker what later ones know."
 )
 
 
