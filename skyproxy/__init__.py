@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skyproxy.nodes import devices as devices
     from skyproxy.nodes import fetch_async as fetch_async
     from skyproxy.nodes import launch_local as launch_local
-    from skyproxy.nodes import nodes as nodes_list
+    from skyproxy.nodes import list_nodes as list_nodes
     from skyproxy.nodes import reset as reset
     from skyproxy.tensor.pending import prefetch as prefetch
     from skyproxy.tensor.remote_tensor import RemoteTensor as RemoteTensor
@@ -36,7 +36,7 @@ _PUBLIC = {
     "devices": "skyproxy.nodes",
     "fetch_async": "skyproxy.nodes",
     "launch_local": "skyproxy.nodes",
-    "nodes": "skyproxy.nodes",
+    "list_nodes": "skyproxy.nodes",
     "prefetch": "skyproxy.tensor.pending",
     "reset": "skyproxy.nodes",
 }

@@ -266,7 +266,7 @@ def _start_default() -> None:
             _launch_local("auto", "embedded worker, nothing else is configured")
 
 
-def nodes() -> list[Node]:
+def list_nodes() -> list[Node]:
     """The nodes of this process, in the order in which they were added."""
     return list(_nodes)
 

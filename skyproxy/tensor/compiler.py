@@ -8,12 +8,14 @@ the worker can.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy.errors import ConfigurationError, UnsupportedOpError
 from skyproxy.tensor.devices import DEVICES, SkyDevice
@@ -140,10 +142,15 @@ class _Lowering:
 
 
 def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    nodes = module.graph.nodes
+    # The first call is watched by a mode of AOTAutograd, which does not let these be answered by a tensor's class.
+    watched = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+
     def run(args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        return module.forward(*inputs)
+        with _disable_current_modes() if watched else contextlib.nullcontext():
+            return module.forward(*inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

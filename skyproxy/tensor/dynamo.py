@@ -42,8 +42,18 @@ def _teach(dynamo: Any) -> None:
     # Else `torch.tensor(1.0, device="sky")` in traced code would make a tensor on the worker while it is traced. Asked
     # for nothing but this, and only on machines without an accelerator of their own.
     importlib.import_module("torch._subclasses.fake_tensor")._is_privateuse1_backend_available = lambda: False
+    _run_higher_order_ops()
     dynamo.register_backend(compiler.sky_backend, name="sky")
     _skip_our_code(importlib.import_module("torch._dynamo.eval_frame").skip_code)
+
+
+def _run_higher_order_ops() -> None:
+    """Lets `torch.cond` and its like run on remote tensors, by their ordinary kernels: Python that calls ops."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    for op in list(torch._ops._higher_order_ops.values()):
+        kernel = op.py_kernels.get(key)
+        if kernel is not None and RemoteTensor not in op.python_key_table:
+            op.py_impl(RemoteTensor)(kernel)
 
 
 def _skip_our_code(skip_code: Callable[[types.CodeType], None]) -> None:

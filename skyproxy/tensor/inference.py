@@ -22,7 +22,7 @@ from skyproxy import torch_codec
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
-from skyproxy.tensor.shape_rules import RULES
+from skyproxy.tensor.shape_rules import IN_PLACE, RULES, leaves_target_as_it_was
 from skyproxy.torch_codec import Description
 
 if TYPE_CHECKING:
@@ -125,6 +125,11 @@ def infer(call: Call) -> Entry | None:
         outputs = rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
         if outputs is not None:
             return Entry([Output(meta=meta, shares=shares) for meta, shares in outputs], []).settle(call)
+    name = call.plan.name
+    if name in IN_PLACE and leaves_target_as_it_was(
+        name, *_looks(call.args), **{key: _look(a) for key, a in call.kwargs.items()}
+    ):
+        return Entry([Output(argument=call.plan.names[0])], []).settle(call)
     return _infer_by_fake(call)
 
 

@@ -34,6 +34,7 @@ _FLOAT_UNARY = (
     "hardswish softplus leaky_relu elu dropout"
 )
 _WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max mul.Scalar add.Scalar sub.Scalar div.Scalar rsub.Scalar"
+_IN_PLACE = "copy_ add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor fill_.Scalar fill_.Tensor zero_ masked_fill_.Scalar"
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -45,6 +46,32 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def leaves_target_as_it_was(name: str, target: Any, *others: Any, **kwargs: Any) -> bool:
+    """Whether an in-place op plainly works, so that its result is its first argument, looking as before.
+
+    For what is written at a growing position: each step has another offset, hence another look.
+    """
+    if name not in IN_PLACE or not isinstance(target, Meta) or not target.plain or target.dtype not in _FLOATS:
+        return False
+    if any(n > 1 and s == 0 for n, s in zip(target.size, target.stride, strict=True)):
+        return False
+    for a in (*others, *kwargs.values()):
+        if isinstance(a, Meta):
+            known = a.dtype is target.dtype or (a.dtype is torch.bool and name == "aten::masked_fill_.Scalar")
+            rank = len(a.size)
+            tail = target.size[len(target.size) - rank :] if rank <= len(target.size) else ()
+            if not (known and a.plain and len(tail) == rank):
+                return False
+            if not all(n in (1, m) for n, m in zip(a.size, tail, strict=True)):
+                return False
+        elif type(a) not in (float, int, bool):
+            return False
+    return True
+
+
+IN_PLACE = frozenset("aten::" + name for name in _IN_PLACE.split())
 
 
 def _row_major(meta: Meta) -> bool:

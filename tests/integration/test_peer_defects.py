@@ -226,9 +226,9 @@ def test_the_shape_cache_is_bounded(sky: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_token_is_seen_in_the_process_list(sky: str) -> None:
-    from skyproxy.nodes import nodes
+    from skyproxy.nodes import list_nodes
 
-    workers = [node for node in nodes() if node.process_id is not None and node.alive]
+    workers = [node for node in list_nodes() if node.process_id is not None and node.alive]
     assert workers
     for node in workers:
         token = node._worker.token  # type: ignore[union-attr]

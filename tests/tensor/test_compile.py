@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def test_training_is_bit_equal_to_local_cpu(sky1: str, name: str) -> None:
             losses.append(loss.detach().cpu())
         results.append(losses)
     # PyTorch's compiler divides an LSTM into other operations than eager CPU uses, whatever the device.
-    same = torch.allclose if name == "lstm" else torch.equal
+    same = functools.partial(torch.allclose, rtol=1e-4, atol=1e-6) if name == "lstm" else torch.equal
     assert all(same(a, b) for a, b in zip(*results, strict=True))
     for got, want in zip(remote.state_dict().values(), local.state_dict().values(), strict=True):
         assert same(got.cpu(), want)
@@ -252,92 +253,6 @@ def test_a_whole_training_step_is_one_graph(sky: str) -> None:
         assert torch.allclose(a.detach().cpu(), b.detach(), rtol=1e-5)
 
 
-class CachedAttention(nn.Module):
-    """One layer of greedy decoding with a static cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 11)
-        self.embed = nn.Embedding(11, 16)
-
-    def forward(
-        self, token: torch.Tensor, place: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        q, k, v = self.qkv(self.embed(token)).view(1, 1, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        keys.index_copy_(2, place, k)
-        values.index_copy_(2, place, v)
-        mask = (torch.arange(keys.shape[2], device=token.device) <= place).view(1, 1, 1, -1)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        return self.head(self.out(y.transpose(1, 2).reshape(1, 1, 16))).argmax(-1)
-
-
-def decode(step: Any, device: str, count: int) -> tuple[list[int], torch.Tensor]:
-    keys, values = torch.zeros(1, 2, 12, 8, device=device), torch.zeros(1, 2, 12, 8, device=device)
-    token, place, tokens = torch.tensor([[3]], device=device), torch.zeros(1, dtype=torch.long, device=device), []
-    for _ in range(count):
-        token = step(token, place, keys, values)
-        place += 1
-        tokens.append(int(token))
-    return tokens, keys.cpu()
-
-
-@torch.no_grad()
-def test_decoding_with_a_static_cache(sky: str) -> None:
-    remote, local = twins(CachedAttention, sky)
-    got, keys = decode(compiled(remote), sky, 8)
-    want, expected_keys = decode(local, "cpu", 8)
-    assert got == want
-    assert torch.equal(keys, expected_keys)
-
-
-@torch.no_grad()
-def test_a_decode_step_is_two_commands_and_writes_its_cache_in_place(sky: str) -> None:
-    remote, _ = twins(CachedAttention, sky)
-    programs: list[Any] = []
-    from skyproxy.tensor import compiler_ir
-
-    original = compiler_ir.program_of
-
-    def watching(module: Any) -> Any:
-        programs.append(original(module))
-        return programs[-1]
-
-    compiler_ir.program_of = watching
-    try:
-        step = compiled(remote)
-        keys, values = torch.zeros(1, 2, 12, 8, device=sky), torch.zeros(1, 2, 12, 8, device=sky)
-        token, place = torch.tensor([[3]], device=sky), torch.zeros(1, dtype=torch.long, device=sky)
-        step(token, place, keys, values)
-
-        def once() -> None:
-            step(token, place, keys, values)
-            place.add_(1)
-
-        assert commands_of(once) == 2
-    finally:
-        compiler_ir.program_of = original
-    names = [name for name, _, _ in programs[0].nodes]
-    assert names.count("aten::index_copy_") == 2
-    assert "aten::copy_" not in names
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
-
-
-def test_slices_of_inputs_are_written_in_place(sky: str) -> None:
-    def function(cache: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        before = cache.sum()
-        cache[1:2] = row
-        cache[:, 0] += 1
-        return before + cache.sum()
-
-    remote, local = torch.ones(3, 4, device=sky), torch.ones(3, 4)
-    with torch.no_grad():
-        for _ in range(2):
-            got = compiled(function)(remote, torch.full((1, 4), 5.0, device=sky))
-            want = function(local, torch.full((1, 4), 5.0))
-            assert torch.equal(got.cpu(), want)
-            assert torch.equal(remote.cpu(), local)
-
-
 def test_views_and_changed_inputs_come_back_as_they_should(sky: str) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x.mul_(2)
@@ -392,6 +307,66 @@ def test_what_no_worker_takes_is_run_op_by_op(sky: str, caplog: pytest.LogCaptur
     assert "op by op" in caplog.text
     assert function(torch.ones(2, device=sky)).tolist() == [2, 2]
     assert counter.item() == 2
+
+
+def test_conditions_on_values_are_run_op_by_op(sky: str) -> None:
+    @compiled
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+    assert function(torch.ones(2, device=sky)).tolist() == [2, 2]
+    assert function(-torch.ones(2, device=sky)).tolist() == [-2, -2]
+
+
+def test_custom_ops_and_functions_of_the_users_own(sky: str) -> None:
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient * ctx.saved_tensors[0] * 2
+
+    @torch.library.custom_op("skyproxy_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    x = torch.zeros(2, device=sky, requires_grad=True)
+    compiled(lambda t: Exp.apply(t).sum())(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+    assert compiled(lambda t: twice(t) + 1)(torch.ones(2, device=sky)).tolist() == [3, 3]
+
+
+def test_checkpointed_activations(sky: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    remote, local = twins(NETWORKS["mlp"][0], sky)
+    gradients = []
+    for model, device in ((compiled(lambda x: checkpoint(remote, x, use_reentrant=False)), sky), (local, "cpu")):
+        x = torch.ones(5, 6, device=device, requires_grad=True)
+        model(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0].cpu(), gradients[1])
+
+
+def test_a_graph_outlives_a_reset_of_its_workers() -> None:
+    import subprocess
+    import sys
+
+    program = """
+import torch, skyproxy
+f = torch.compile(lambda x: x * torch.tensor([1.0, 2.0], device=x.device), backend="sky", options={"worker": "eager"})
+for _ in range(2):
+    print(f(torch.ones(2, device="sky:0")).tolist())
+    skyproxy.reset()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
+    assert done.stdout.split() == ["[1.0,", "2.0]", "[1.0,", "2.0]"], done.stderr
 
 
 def test_devices_of_two_workers_in_one_function(sky: str, sky1: str) -> None:

@@ -52,7 +52,7 @@ def test_sky_is_the_accelerator(sky1: str) -> None:
     accelerator = torch.accelerator
     assert str(accelerator.current_accelerator()) == "sky"
     assert accelerator.is_available()
-    assert accelerator.device_count() == 2
+    assert accelerator.device_count() == torch.sky.device_count() >= 2
     assert torch.get_device_module() is torch.sky  # type: ignore[attr-defined]
     accelerator.synchronize()
     accelerator.synchronize(1)
