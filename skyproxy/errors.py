@@ -87,7 +87,17 @@ class LimitExceededError(RemoteError):
 
 
 CLOSE_CODES = frozenset(
-    {"done", "bad-token", "version", "protocol", "too-large", "too-many-sessions", "no-such-session", "shutdown", "idle"}
+    {
+        "done",
+        "bad-token",
+        "version",
+        "protocol",
+        "too-large",
+        "too-many-sessions",
+        "no-such-session",
+        "shutdown",
+        "idle",
+    }
 )
 """Why a connection can end, as both sides name it."""
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from skyproxy_server.recordings import Recording
     from skyproxy_server.random_state import RandomState
+    from skyproxy_server.recordings import Recording
 
 logger = logging.getLogger("skyproxy.server")
 

@@ -342,7 +342,8 @@ class Executor:
 
         def answer() -> None:
             tensors = [self.value(slot) for slot in outputs]
-            keys = [storage_key(value) if isinstance(value, torch.Tensor) else None for value in map(values.get, inputs)]
+            held = [values.get(slot) for slot in inputs]
+            keys = [storage_key(value) if isinstance(value, torch.Tensor) else None for value in held]
 
             def row(value: Any) -> list[Any]:
                 if isinstance(value, list | tuple):
@@ -396,7 +397,8 @@ class Executor:
         if signature is None:
             raise ProtocolError("EXPECT must stand before an op")
         key = self._input_key(signature, stream, at)
-        inputs = {storage_key(t) for s in signature.input_slots(stream, at) if isinstance(t := values.get(s), torch.Tensor)}
+        read = [values.get(slot) for slot in signature.input_slots(stream, at)]
+        inputs = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
         handler = self._handlers[stream[at]]
         assert handler is not None
         following: int = handler(values, stream, at)
@@ -414,8 +416,8 @@ class Executor:
                 values[slot] = _restrided(values[slot], description)
                 continue
             raise InferenceMismatchError(
-                f"{signature.name} gave {actual}, but the client had inferred {description}. This is a bug of skyproxy; "
-                "please report it. Until then, compute this operation on the CPU: x.cpu()"
+                f"{signature.name} gave {actual}, but the client had inferred {description}. This is a bug of "
+                "skyproxy; please report it. Until then, compute this operation on the CPU: x.cpu()"
             )
         return following
 

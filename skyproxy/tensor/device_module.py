@@ -225,7 +225,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds every device; `torch.manual_seed` calls it. A device that comes later starts from `torch.initial_seed()`."""
+    """Seeds every device; `torch.manual_seed` calls it. Devices that come later start from `torch.initial_seed()`."""
     for chosen in DEVICES.alive():
         _seed(chosen, seed)
 

@@ -127,7 +127,7 @@ class Call:
             self.key.append(kind)
             self.wire.append(0)
             return "t"
-        if how == FIXED or kind in FIXED_TYPES or how == GENERATOR:
+        if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
             constant = _frozen(self._constant(a))
             self.key.append(tuple(a) if kind is list else a)
             return ("c", *constant)
@@ -194,7 +194,8 @@ class Call:
             return upload(item, self.device)
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"sky:{self.device.index} and {getattr(item, 'device', type(item).__name__)}! (when calling {self.plan.name})"
+            f"sky:{self.device.index} and {getattr(item, 'device', type(item).__name__)}! "
+            f"(when calling {self.plan.name})"
         )
 
     def argument(self, name: str) -> Any:

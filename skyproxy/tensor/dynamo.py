@@ -11,7 +11,6 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,6 @@ import torch
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor import compiler, device_module
 from skyproxy.tensor.remote_tensor import RemoteTensor
-
-_OWN = "skyproxy."
 
 
 def _teach(dynamo: Any) -> None:
@@ -44,7 +41,8 @@ def _teach(dynamo: Any) -> None:
     importlib.import_module("torch._subclasses.fake_tensor")._is_privateuse1_backend_available = lambda: False
     _run_higher_order_ops()
     dynamo.register_backend(compiler.sky_backend, name="sky")
-    _skip_our_code(importlib.import_module("torch._dynamo.eval_frame").skip_code)
+    # Dynamo is called with each frame that Python begins, ours among them: what we do on the way is not to be compiled.
+    importlib.import_module("torch._dynamo.trace_rules").add("skyproxy")
 
 
 def _run_higher_order_ops() -> None:
@@ -54,21 +52,6 @@ def _run_higher_order_ops() -> None:
         kernel = op.py_kernels.get(key)
         if kernel is not None and RemoteTensor not in op.python_key_table:
             op.py_impl(RemoteTensor)(kernel)
-
-
-def _skip_our_code(skip_code: Callable[[types.CodeType], None]) -> None:
-    """Keeps Dynamo from compiling what we do on the way: it is called with each frame that Python begins."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(_OWN) or module is None:
-            continue
-        for item in list(vars(module).values()):
-            if getattr(item, "__module__", None) != name:
-                continue
-            parts = vars(item).values() if isinstance(item, type) else (item,)
-            for part in parts:
-                function = getattr(part, "__func__", getattr(part, "fget", part))
-                if isinstance(function, types.FunctionType):
-                    skip_code(function.__code__)
 
 
 def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
