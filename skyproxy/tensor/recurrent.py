@@ -1,7 +1,7 @@
 """LSTM, GRU and simple recurrent networks on a CPU worker, as PyTorch computes them on the CPU.
 
 For accelerators PyTorch takes another way: fused cells, and the input's product step by step. On a CPU worker that
-would round otherwise than local PyTorch does, in backward too. So here the CPU's way is written out (ATen/native/RNN.cpp):
+would round otherwise than local PyTorch does, in backward too. So the CPU's way is written out (ATen/native/RNN.cpp):
 for an LSTM in float32 one oneDNN operation a layer, otherwise the whole sequence's product with the input weights
 first, then one cell a step.
 On a CUDA worker PyTorch's own way for accelerators is taken.

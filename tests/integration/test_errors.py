@@ -238,8 +238,8 @@ class BadBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        BadBackward.line = line() + 1
         bad = torch.tensor([9], device=grad.device)
+        BadBackward.line = line() + 1
         return grad + nn.functional.embedding(bad, torch.zeros(3, 2, device=grad.device))
 
 

@@ -586,7 +586,8 @@ def test_devices_lists_what_there_is(node: skyproxy.Node) -> None:
 
 
 def test_where_sky_0_comes_from(tmp_path: Path) -> None:
-    source = "import skyproxy, torch; torch.ones(2, device='sky:0').cpu(); print([d.source for d in skyproxy.devices()])"
+    source = "import skyproxy, torch; torch.ones(2, device='sky:0').cpu()"
+    source += "; print([d.source for d in skyproxy.devices()])"
     explicit = """
     import os, skyproxy, torch
     skyproxy.connect(os.environ["URL"], token=os.environ["TOKEN"])
