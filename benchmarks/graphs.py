@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _figures import Spread, interleaved
+from _figures import Row, Target, describe, interleaved, ratio_at_most, value_at_most
 from _models import mnist_net
 from torch import nn
 from torch.nn import functional as F
@@ -147,8 +147,16 @@ def decode_steps() -> dict[str, Step]:
     }
 
 
-def measure(steps: dict[str, Step], rounds: int, count: int) -> list[dict[str, Any]]:
-    """A row for each step: client time, commands, and the ratio to the eager form of the same step."""
+TARGETS: dict[str, Target] = {
+    "CNN forward + backward, compiled": ratio_at_most(0.5),
+    "CNN training step, captured": ratio_at_most(0.05),
+    "CNN training step, compiled: commands": value_at_most(4),
+    "decode step, 12 layers, compiled: commands": value_at_most(2),
+}
+
+
+def measure(steps: dict[str, Step], rounds: int, count: int) -> list[Row]:
+    """For each step its client time beside that of its eager form, and what it sends."""
 
     def client_time(step: Step) -> float:
         torch.sky.synchronize()
@@ -159,29 +167,23 @@ def measure(steps: dict[str, Step], rounds: int, count: int) -> list[dict[str, A
 
     figures = interleaved({name: (lambda step=step: client_time(step)) for name, step in steps.items()}, rounds)
     rows = []
+
+    def add(name: str, unit: str, sky: list[float], other: list[float] | None = None) -> None:
+        targets = (TARGETS[name],) if name in TARGETS else ()
+        rows.append(Row("graphs", name, "ws", unit, sky, other, "the same, op by op" if other else "", targets))
+        print(describe(rows[-1]), flush=True)
+
     for name, samples in figures.items():
-        base = figures[name.rpartition(", ")[0] + ", eager"]
-        ratio = Spread.of([a / b for a, b in zip(samples, base, strict=True)])
+        base = name.rpartition(", ")[0] + ", eager"
+        add(name, "us", samples, figures[base] if base != name else None)
         torch.sky.synchronize()
         before = torch.sky.stats()
         for _ in range(10):
             steps[name]()
         torch.sky.synchronize()
         after = torch.sky.stats()
-        rows.append(
-            {
-                "name": name,
-                "microseconds": Spread.of(samples),
-                "ratio": ratio,
-                "commands": (after["ops"] - before["ops"]) / 10,
-                "bytes": (after["bytes_sent"] - before["bytes_sent"]) / 10,
-            }
-        )
-        print(
-            f"{name:<34} {rows[-1]['microseconds'].middle:>8.1f} us  ratio {ratio.middle:.3f} "
-            f"({ratio.low:.3f} to {ratio.high:.3f})  {rows[-1]['commands']:>6.1f} ops {rows[-1]['bytes']:>7.0f} bytes",
-            flush=True,
-        )
+        add(f"{name}: commands", "a step", [(after["ops"] - before["ops"]) / 10])
+        add(f"{name}: traffic", "bytes a step", [(after["bytes_sent"] - before["bytes_sent"]) / 10])
     return rows
 
 
@@ -189,15 +191,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure (default: %(default)s)")
     parser.add_argument("--count", type=int, default=20, help="steps a sample (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     torch.zeros(1, device=DEVICE)
     print(f"{skyproxy.devices()[0].source}; torch {torch.__version__}; {os.cpu_count()} cores")
-    rows = measure({**training_steps(), **decode_steps()}, arguments.rounds, arguments.count)
+    steps = {**training_steps(), **decode_steps()}
+    rows = measure(steps, 3 if arguments.quick else arguments.rounds, arguments.count)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps([row.as_json() for row in rows], indent=1))
 
 
 if __name__ == "__main__":

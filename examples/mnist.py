@@ -1,7 +1,7 @@
 """Trains a convolutional network on MNIST through `sky:0`. Needs torchvision, which downloads the data once.
 
-    pip install torchvision
-    python examples/mnist.py --epochs 3
+pip install torchvision
+python examples/mnist.py --epochs 3
 """
 
 from __future__ import annotations

@@ -139,9 +139,7 @@ def _state(state: bytes) -> torch.Tensor:
 
 
 @_control
-def set_storage(
-    executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]
-) -> None:
+def set_storage(executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
     target, base = executor.value(slot, writes=True), executor.value(source)
     target.set_(base.untyped_storage(), offset, size, stride)

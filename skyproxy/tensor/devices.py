@@ -121,9 +121,7 @@ class Devices:
         """Numbers the devices of a new session."""
         install_engine()
         with self._lock:
-            fresh = [
-                SkyDevice(len(self._devices) + i, session, row) for i, row in enumerate(session.welcome.devices)
-            ]
+            fresh = [SkyDevice(len(self._devices) + i, session, row) for i, row in enumerate(session.welcome.devices)]
             self._devices += fresh
             return fresh
 

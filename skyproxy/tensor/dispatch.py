@@ -186,8 +186,10 @@ class Call:
         return "T"
 
     def _place_in_list(self, item: Any) -> RemoteTensor:
-        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and (
-            item.dim() == 0 or self.plan.places_host_indices
+        if (
+            isinstance(item, torch.Tensor)
+            and item.device.type == "cpu"
+            and (item.dim() == 0 or self.plan.places_host_indices)
         ):
             from skyproxy.tensor.copies import upload
 

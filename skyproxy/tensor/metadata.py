@@ -40,9 +40,7 @@ class Meta:
 
     @property
     def description(self) -> Description:
-        return Description(
-            self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative
-        )
+        return Description(self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative)
 
     def __repr__(self) -> str:
         return f"Meta({self.dtype}, {list(self.size)}, stride={list(self.stride)}, offset={self.offset})"

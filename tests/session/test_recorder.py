@@ -1,0 +1,298 @@
+"""The recorder: order, slots, batches, room; whatever other threads and Ctrl-C do in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyproxy.errors import LimitExceededError, SessionLostError
+from skyproxy.protocol import commands
+from skyproxy.session.recorder import Recorder
+from skyproxy.settings import Settings
+
+OP = commands.FIRST_SIGNATURE
+"""An op with one operand, the slot of its result."""
+
+
+class Wire:
+    """Where batches go; acknowledges when told to."""
+
+    def __init__(self, **limits: int) -> None:
+        self.sent: list[Any] = []
+        self.acked = 0
+        self.before_send: Callable[[Any], None] = lambda message: None
+        settings = dataclasses.replace(Settings(), **limits)
+        self.recorder = Recorder(self.send, self.unacked, settings)
+        self.recorder.widths[OP] = 1
+
+    def send(self, message: Any) -> None:
+        self.before_send(message)
+        if not self.sent or self.sent[-1] is not message:
+            self.sent.append(message)
+
+    def unacked(self) -> tuple[int, int]:
+        waiting = len(self.sent) - self.acked
+        return waiting, 100 * waiting
+
+    def ack(self, count: int | None = None) -> None:
+        self.acked = len(self.sent) if count is None else count
+        self.recorder.ack(self.acked)
+
+    def op(self, slot: int) -> None:
+        self.recorder.stream.extend((OP, slot))
+        self.recorder.lines.extend((None, slot))
+
+    @property
+    def commands(self) -> list[Any]:
+        return [item for message in self.sent for item in message.stream]
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def test_commands_leave_in_order_and_batches_are_numbered_without_gaps(wire: Wire) -> None:
+    for slot in range(5):
+        wire.op(slot)
+        wire.recorder.flush()
+    assert wire.commands == [item for slot in range(5) for item in (OP, slot)]
+    assert [message.sequence for message in wire.sent] == [1, 2, 3, 4, 5]
+    wire.recorder.flush()  # nothing is nothing
+    assert len(wire.sent) == 5
+    assert wire.recorder.batches == 5
+    assert wire.recorder.ops == 5
+
+
+def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wire: Wire) -> None:
+    first, second = wire.recorder.new_slot(), wire.recorder.new_slot()
+    wire.recorder.dirty.append(first)
+    assert wire.recorder.new_slot() == first
+    wire.recorder.dirty.append(second)
+    assert wire.recorder.handles == 1
+    wire.recorder.flush()
+    assert wire.commands == [commands.RELEASE, [second]]
+    assert wire.recorder.handles == 1
+    assert wire.recorder.new_slot() == second
+
+
+def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
+    slot = wire.recorder.new_slot()
+    wire.recorder.dirty.append(slot)
+    given: list[int] = []
+    wire.before_send = lambda message: given.append(wire.recorder.new_slot())
+    wire.recorder.flush()
+    assert wire.commands[:2] == [commands.RELEASE, [slot]]
+    assert given == [slot]  # any command that uses it comes after the release
+
+
+def test_large_values_are_released_in_their_place(wire: Wire) -> None:
+    slot = wire.recorder.new_slot()
+    wire.op(slot)
+    wire.recorder.release_now(slot)
+    assert wire.recorder.new_slot() == slot
+    wire.op(slot)
+    wire.recorder.flush()
+    assert wire.commands == [OP, slot, commands.RELEASE, [slot], OP, slot]
+
+
+def test_there_is_a_bound_on_slots() -> None:
+    recorder = Wire(max_handles=3).recorder
+    slots = [recorder.new_slot() for _ in range(3)]
+    with pytest.raises(LimitExceededError, match="SKYPROXY_MAX_HANDLES"):
+        recorder.new_slot()
+    recorder.dirty.append(slots[1])
+    assert recorder.new_slot() == slots[1]
+
+
+def test_buffers_stay_with_their_commands(wire: Wire) -> None:
+    for number in range(3):
+        wire.recorder.append_with_buffer(bytes([number]), commands.UPLOAD, number, [], [])
+    wire.recorder.flush()
+    wire.recorder.append_with_buffer(b"last", commands.UPLOAD, 9, [], [])
+    wire.recorder.flush()
+    assert [message.buffers for message in wire.sent] == [(b"\0", b"\1", b"\2"), (b"last",)]
+
+
+def test_small_uploads_leave_by_themselves_when_they_are_many(wire: Wire) -> None:
+    piece = bytes(60_000)
+    for number in range(100):
+        wire.recorder.append_with_buffer(piece, commands.UPLOAD, number, [], [])
+        assert sum(map(len, wire.recorder._buffers)) < 2 << 20
+    assert len(wire.sent) > 2
+
+
+def test_commands_leave_by_themselves_when_they_are_many() -> None:
+    wire = Wire(max_batch_commands=8, max_loop_batch_commands=32)
+    for slot in range(2000):
+        wire.op(slot)
+        if len(wire.recorder.stream) > wire.recorder.limit:
+            wire.recorder.send_some()
+        assert len(wire.recorder.stream) <= 4 * 32 + 2
+    wire.recorder.flush()
+    streams: list[int] = []
+    for message in wire.sent:
+        # A batch that came before travels without its commands.
+        streams += [message.sequence]
+    assert streams == list(range(1, len(wire.sent) + 1))
+    assert wire.recorder.ops == 2000
+
+
+def test_a_wait_for_room_ends_with_the_ack() -> None:
+    wire = Wire(max_in_flight_batches=1)
+    full = threading.Event()
+
+    def record() -> None:
+        for slot in range(5):
+            wire.op(slot)
+            if slot == 2:
+                full.set()
+            wire.recorder.flush()
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    assert full.wait(10)
+    while thread.is_alive():
+        wire.ack()
+        thread.join(0.001)
+    assert wire.commands == [item for slot in range(5) for item in (OP, slot)]
+
+
+def test_a_wait_for_room_ends_with_the_session() -> None:
+    wire = Wire(max_in_flight_bytes=0)
+    wire.op(1)
+    wire.recorder.flush()
+    errors: list[BaseException] = []
+
+    def record() -> None:
+        wire.op(2)
+        try:
+            wire.recorder.flush()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    wire.recorder.end(SessionLostError("gone"))
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(SessionLostError, match="gone"):
+        wire.recorder.flush()
+    with pytest.raises(SessionLostError, match="gone"):
+        wire.recorder.flush()
+    assert len(errors) <= 1
+
+
+def test_housekeeping_never_waits_for_room_nor_for_another_thread() -> None:
+    wire = Wire(max_in_flight_bytes=0)
+    wire.op(1)
+    wire.recorder.flush_unless_busy()
+    wire.op(2)
+    wire.recorder.flush_unless_busy()  # there is no room
+    assert wire.commands == [OP, 1]
+    wire.ack()
+    wire.recorder.flush_unless_busy()
+    assert wire.commands == [OP, 1, OP, 2]
+    wire.ack()
+    wire.op(3)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with wire.recorder._lock:
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    wire.recorder.flush_unless_busy()
+    assert wire.commands == [OP, 1, OP, 2]
+    done.set()
+    thread.join(10)
+
+
+def test_a_batch_is_known_as_long_as_news_of_it_may_come(wire: Wire) -> None:
+    found: list[Any] = []
+    wire.before_send = lambda message: found.append(wire.recorder.sent(message.sequence))
+    wire.op(1)
+    wire.op(2)
+    wire.recorder.flush()
+    assert found[0].lines == [None, 1, None, 2]  # even before `send` has returned
+    assert wire.recorder.sent(1) is found[0]
+    wire.ack()
+    assert wire.recorder.sent(1) is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_batch_is_sent_again_and_only_once(wire: Wire, when: str) -> None:
+    def interrupt(message: Any) -> None:
+        wire.before_send = lambda message: None
+        if when == "after":
+            wire.sent.append(message)
+        raise KeyboardInterrupt
+
+    wire.op(1)
+    wire.recorder.append_with_buffer(b"x", commands.UPLOAD, 2, [], [])
+    wire.before_send = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        wire.recorder.flush()
+    wire.op(3)
+    wire.recorder.flush()
+    assert wire.commands == [OP, 1, commands.UPLOAD, 2, [], [], OP, 3]
+    assert [message.sequence for message in wire.sent] == [1, 2]
+    assert [message.buffers for message in wire.sent] == [(b"x",), ()]
+
+
+def test_a_send_that_failed_for_good_says_so_at_every_flush(wire: Wire) -> None:
+    def fail(message: Any) -> None:
+        raise SessionLostError("cut")
+
+    wire.before_send = fail
+    wire.op(1)
+    for _ in range(2):
+        with pytest.raises(SessionLostError, match="cut"):
+            wire.recorder.flush()
+
+
+def test_several_threads_record_whole_commands(wire: Wire) -> None:
+    def record(first: int) -> None:
+        for slot in range(first, first + 500):
+            wire.op(slot)
+            if slot % 7 == 0:
+                wire.recorder.flush()
+
+    threads = [threading.Thread(target=record, args=(n * 1000,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    wire.recorder.flush()
+    stream = wire.commands
+    assert set(stream[::2]) == {OP}
+    slots = stream[1::2]
+    assert len(slots) == len(set(slots)) == 2000
+    for n in range(4):
+        own = [slot for slot in slots if slot // 1000 == n]
+        assert own == sorted(own)
+
+
+def test_a_forked_child_can_use_nothing_and_waits_for_nothing(wire: Wire) -> None:
+    wire.recorder._lock.acquire()  # as if held by a thread of the parent
+    wire.op(1)
+    errors: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            wire.recorder.flush()
+        except SessionLostError as error:
+            errors.append(error)
+
+    wire.recorder.abandon(SessionLostError("the parent's"))
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(10)
+    assert len(errors) == 1

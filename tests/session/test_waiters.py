@@ -1,0 +1,80 @@
+"""Questions that wait for an answer."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from skyproxy.errors import SessionLostError
+from skyproxy.session.waiters import Waiter, Waiters
+
+
+def test_an_answer_that_came_first_is_there_at_once() -> None:
+    waiter = Waiter()
+    waiter.set(7, (b"x",))
+    assert waiter.wait() == 7
+    assert waiter.wait() == 7
+    assert waiter.buffers == (b"x",)
+
+
+def test_only_the_first_answer_counts() -> None:
+    waiter = Waiter()
+    waiter.set(1)
+    waiter.set(2)
+    waiter.fail(ValueError())
+    assert waiter.wait() == 1
+
+
+def test_several_threads_wait_for_one_answer() -> None:
+    waiter = Waiter()
+    got: list[int] = []
+    threads = [threading.Thread(target=lambda: got.append(waiter.wait())) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    waiter.set(3)
+    for thread in threads:
+        thread.join(10)
+    assert got == [3] * 5
+
+
+def test_an_error_is_raised_for_each_and_does_not_grow() -> None:
+    waiter = Waiter()
+    waiter.fail(IndexError("no"))
+    depths = []
+    for _ in range(3):
+        with pytest.raises(IndexError) as caught:
+            waiter.wait()
+        depths.append(len(caught.traceback))
+    assert len(set(depths)) == 1
+
+
+def test_numbers_are_unique_and_answers_find_their_question() -> None:
+    waiters = Waiters()
+    opened = [waiters.open() for _ in range(3)]
+    numbers = [number for number, _ in opened] + [waiters.next_number()]
+    assert len(set(numbers)) == 4
+    for number, waiter in reversed(opened):
+        assert waiters.take(number) is waiter
+        assert waiters.take(number) is None
+    assert len(waiters) == 0
+
+
+def test_an_abandoned_question_is_forgotten() -> None:
+    waiters = Waiters()
+    number, _ = waiters.open()
+    waiters.abandon(number)
+    waiters.abandon(number)
+    assert waiters.take(number) is None
+
+
+def test_the_end_fails_what_is_open_and_what_comes_later() -> None:
+    waiters = Waiters()
+    opened = [waiters.open()[1] for _ in range(3)]
+    waiters.end(SessionLostError("gone"))
+    for waiter in opened:
+        with pytest.raises(SessionLostError, match="gone"):
+            waiter.wait()
+    with pytest.raises(SessionLostError, match="gone"):
+        waiters.open()
+    assert len(waiters) == 0
