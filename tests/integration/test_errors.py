@@ -86,7 +86,7 @@ def test_the_error_names_op_line_and_worker_stack(sky: str) -> None:
     weights = torch.zeros(3, 2, device=sky)
     index = torch.tensor([7], device=sky)
     out = nn.functional.embedding(index, weights)
-    at = line()  # noqa: E702
+    at = line()
     with pytest.raises(RemoteError) as caught:
         out.sum().item()
     error = caught.value
