@@ -189,9 +189,9 @@ class Recorder:
             self._cut(whole)
         assert self._outgoing is not None
         message, sent = self._outgoing
+        self._wait_for_room()
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended
-        self._wait_for_room()
         # First, so that the batch is known when news of it come.
         if self._kept is not sent:
             self._sent.append(sent)

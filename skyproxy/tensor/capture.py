@@ -8,13 +8,14 @@ needs not know; when nothing is captured, nothing is different.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
 from typing import Any
 
 from skyproxy import torch_codec
-from skyproxy.errors import CaptureError
+from skyproxy.errors import CaptureError, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Sequence
 from skyproxy.session.recorder import Recorder, SentBatch
@@ -218,21 +219,23 @@ class SessionCapture:
             device.recorder = per_device
             device.handle_type = self._handles_of(device, ordinary)
 
-    def _end(self) -> list[int]:
-        """Puts the real recorder back; the slots whose tensors are still held."""
+    def end(self, *, kept: bool) -> None:
+        """Puts the real recorder back. Tells the worker nothing yet, so that it cannot fail."""
         self.session.recorder = self.recorder
         for device, ordinary in zip(self._devices, self._handle_types, strict=True):
             device.recorder = self.recorder
             device.handle_type = ordinary
+        self._kept = kept
         self._recording = False
-        gone = {*self.dirty, *self.free}
-        self.free, self.dirty = [*gone], []
-        return [slot for slot in self._slots if slot not in gone]
+        self.free.extend(self.dirty)
 
-    def finish(self) -> None:
-        """Ends the capture; the worker keeps what was recorded."""
-        self._kept = True
-        held = set(self._end())
+    def _held(self) -> set[int]:
+        """The slots whose tensors are still held."""
+        return set(self._slots).difference(self.free)
+
+    def keep(self) -> None:
+        """After the end: the worker keeps what was recorded."""
+        held = self._held()
         metas = {handle.slot: handle.meta for handle in self._handles if handle.slot in held}
         exports = [
             [slot, torch_codec.encode_description(metas[slot].description) if metas.get(slot) is not None else None]
@@ -243,9 +246,9 @@ class SessionCapture:
         self.session.do("graph_define", self.number, list(self.stream), exports, places)
         self.stream.clear()
 
-    def abort(self) -> None:
-        """Ends the capture; nothing of it ever ran."""
-        held = self._end()
+    def drop(self) -> None:
+        """After the end: nothing was kept, and nothing of it ever ran."""
+        held = sorted(self._held())
         self.session.do("graph_abort", held)
         self.recorder.free.extend(self.free)
         self.stream.clear()
@@ -321,26 +324,26 @@ class Capture:
         if self._error is not None:
             self.abort()
             raise CaptureError(f"the capture could not be kept: {self._error}") from self._error
-        kept = []
-        try:
-            for part in self.parts:
-                if part.stream:
-                    part.finish()
-                    kept.append(part)
-                else:
-                    part.abort()
-        finally:
-            _active = None
+        for part in self.parts:
+            part.end(kept=bool(part.stream))
+        _active = None
+        kept = [part for part in self.parts if part.stream]
+        for part in self.parts:
+            if part.stream:
+                part.keep()
+            else:
+                part.drop()
         return kept
 
     def abort(self) -> None:
         """Ends the capture and keeps nothing."""
         global _active
-        try:
-            for part in self.parts:
-                part.abort()
-        finally:
-            _active = None
+        for part in self.parts:
+            part.end(kept=False)
+        _active = None
+        for part in self.parts:
+            with contextlib.suppress(SessionLostError):
+                part.drop()
 
 
 def is_capturing() -> bool:

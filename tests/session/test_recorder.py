@@ -258,7 +258,9 @@ def test_a_send_that_failed_for_good_says_so_at_every_flush(wire: Wire) -> None:
             wire.recorder.flush()
 
 
-def test_several_threads_record_whole_commands(wire: Wire) -> None:
+def test_several_threads_record_whole_commands() -> None:
+    wire = Wire(max_in_flight_batches=10_000)
+
     def record(first: int) -> None:
         for slot in range(first, first + 500):
             wire.op(slot)
