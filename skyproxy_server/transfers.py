@@ -141,6 +141,7 @@ class Transfers:
                 arrival = self._arrivals[number] = Arrival(byte_count if reason is None else 0)
                 if reason is not None:
                     arrival.over = True
+                    arrival.target = arrival.view = None
                     arrival.fail(TransferCancelledError(reason))
             elif arrival.byte_count != byte_count:
                 raise ProtocolError(f"transfer {number} has {arrival.byte_count} bytes, {byte_count} were announced")

@@ -235,15 +235,18 @@ class Recorder:
 
         The command with the smallest hash in the second half of the limit starts the next batch. So the cuts follow
         the content, and the steps of a loop are cut in the same places, wherever the first one happened to be cut.
+        Where lines and ops are out of step, because Ctrl-C struck between the two, all of it goes: what is recorded
+        next is in step again, and no error names a wrong line.
         """
         stream, widths, built_in = self.stream, self.widths, commands.OPERANDS
         earliest, end = self.limit // 2, self.limit
+        whole = count, line_count, _ = len(stream), len(self.lines), len(self._buffers)
         position = lines = buffers = number = 0
-        best, smallest = (len(stream), len(self.lines), len(self._buffers)), 1 << 32
-        while position < end:
+        best, smallest = whole, 1 << 32
+        while position < count:
             attached = number == commands.EXPECT  # which speaks of the command behind it
             number = stream[position]
-            if position >= earliest and not attached:
+            if earliest <= position < end and not attached:
                 operand = stream[position + 1]
                 mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
                 if mixed < smallest:
@@ -255,7 +258,7 @@ class Recorder:
             elif number == commands.UPLOAD:
                 buffers += 1
             position += 1 + width
-        return best
+        return best if lines == line_count else whole
 
     def _has_room(self) -> bool:
         batches, byte_count = self._unacked()

@@ -148,7 +148,7 @@ class SessionCapture:
         self._handle_types = [device.handle_type for device in devices]
         self._recording = True
         self._kept = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor may run, and take it, while it is held
 
     @property
     def is_mine(self) -> bool:

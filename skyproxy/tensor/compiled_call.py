@@ -17,6 +17,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy.settings import SETTINGS
 from skyproxy.tensor.compiler_ir import Program, value_of
 from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import DEVICES, SkyDevice
@@ -110,6 +111,8 @@ class CompiledCall:
 
     def expect(self, key: Any, written: list[Any], results: list[Any]) -> tuple[Any, ...]:
         """The command that makes the worker check a call with sizes that were not checked before."""
+        if len(self._checked) >= SETTINGS.max_cached_shapes:
+            self._checked.clear()
         self._checked.add(key)
         metas = [tensor._sky.meta for tensor in (*results, *written)]
         return commands.EXPECT, [torch_codec.encode_description(meta.description) for meta in metas]

@@ -53,10 +53,14 @@ def look():
 
 for number in range(early):
     last = step(number)
+    if number % 100 == 0:
+        last.item()  # so that both parts run equally far ahead of the worker
 look()
 trips = torch.sky.stats()["round_trips"]
 for number in range(early, steps):
     last = step(number)
+    if number % 100 == 0:
+        last.item()
 print(json.dumps(torch.sky.stats()["round_trips"] - trips), flush=True)
 look()
 print(json.dumps([last.item(), len(session._waiters), len(session._failed_lines)]), flush=True)
@@ -67,7 +71,7 @@ MIB = 1 << 20
 def check(early_steps: int, steps: int) -> None:
     lines = succeed(PROGRAM, timeout=30 + steps * 0.1, EARLY=str(early_steps), STEPS=str(steps))
     early, trips, late, (loss, waiters, failures) = map(json.loads, lines.splitlines())
-    assert trips == 0
+    assert trips == (steps - early_steps) // 100
     for exact in ("handles", "held", "bytes", "misses"):
         assert late[exact] == early[exact], (exact, early, late)
     # The allocators of both processes settle a little after the first steps.

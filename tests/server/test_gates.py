@@ -106,3 +106,18 @@ def test_synchronize_waits_for_bytes_that_are_still_arriving() -> None:
     thread.join(10)
     assert ended.is_set()
     assert arrival.target.tolist() == list(range(16))
+
+
+def test_a_transfer_that_failed_and_left_poison_ends_no_session() -> None:
+    gates, x, failed = Gates(), torch.ones(4), failure()
+
+    def wait() -> None:
+        raise PoisonedError(failed)
+
+    gates.close(x, Gate(None, lambda: True, wait))
+    gates.open_finished()
+    assert not gates
+    gates.close(x, Gate(None, lambda: True, wait))
+    with pytest.raises(PoisonedError):
+        gates.pass_through([x], [])
+    assert not gates

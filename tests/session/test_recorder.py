@@ -298,3 +298,23 @@ def test_a_forked_child_can_use_nothing_and_waits_for_nothing(wire: Wire) -> Non
     thread.start()
     thread.join(10)
     assert len(errors) == 1
+
+
+def test_a_line_that_is_missing_costs_the_lines_of_one_batch_and_makes_none_wrong() -> None:
+    wire = Wire(max_batch_commands=8, max_loop_batch_commands=8)
+    batches: list[Any] = []
+    wire.before_send = lambda message: batches.append(wire.recorder.sent(message.sequence))
+    for slot in range(200):
+        wire.op(slot)
+        if slot == 50:
+            del wire.recorder.lines[-2:]  # Ctrl-C struck between the command and its line
+        if len(wire.recorder.stream) > wire.recorder.limit:
+            wire.recorder.send_some()
+    wire.recorder.flush()
+    out_of_step = [batch for batch in batches if len(batch.lines) != len(batch.stream)]
+    assert len(out_of_step) == 1
+    for batch in batches:
+        if batch not in out_of_step:
+            assert batch.lines[1::2] == batch.stream[1::2]
+    sent = [item for batch in batches for item in batch.stream]
+    assert sent == [item for slot in range(200) for item in (OP, slot)]

@@ -165,3 +165,17 @@ def test_a_malformed_packed_chunk_is_a_protocol_error() -> None:
     downloads.open(number, target)
     with pytest.raises(ProtocolError):
         downloads.on_packed_chunk(PackedChunk(number, 0, 8000, 4000, 4, (b"\xff\xff",)))
+
+
+def test_an_upload_that_was_interrupted_while_it_was_announced_is_cancelled(sender: Sender) -> None:
+    def strike() -> None:
+        sender.announced.append(1)
+        raise KeyboardInterrupt
+
+    data = bytearray(2500)
+    with pytest.raises(KeyboardInterrupt):
+        sender.uploads.send(1, memoryview(data), 1, data, strike)
+    sender.link.may_pass.set()
+    sender.upload(2)
+    assert [type(m) for m in sender.link.sent if m.transfer == 1] == [CancelTransfer]  # type: ignore[attr-defined]
+    assert [offset for offset, _ in sender.chunks(2)] == [0, 1000, 2000]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -354,10 +357,35 @@ def test_checkpointed_activations(sky: str) -> None:
     assert torch.equal(gradients[0].cpu(), gradients[1])
 
 
-def test_a_graph_outlives_a_reset_of_its_workers() -> None:
-    import subprocess
-    import sys
+def run_apart(program: str, **environment: str) -> tuple[list[str], str]:
+    """The words that a program prints in a process of its own, and its warnings."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
 
+
+@pytest.mark.slow
+def test_without_a_compiler_the_worker_runs_graphs_op_by_op_and_a_warning_says_so() -> None:
+    program = """
+import torch, skyproxy
+for _ in range(2):
+    print(torch.compile(lambda x: x + 1)(torch.ones(2, device="sky:0")).tolist())
+print(torch.sky.compile_report()["eager"] >= 1)
+try:
+    torch.compile(lambda x: x - 1, backend="sky", options={"worker": "inductor"})(torch.ones(2, device="sky:0"))
+except Exception as error:
+    print("refused", "cannot compile" in str(error))
+"""
+    words, warnings = run_apart(program, CXX="no-such-compiler")
+    assert words == ["[2.0,", "2.0]", "[2.0,", "2.0]", "True", "refused", "True"]
+    assert warnings.count("cannot compile") == 1
+
+
+@pytest.mark.slow
+def test_a_graph_outlives_a_reset_of_its_workers() -> None:
     program = """
 import torch, skyproxy
 f = torch.compile(lambda x: x * torch.tensor([1.0, 2.0], device=x.device), backend="sky", options={"worker": "eager"})
@@ -365,8 +393,7 @@ for _ in range(2):
     print(f(torch.ones(2, device="sky:0")).tolist())
     skyproxy.reset()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
-    assert done.stdout.split() == ["[1.0,", "2.0]", "[1.0,", "2.0]"], done.stderr
+    assert run_apart(program)[0] == ["[1.0,", "2.0]", "[1.0,", "2.0]"]
 
 
 def test_devices_of_two_workers_in_one_function(sky: str, sky1: str) -> None:

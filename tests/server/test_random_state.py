@@ -1,0 +1,113 @@
+"""Random numbers of several sessions in one worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Message, Reply, Sequence
+from skyproxy.settings import SETTINGS
+from skyproxy_server.executor import Executor
+from skyproxy_server.transfers import Transfers
+
+CPU = ["cpu", None]
+RAND = commands.FIRST_SIGNATURE
+
+
+class Session:
+    """One session's executor."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        devices = [{"type": "cpu", "index": 0, "name": "CPU"}]
+        self.executor = Executor(devices, self.sent.append, Transfers(SETTINGS.chunk_bytes), SETTINGS)
+        self._sequence = 0
+        self._run(commands.DEFINE, RAND, ["aten::rand", ["v"], {}, ["n"]])
+
+    def _run(self, *stream: Any) -> None:
+        self._sequence += 1
+        self.executor.run(Batch(Sequence(self._sequence), list(stream)))
+
+    def draw(self, count: int = 3) -> list[float]:
+        self._run(RAND, [count], 1)
+        numbers: list[float] = self.executor.values[1].tolist()
+        return numbers
+
+    def do(self, name: str, *arguments: Any) -> None:
+        self._run(commands.DO, name, list(arguments))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self._run(commands.CALL, 5, name, list(arguments))
+        answer = self.sent[-1]
+        assert isinstance(answer, Reply), answer
+        return answer.value
+
+
+@pytest.fixture
+def sessions() -> Iterator[tuple[Session, Session]]:
+    before = torch.get_rng_state()
+    pair = Session(), Session()
+    yield pair
+    for session in pair:
+        session.executor.end()
+    torch.set_rng_state(before)
+
+
+def local(seed: int, count: int) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(count, generator=generator).tolist()
+    return numbers
+
+
+def test_sessions_draw_as_if_they_were_alone(sessions: tuple[Session, Session]) -> None:
+    first, second = sessions
+    first.do("manual_seed", CPU, 1)
+    second.do("manual_seed", CPU, 2)
+    drawn: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(4):
+        drawn[1] += first.draw(3)
+        drawn[2] += second.draw(2)
+        drawn[2] += second.draw(1)
+    assert drawn == {1: pytest.approx(local(1, 12)), 2: pytest.approx(local(2, 12))}
+
+
+def test_seeding_one_leaves_the_other(sessions: tuple[Session, Session]) -> None:
+    first, second = sessions
+    second.do("manual_seed", CPU, 7)
+    head = second.draw(2)
+    first.do("manual_seed", CPU, 7)
+    assert first.draw(4) == pytest.approx(local(7, 4))
+    assert head + second.draw(2) == pytest.approx(local(7, 4))
+
+
+def test_state_can_be_taken_and_put_back(sessions: tuple[Session, Session]) -> None:
+    first, second = sessions
+    first.do("manual_seed", CPU, 3)
+    state = first.call("random_state", CPU)
+    drawn = first.draw()
+    second.draw()
+    first.do("set_random_state", CPU, state)
+    assert first.draw() == drawn
+    assert first.call("initial_seed", CPU) == 3
+
+
+def test_the_end_of_a_session_leaves_the_others(sessions: tuple[Session, Session]) -> None:
+    first, second = sessions
+    second.do("manual_seed", CPU, 5)
+    head = second.draw(2)
+    first.draw()
+    first.executor.end()
+    assert head + second.draw(2) == pytest.approx(local(5, 4))
+
+
+def test_own_generators_are_independent_of_everything(sessions: tuple[Session, Session]) -> None:
+    first, _ = sessions
+    first.do("new_generator", 9, CPU)
+    first.do("seed_generator", 9, 11)
+    first.draw()
+    state = first.call("generator_state", 9)
+    assert state == bytes(torch.Generator().manual_seed(11).get_state().tolist())
