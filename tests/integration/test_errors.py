@@ -85,8 +85,8 @@ def test_the_error_comes_when_a_value_is_asked_for_and_is_the_local_class(sky: s
 def test_the_error_names_op_line_and_worker_stack(sky: str) -> None:
     weights = torch.zeros(3, 2, device=sky)
     index = torch.tensor([7], device=sky)
+    at = line() + 1
     out = nn.functional.embedding(index, weights)
-    at = line()
     with pytest.raises(RemoteError) as caught:
         out.sum().item()
     error = caught.value

@@ -27,8 +27,8 @@ from tests.integration.programs import environment, run_program, started, succee
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
 
 LOST_WITHIN_SECONDS = 2.0
-EXIT_WITHIN_SECONDS = 3.0
-"""Python and PyTorch alone take half a second to end; the rest is for busy machines."""
+EXIT_WITHIN_SECONDS = 1.0
+"""Beyond what Python and PyTorch alone take to end, thrice: machines are busy."""
 
 
 @contextlib.contextmanager
@@ -82,12 +82,17 @@ def kill(node: skyproxy.Node, number: int = signal.SIGKILL) -> None:
 ENDS = "import time; print(time.time(), flush=True)"
 
 
-def check_exit(source: str, expected: list[str], cwd: Path | None = None, **extra: str) -> None:
-    """Runs a program that prints `expected` and then the time; it must end soon after, and silently."""
-    lines = succeed(source + "\n" + ENDS, cwd=cwd, **extra).splitlines()
-    ended = time.time()
-    assert lines[:-1] == expected
-    assert ended - float(lines[-1]) < EXIT_WITHIN_SECONDS
+def run_to_end(source: str, cwd: Path | None = None) -> tuple[list[str], float]:
+    """Runs a program that ends silently: the lines that it prints, and the seconds from the last one to its end."""
+    lines = succeed(source + "\n" + ENDS, cwd=cwd).splitlines()
+    return lines[:-1], time.time() - float(lines[-1])
+
+
+def check_exit(source: str, expected: list[str], cwd: Path | None = None) -> None:
+    """Runs a program that prints `expected`; it must end soon after its last line, and silently."""
+    printed, took = run_to_end(source, cwd)
+    assert printed == expected
+    assert took < EXIT_WITHIN_SECONDS + 3 * run_to_end("import torch")[1]
 
 
 def test_a_one_line_program_runs_and_ends_by_itself(tmp_path: Path) -> None:
@@ -250,6 +255,7 @@ def test_a_silent_worker_is_given_up() -> None:
     succeed(source, SKYPROXY_PING_INTERVAL_SECONDS="0.2", SKYPROXY_LIVENESS_TIMEOUT_SECONDS="1")
 
 
+@pytest.mark.slow
 def test_a_busy_worker_is_not_given_up() -> None:
     source = """
     import time, torch, skyproxy
@@ -439,12 +445,12 @@ def test_a_storm_of_interrupts_never_changes_a_result(node: skyproxy.Node, storm
 
 
 def check_nothing_leaks(node: skyproxy.Node, strikes: int) -> None:
-    """Client and worker agree on what is held. A strike inside a destructor can cost one value, and is rare."""
+    """A strike between taking a slot and noting it, or inside a destructor, costs one value, never more."""
     session = node._session
     node.synchronize()
     node.synchronize()
     held = session.call("stats")["handles"]
-    assert held < 20 + strikes / 20
+    assert held < 20 + strikes
     assert len(session._waiters) < 5 + strikes / 20
 
 
