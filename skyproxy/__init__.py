@@ -7,8 +7,9 @@ imported too, in either order; the other public names load on first use.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
+
+from skyproxy.torch_watcher import watch_torch
 
 if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
@@ -79,40 +80,4 @@ def _load_device() -> None:
     importlib.import_module("skyproxy.tensor.activation").activate()
 
 
-class _TorchWatcher:
-    """Registers the device right after somebody's `import torch`, so that the order of imports does not matter."""
-
-    _at_work = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or self._at_work:
-            return None
-        self._at_work = True
-        try:
-            spec = importlib.util.find_spec("torch")
-        finally:
-            self._at_work = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            _load_device()
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def _register_with_torch() -> None:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        importlib.import_module("importlib.util")
-        sys.meta_path.insert(0, _TorchWatcher())
-    elif not getattr(getattr(torch, "__spec__", None), "_initializing", False):
-        _load_device()
-
-
-_register_with_torch()
+watch_torch(_load_device)

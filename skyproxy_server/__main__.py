@@ -16,6 +16,7 @@ from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.settings import SETTINGS
+from skyproxy.torch_watcher import stop_watching
 from skyproxy_server import auth
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 after an orderly end, 2 where the configuration cannot work.
     """
     arguments = parser().parse_args(argv)
+    stop_watching()
     logging.basicConfig(
         level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
