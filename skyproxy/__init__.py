@@ -23,25 +23,49 @@ if TYPE_CHECKING:
     from skyproxy.nodes import launch_local as launch_local
     from skyproxy.nodes import list_nodes as list_nodes
     from skyproxy.nodes import reset as reset
+    from skyproxy.providers.accelerators import Accelerator as Accelerator
+    from skyproxy.providers.base import Volume as Volume
+    from skyproxy.providers.image import Image as Image
+    from skyproxy.providers.image import PipIndex as PipIndex
+    from skyproxy.runtime import InstanceInfo as InstanceInfo
+    from skyproxy.runtime import instance_info as instance_info
+    from skyproxy.runtime import shard as shard
+    from skyproxy.runtime import silent as silent
+    from skyproxy.runtime import stderr as stderr
+    from skyproxy.runtime import stdout as stdout
     from skyproxy.tensor.pending import prefetch as prefetch
     from skyproxy.tensor.remote_tensor import RemoteTensor as RemoteTensor
 
 _PUBLIC = {
+    "Accelerator": "skyproxy.providers.accelerators",
     "DeviceInfo": "skyproxy.nodes",
+    "Image": "skyproxy.providers.image",
+    "InstanceInfo": "skyproxy.runtime",
     "Node": "skyproxy.nodes",
+    "PipIndex": "skyproxy.providers.image",
     "RemoteTensor": "skyproxy.tensor.remote_tensor",
     "SyncWarning": "skyproxy.debugging",
+    "Volume": "skyproxy.providers.base",
     "connect": "skyproxy.nodes",
     "connect_async": "skyproxy.nodes",
     "debug_syncs": "skyproxy.debugging",
     "devices": "skyproxy.nodes",
     "fetch_async": "skyproxy.nodes",
+    "instance_info": "skyproxy.runtime",
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
     "prefetch": "skyproxy.tensor.pending",
     "reset": "skyproxy.nodes",
+    "shard": "skyproxy.runtime",
+    "silent": "skyproxy.runtime",
+    "stderr": "skyproxy.runtime",
+    "stdout": "skyproxy.runtime",
 }
-__all__ = sorted([*_PUBLIC, "__version__", "errors"])
+_SUBMODULES = {"errors", "providers", "runtime"}
+"""Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
+_WITHOUT_DEVICE = ("integrations", "plugins", "pools", "providers", "runtime")
+"""Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
+__all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -50,13 +74,13 @@ def __getattr__(name: str) -> Any:
 
         return version("skyproxy")
     if name in _PUBLIC:
-        if name != "errors":
+        if _PUBLIC[name].split(".")[1] not in _WITHOUT_DEVICE:
             _load_device()
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value
-    if name == "errors":
-        return importlib.import_module("skyproxy.errors")
+    if name in _SUBMODULES:
+        return importlib.import_module(f"skyproxy.{name}")
     raise AttributeError(f"module 'skyproxy' has no attribute {name!r}")
 
 

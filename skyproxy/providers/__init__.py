@@ -1,0 +1,41 @@
+"""How workers come to exist: what is asked for, and one module for each place that can give it.
+
+Nothing here speaks to a worker; a provider hands out endpoints, and pools connect to them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyproxy.providers.accelerators import Accelerator as Accelerator
+    from skyproxy.providers.base import Endpoint as Endpoint
+    from skyproxy.providers.base import Launched as Launched
+    from skyproxy.providers.base import Progress as Progress
+    from skyproxy.providers.base import Provider as Provider
+    from skyproxy.providers.base import Volume as Volume
+    from skyproxy.providers.base import WorkerSpec as WorkerSpec
+    from skyproxy.providers.image import Image as Image
+    from skyproxy.providers.image import PipIndex as PipIndex
+
+_HOMES = {
+    "Accelerator": "accelerators",
+    "Endpoint": "base",
+    "Image": "image",
+    "Launched": "base",
+    "PipIndex": "image",
+    "Progress": "base",
+    "Provider": "base",
+    "Volume": "base",
+    "WorkerSpec": "base",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'skyproxy.providers' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"skyproxy.providers.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

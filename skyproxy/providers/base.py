@@ -1,0 +1,181 @@
+"""What is asked of a provider, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.providers.accelerators import Accelerator
+from skyproxy.providers.image import Image
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Storage that outlives the worker's process, at a path.
+
+    Attributes:
+        name: of the volume; workers that name the same one share it where the provider can.
+        storage: how much, as a quantity of Kubernetes: "10Gi".
+        path: where the functions find it, absolute.
+        options: what only some providers know, such as storageClassName, accessMode and reclaimPolicy.
+    """
+
+    name: str
+    storage: str
+    path: str
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def parse(cls, given: Volume | Mapping[str, Any]) -> Volume:
+        """A volume as users write it: an object, or a dict with name, storage and path.
+
+        Raises:
+            ConfigurationError: one of the three is missing, or the path is not absolute.
+        """
+        if not isinstance(given, Volume):
+            missing = [key for key in ("name", "storage", "path") if not given.get(key)]
+            if missing:
+                raise ConfigurationError(
+                    f"the volume {dict(given)!r} lacks {', '.join(missing)}. "
+                    'Example: {"name": "cache", "storage": "10Gi", "path": "/cache"}'
+                )
+            values = {str(key): str(value) for key, value in given.items()}
+            given = cls(values.pop("name"), values.pop("storage"), values.pop("path"), values)
+        if not given.path.startswith("/"):
+            raise ConfigurationError(
+                f"the volume {given.name} is to be at {given.path!r}; the path must begin with '/'."
+            )
+        return given
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The workers that a provider is asked for.
+
+    Attributes:
+        name: of the whole, unique where the provider needs it.
+        nodes: machines.
+        procs_per_node: worker processes on each; every process is a rank.
+        image: what software they have: a description, the name of a container image, or None for the provider's own.
+        resources: of each node, as quantities of Kubernetes: {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}.
+        accelerator: of each node.
+        volumes: of each node.
+        env: variables of the worker processes; they go over those of the image.
+        idle_timeout_seconds: how long workers may be without a client before they are taken away; None: for ever.
+        max_lifetime_seconds: how long they may live at all; None: for ever.
+        timeout_seconds: how long it may take until all of them run.
+        keep: whether workers stay when the client leaves, and are found again by their name.
+        options: what only one provider knows.
+    """
+
+    name: str
+    nodes: int = 1
+    procs_per_node: int = 1
+    image: Image | str | None = None
+    resources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    accelerator: Accelerator | None = None
+    volumes: tuple[Volume, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
+    idle_timeout_seconds: float | None = None
+    max_lifetime_seconds: float | None = None
+    timeout_seconds: float = 600.0
+    keep: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes in all."""
+        return self.nodes * self.procs_per_node
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A worker process that listens.
+
+    Attributes:
+        url: "ws://host:port" or "wss://host:port", as this machine reaches it.
+        token: what it wants to hear.
+        node: the machine it runs on, from 0.
+        rank: the process among all.
+        local_rank: the process among those of its node.
+        address: the node as its peers reach it: a host name or an IP address, without a port.
+        certificate: the certificate (PEM) to trust, and no other, for "wss://"; None for the system's.
+        server_name: the name that the certificate is for, where the url says another.
+    """
+
+    url: str
+    token: str = field(repr=False)
+    node: int = 0
+    rank: int = 0
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    certificate: str | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+
+Phase = Literal["provisioning", "bootstrapping", "running", "failed"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step on the way to running workers.
+
+    Attributes:
+        phase: where it stands.
+        node: which machine; None for all.
+        message: for people, with the true cause where it waits for something.
+    """
+
+    phase: Phase
+    node: int | None
+    message: str
+
+
+Report = Callable[[Progress], None]
+
+
+@runtime_checkable
+class Launched(Protocol):
+    """Workers that run."""
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where they listen, in the order of ranks."""
+
+    async def close(self) -> None:
+        """Ends what was launched, unless it was to be kept; idempotent, and safe after a failure."""
+
+    async def logs(self, rank: int) -> str:
+        """The end of what a worker process itself wrote; an empty text where nobody knows."""
+
+    async def restart(self, rank: int) -> Endpoint:
+        """Ends one worker process, whatever it is doing, and starts it anew.
+
+        Raises:
+            WorkerStartError: it did not come up, or this provider cannot.
+        """
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """A place where workers can be had."""
+
+    @property
+    def name(self) -> str:
+        """For people and for SKYPROXY_PROVIDER: "local", "container", "kubernetes", "remote", "aws"."""
+
+    async def launch(self, spec: WorkerSpec, report: Report) -> Launched:
+        """Starts all workers of `spec`, or none.
+
+        Whatever was begun is taken back where this fails or is cancelled.
+
+        Args:
+            spec: what is wanted. What the provider cannot give is an error, never left out in silence.
+            report: told of every step, on the event loop; must not block.
+
+        Raises:
+            ConfigurationError: this provider cannot give what is asked for; says what is missing.
+            WorkerStartError: they did not come up; says which and why.
+        """

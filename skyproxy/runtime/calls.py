@@ -1,0 +1,49 @@
+"""Which call the running code belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a worker knows about a call beside its function and arguments.
+
+    Attributes:
+        id: names the call on its worker.
+        name: the function's name, for people.
+        values: what the caller sent beside the call; pools put the topology there, as "pool".
+    """
+
+    id: str
+    name: str = ""
+    values: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+
+
+_CURRENT: ContextVar[CallContext | None] = ContextVar("skyproxy_call", default=None)
+
+
+def current_call() -> CallContext | None:
+    """The call that this code serves; None outside of one.
+
+    It follows `contextvars`: tasks of asyncio know it, threads that the function starts only where they were given a
+    copy of the context.
+    """
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def entered_call(call: CallContext) -> Iterator[None]:
+    """For workers: the code inside the `with` block serves `call`."""
+    token = _CURRENT.set(call)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
