@@ -1,0 +1,226 @@
+"""The pod of a node, as it is sent to the API server.
+
+It fits the pod security standard "restricted": no root, no privileges, a read-only root file system with writable
+folders for the home and temporary files. What a site needs otherwise, a spec's podTemplate says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from skyproxy_operator.names import (
+    ATTEMPT,
+    CONTAINER,
+    HOME_FOLDER,
+    NODE_LABEL,
+    SPEC_HASH,
+    TLS_FOLDER,
+    TOKEN_FOLDER,
+    claim_name,
+    labels,
+    nodes_service,
+    owner_reference,
+    pod_name,
+    tls_secret,
+    token_secret,
+)
+from skyproxy_operator.options import Options
+from skyproxy_operator.strategic_merge import merged
+from skyproxy_operator.worker_spec import WorkerSpec
+
+_GRACE_SECONDS = 10
+_HEAD_PORTS = range(29500, 30500)
+
+
+def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
+    """The pod of node number `node`.
+
+    Args:
+        compute: the Compute, as the API server gave it.
+        spec: its checked spec.
+        node: from 0.
+        attempt: which start of the Compute this is, from 0.
+        options: those of the installation.
+
+    Raises:
+        ValueError: the spec's podTemplate cannot be applied.
+    """
+    name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
+    built = merged(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": pod_name(name, node),
+                "namespace": namespace,
+                "annotations": {"kubectl.kubernetes.io/default-container": CONTAINER},
+                "labels": {},
+            },
+            "spec": _pod_spec(compute, spec, node, attempt, options),
+        },
+        spec.pod_template,
+    )
+    # By these we know our pods again, so no template may change them.
+    metadata = built["metadata"]
+    metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
+    metadata["labels"] = {**metadata.get("labels", {}), **labels(name), NODE_LABEL: str(node)}
+    metadata["annotations"] = {
+        **metadata.get("annotations", {}),
+        SPEC_HASH: spec.pod_hash(),
+        ATTEMPT: str(attempt),
+    }
+    built["spec"]["restartPolicy"] = "Never"
+    return built
+
+
+def _pod_spec(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
+    name = compute["metadata"]["name"]
+    result: dict[str, Any] = {
+        "containers": [_container(compute, spec, node, attempt, options)],
+        "volumes": _volumes(name, spec, options),
+        "securityContext": _pod_security(options),
+        "automountServiceAccountToken": spec.service_account is not None,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+        # We start pods again ourselves: all nodes of a Compute together, and with the back-off of its spec.
+        "restartPolicy": "Never",
+    }
+    if spec.nodes > 1:
+        result |= {"hostname": pod_name(name, node), "subdomain": nodes_service(name)}
+    tolerations = list(spec.tolerations)
+    for device in sorted(spec.resources):
+        # Clusters taint GPU nodes with the device's name, to keep others away from them.
+        if device.endswith("/gpu"):
+            tolerations.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+    optional = {
+        "tolerations": tolerations,
+        "nodeSelector": dict(spec.node_selector),
+        "affinity": dict(spec.affinity),
+        "priorityClassName": spec.priority_class,
+        "serviceAccountName": spec.service_account,
+        "imagePullSecrets": [{"name": secret} for secret in spec.image_pull_secrets],
+    }
+    return result | {key: value for key, value in optional.items() if value}
+
+
+def _pod_security(options: Options) -> dict[str, Any]:
+    result: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if options.worker_uid is not None:
+        # The group gives the worker its volumes; OnRootMismatch, because changing large ones takes minutes.
+        result |= {
+            "runAsUser": options.worker_uid,
+            "runAsGroup": options.worker_uid,
+            "fsGroup": options.worker_uid,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        }
+    return result
+
+
+def _container(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": spec.image or (options.gpu_worker_image if spec.gpus else options.worker_image),
+        "env": _environment(compute, spec, node, attempt),
+        "ports": [
+            {"name": f"worker-{index}" if index else "worker", "containerPort": port, "protocol": "TCP"}
+            for index, port in enumerate(spec.ports)
+        ],
+        # No liveness probe: a worker that computes for minutes may answer late, and its tensors are worth more than that.
+        "readinessProbe": {
+            "httpGet": {"scheme": "HTTPS", "path": "/readyz", "port": spec.port},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 15,
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        # The end of the log becomes part of the container's status, so that we need no access to logs to tell a cause.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+            {"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "home", "mountPath": HOME_FOLDER},
+            *({"name": volume.name, "mountPath": volume.path} for volume in spec.volumes),
+        ],
+    }
+    result |= _command(spec)
+    if spec.env_from:
+        result["envFrom"] = [dict(source) for source in spec.env_from]
+    if spec.resources:
+        result["resources"] = {"requests": dict(spec.resources), "limits": dict(spec.resources)}
+    return result
+
+
+def _command(spec: WorkerSpec) -> dict[str, Any]:
+    if spec.command:
+        return {"command": list(spec.command)} | ({"args": list(spec.args)} if spec.args else {})
+    arguments = ["--host", "0.0.0.0", "--port", str(spec.port)]
+    if spec.procs_per_node > 1:
+        arguments += ["--processes", str(spec.procs_per_node)]
+    arguments += ["--token-file", f"{TOKEN_FOLDER}/token"]
+    arguments += ["--tls-cert", f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key"]
+    return {"command": ["python", "-m", "skyproxy_server"], "args": [*arguments, *spec.args]}
+
+
+def _environment(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> list[dict[str, Any]]:
+    given = {variable["name"] for variable in spec.env}
+    defaults = {
+        # The user may be one that the image does not know: libraries then find no home and no name by themselves.
+        "HOME": HOME_FOLDER,
+        "USER": "worker",
+        "LOGNAME": "worker",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return [
+        *({"name": name, "value": value} for name, value in defaults.items() if name not in given),
+        *(dict(variable) for variable in spec.env),
+        {"name": "COMPUTE_POOL", "value": json.dumps(pool(compute, spec, node, attempt), separators=(",", ":"))},
+    ]
+
+
+def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, Any]:
+    """What a node is told about itself and its peers."""
+    name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
+    if spec.nodes > 1:
+        peers = [f"{pod_name(name, index)}.{nodes_service(name)}.{namespace}.svc" for index in range(spec.nodes)]
+    else:
+        peers = ["127.0.0.1"]
+    # Another port for each start: what is left of the one before cannot be in the way.
+    seed = int(hashlib.sha256(compute["metadata"]["uid"].encode()).hexdigest(), 16)
+    return {
+        "node": node,
+        "total_nodes": spec.nodes,
+        "procs_per_node": spec.procs_per_node,
+        "head_addr": peers[0],
+        "head_port": _HEAD_PORTS[(seed + attempt) % len(_HEAD_PORTS)],
+        "accelerators": spec.gpus,
+        "peers": [{"node": index, "addr": address} for index, address in enumerate(peers)],
+        "job": f"{compute['metadata']['uid']}-{attempt}",
+    }
+
+
+def _volumes(name: str, spec: WorkerSpec, options: Options) -> list[dict[str, Any]]:
+    # Without a group that owns the files, everyone in the container must be able to read them: it has one user.
+    mode = 0o444 if options.worker_uid is None else 0o440
+    token = {"secretName": token_secret(name), "defaultMode": mode, "items": [{"key": "token", "path": "token"}]}
+    pair = [{"key": key, "path": key} for key in ("tls.crt", "tls.key")]
+    return [
+        {"name": "token", "secret": token},
+        {"name": "tls", "secret": {"secretName": tls_secret(name), "defaultMode": mode, "items": pair}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shared_memory}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "home", "emptyDir": {}},
+        *(
+            {"name": volume.name, "persistentVolumeClaim": {"claimName": claim_name(name, volume.name)}}
+            for volume in spec.volumes
+        ),
+    ]
+
+

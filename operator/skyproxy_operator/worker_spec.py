@@ -1,0 +1,241 @@
+"""What a Compute asks for, parsed and checked.
+
+The API server has checked a spec against the schema before we see it. What the schema says with rules (CEL), which older
+servers do not know, is checked here again, and what no schema can say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy_operator.names import claim_name
+from skyproxy_operator.quantities import duration_seconds, quantity
+
+MAX_NAME = 50
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
+_RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
+_RESERVED_VOLUMES = ("home", "shm", "tls", "tmp", "token")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Storage that outlives the pods."""
+
+    name: str
+    storage: str
+    path: str
+    access_mode: str
+    storage_class: str | None = None
+    retain: bool = False
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What happens when a worker ends by itself."""
+
+    max_restarts: int = 3
+    backoff_seconds: int = 5
+    reset_seconds: int = 600
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A way in from outside the cluster; what is None, the operator's options say."""
+
+    hostname: str | None = None
+    parent: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A checked spec. Fields keep the form that pods have for them where nothing has to be known about them."""
+
+    image: str | None = None
+    resources: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1
+    procs_per_node: int = 1
+    port: int = 8765
+    volumes: tuple[Volume, ...] = ()
+    env: tuple[Mapping[str, Any], ...] = ()
+    env_from: tuple[Mapping[str, Any], ...] = ()
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    priority_class: str | None = None
+    service_account: str | None = None
+    image_pull_secrets: tuple[str, ...] = ()
+    shared_memory: str = "2Gi"
+    pod_template: Mapping[str, Any] = field(default_factory=dict)
+    # What follows can change while the pods run.
+    idle_timeout_seconds: int | None = field(default=None, metadata={"pod": False})
+    max_lifetime_seconds: int | None = field(default=None, metadata={"pod": False})
+    suspend: bool = field(default=False, metadata={"pod": False})
+    restart: RestartPolicy = field(default=RestartPolicy(), metadata={"pod": False})
+    gateway: Gateway | None = field(default=None, metadata={"pod": False})
+
+    @classmethod
+    def parse(cls, name: str, spec: Mapping[str, Any]) -> WorkerSpec:
+        """The spec of the Compute called `name`.
+
+        Raises:
+            ConfigurationError: it cannot work; the text has a line for each problem.
+        """
+        found = list(problems(name, spec))
+        if found:
+            raise ConfigurationError("\n".join(found))
+        nodes = spec.get("nodes", 1)
+        return cls(
+            image=spec.get("image"),
+            resources={key: str(value) for key, value in (spec.get("resources") or {}).items()},
+            nodes=nodes,
+            procs_per_node=spec.get("procsPerNode", 1),
+            port=spec.get("port", 8765),
+            volumes=tuple(_volume(item, nodes) for item in spec.get("volumes") or ()),
+            env=tuple(spec.get("env") or ()),
+            env_from=tuple(spec.get("envFrom") or ()),
+            command=tuple(spec.get("command") or ()),
+            args=tuple(spec.get("args") or ()),
+            tolerations=tuple(spec.get("tolerations") or ()),
+            node_selector=spec.get("nodeSelector") or {},
+            affinity=spec.get("affinity") or {},
+            priority_class=spec.get("priorityClassName") or None,
+            service_account=spec.get("serviceAccountName") or None,
+            image_pull_secrets=tuple(item["name"] for item in spec.get("imagePullSecrets") or ()),
+            shared_memory=str(spec.get("sharedMemory", "2Gi")),
+            pod_template=spec.get("podTemplate") or {},
+            idle_timeout_seconds=duration_seconds(spec.get("idleTimeout") or ""),
+            max_lifetime_seconds=duration_seconds(spec.get("maxLifetime") or ""),
+            suspend=spec.get("suspend", False),
+            restart=_restart(spec.get("restartPolicy") or {}),
+            gateway=_gateway(spec.get("gateway") or {}),
+        )
+
+    @property
+    def gpus(self) -> int:
+        """Graphics processors for each node, of whatever make."""
+        return sum(int(value) for name, value in self.resources.items() if name.endswith("/gpu"))
+
+    @property
+    def ports(self) -> range:
+        """The ports of a node's processes."""
+        return range(self.port, self.port + self.procs_per_node)
+
+    def pod_hash(self) -> str:
+        """Names what pods are made of; another one means other pods.
+
+        Fields with their default do not count: a later version with more fields must not end running workers.
+        """
+        default = WorkerSpec()
+        made_of = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.metadata.get("pod", True) and getattr(self, item.name) != getattr(default, item.name)
+        }
+        # The fate of a volume after the Compute is nothing to the pod.
+        if self.volumes:
+            made_of["volumes"] = [(volume.name, volume.path) for volume in self.volumes]
+        text = json.dumps(made_of, sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
+    """Everything that is wrong with a spec that the schema lets through, a line each."""
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        yield (
+            f"metadata.name: {name!r} must begin with a lower-case letter, have only lower-case letters, digits and '-', "
+            f"end with a letter or digit, and be no longer than {MAX_NAME} characters"
+        )
+    port, processes = spec.get("port", 8765), spec.get("procsPerNode", 1)
+    if port + processes > 65536:
+        yield f"spec.port: {port} + procsPerNode {processes} must not exceed 65536: process i listens on port + i"
+    yield from _resource_problems(spec.get("resources") or {})
+    yield from _volume_problems(name, spec.get("volumes") or ())
+    yield from _variable_problems(spec.get("env") or ())
+    yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
+    for key in ("idleTimeout", "maxLifetime"):
+        yield from _problem(f"spec.{key}", duration_seconds, spec.get(key) or "")
+    yield from _template_problems(spec.get("podTemplate") or {})
+
+
+def _problem(where: str, check: Callable[[Any], object], value: object) -> Iterator[str]:
+    try:
+        check(value)
+    except ValueError as exc:
+        yield f"{where}: {exc}"
+
+
+def _resource_problems(resources: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in resources.items():
+        where = f"spec.resources[{name}]"
+        bad = list(_problem(where, quantity, value))
+        yield from bad
+        # Such names with a slash are devices, and the system's own ones (hugepages aside) have none.
+        if not bad and "/" in name and not re.fullmatch(r"[0-9]+", str(value)):
+            yield f"{where}: {value!r} is not whole, and devices come in whole numbers"
+
+
+def _volume_problems(compute: str, volumes: Any) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for volume in volumes:
+        where = f"spec.volumes[{volume['name']}]"
+        path = volume["path"].rstrip("/")
+        if volume["name"] in _RESERVED_VOLUMES:
+            yield f"{where}: this name is used by the operator; choose another"
+        if len(claim_name(compute, volume["name"])) > 63:
+            yield f"{where}: the name is too long; with that of the Compute it may have 62 characters"
+        yield from _problem(f"{where}.storage", quantity, volume["storage"])
+        if any(path == taken or path.startswith(taken + "/") for taken in _RESERVED_PATHS) or not path:
+            yield f"{where}.path: {volume['path']} is used by the worker itself; choose another"
+        elif path in seen:
+            yield f"{where}.path: {volume['path']} is that of volume {seen[path]} too; volumes must have different paths"
+        seen.setdefault(path, volume["name"])
+
+
+def _variable_problems(variables: Any) -> Iterator[str]:
+    for variable in variables:
+        where = f"spec.env[{variable['name']}]"
+        if "value" in variable and "valueFrom" in variable:
+            yield f"{where}: an environment variable has either value or valueFrom"
+        if variable["name"] in _RESERVED_VARIABLES:
+            yield f"{where}: it is set by the operator"
+
+
+def _template_problems(template: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(template.keys() - {"metadata", "spec"}):
+        yield f"spec.podTemplate.{key}: a pod template has metadata and spec only"
+    for key in ("metadata", "spec"):
+        if not isinstance(template.get(key) or {}, Mapping):
+            yield f"spec.podTemplate.{key}: it must be an object"
+
+
+def _volume(item: Mapping[str, Any], nodes: int) -> Volume:
+    return Volume(
+        name=item["name"],
+        storage=str(item["storage"]),
+        path=item["path"],
+        access_mode=item.get("accessMode") or ("ReadWriteOnce" if nodes == 1 else "ReadWriteMany"),
+        storage_class=item.get("storageClassName"),
+        retain=item.get("reclaimPolicy") == "Retain",
+    )
+
+
+def _restart(item: Mapping[str, Any]) -> RestartPolicy:
+    default = RestartPolicy()
+    return RestartPolicy(
+        max_restarts=item.get("maxRestarts", default.max_restarts),
+        backoff_seconds=item.get("backoffSeconds", default.backoff_seconds),
+        reset_seconds=item.get("resetSeconds", default.reset_seconds),
+    )
+
+
+def _gateway(item: Mapping[str, Any]) -> Gateway | None:
+    return Gateway(item.get("hostname"), item.get("parentRef")) if item.get("enabled") else None
