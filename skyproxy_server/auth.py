@@ -63,12 +63,20 @@ def token_from_file(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            if os.name == "posix" and os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            if _exposed(file):
                 logger.warning("others can read the token file %s; protect it: chmod 600 %s", path, path)
             text = file.read(_MAX_TOKEN_BYTES + 1)
     except OSError as exc:
         raise ConfigurationError(f"The token file {path} cannot be read: {exc.strerror}.") from exc
     return _decoded(text, f"The token file {path}")
+
+
+def _exposed(file: BinaryIO) -> bool:
+    """Whether a file is ours and others can read it. One of someone else's, as in a pod, is not ours to protect."""
+    if os.name != "posix":
+        return False
+    status = os.fstat(file.fileno())
+    return status.st_uid == os.geteuid() and bool(status.st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def token_from_stream(stream: BinaryIO) -> str:

@@ -1,11 +1,15 @@
-"""What the worker tells anyone who asks whether it lives and takes sessions; nothing that is worth hiding."""
+"""What the worker tells over plain HTTP: to anyone whether it lives and takes sessions, to those with the token more."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
+ACTIVITY_PATH = "/activity"
 
 
 def answer(path: str, *, ready: bool) -> bytes | None:
@@ -24,6 +28,16 @@ def answer(path: str, *, ready: bool) -> bytes | None:
 
 
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def is_activity(path: str) -> bool:
+    """Whether a request asks for the worker's activity; only those with the token may be told."""
+    return path.partition("?")[0] == ACTIVITY_PATH
+
+
+def activity_response(report: Mapping[str, Any]) -> bytes:
+    """The answer to a question for the worker's activity, as JSON."""
+    return http_response(HTTPStatus.OK, json.dumps(report), {"Content-Type": "application/json"})
 
 
 def http_response(status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> bytes:

@@ -9,8 +9,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from skyproxy.errors import (
     ConfigurationError,
@@ -50,7 +50,7 @@ class Served(Protocol):
 
 
 class SessionHost(Protocol):
-    """The sessions of this worker, as the listener sees them. Both calls come from the connection's own thread."""
+    """The sessions of this worker, as the listener sees them. Calls come from the connection's own thread."""
 
     def open_session(self, hello: Hello, transport: Transport) -> Served:
         """A new session whose operations travel on `transport`.
@@ -65,6 +65,9 @@ class SessionHost(Protocol):
         Raises:
             LookupError: there is no such session.
         """
+
+    def activity(self) -> Mapping[str, Any]:
+        """What this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
 
 
 class Listener:
@@ -91,7 +94,11 @@ class Listener:
         self._settings = settings
         self._stopping = threading.Event()
         self._upgrader = Upgrader(
-            TokenCheck(token), allowed_origins, is_ready=self._is_ready, pause=self._stopping.wait
+            TokenCheck(token),
+            allowed_origins,
+            is_ready=self._is_ready,
+            activity=host.activity,
+            pause=self._stopping.wait,
         )
         self._draining = False
         self._lock = threading.Lock()

@@ -118,8 +118,16 @@ class Departure:
 class Transfers:
     """All transfers of a session. The executor announces them; the bulk connection's two threads move them."""
 
-    def __init__(self, chunk_bytes: int, staging: Staging | None = None) -> None:
+    def __init__(
+        self, chunk_bytes: int, staging: Staging | None = None, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """Args:
+        chunk_bytes: the size of the pieces that are sent.
+        staging: how pieces come to devices and from there.
+        moved: called for each piece that came or went.
+        """
         self._staging = staging or Staging(chunk_bytes)
+        self._moved = moved
         self._buffer: torch.Tensor | None = None
         """Where the piece that is being received lands, if not in its arrival's own memory."""
         self._piece_bytes = 0
@@ -241,6 +249,7 @@ class Transfers:
             arrival.fail(error)
 
     def _landed(self, number: int, arrival: Arrival, byte_count: int) -> None:
+        self._moved()
         with self._lock:
             arrival.count(byte_count)
             self._tidy(number, arrival)
@@ -267,6 +276,7 @@ class Transfers:
                 for piece in self._staging.pieces(tensor):
                     writer.send(departure.number, offset, tensor.nbytes, piece, tensor.element_size())
                     offset += len(piece)
+                    self._moved()
             except SessionLostError:
                 self.end()
             except RuntimeError as error:  # the device is in trouble; whoever asked for the values learns of it

@@ -1,10 +1,11 @@
-"""From a fresh connection to a WebSocket: health answers, the token, the upgrade. One request a connection."""
+"""From a fresh connection to a WebSocket: health and activity answers, the token, the upgrade. One request a connection."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
@@ -14,7 +15,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import Stream, remaining, write_all
 from skyproxy_server.auth import TokenCheck
-from skyproxy_server.health import answer, http_response
+from skyproxy_server.health import activity_response, answer, http_response, is_activity
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -32,18 +33,21 @@ class Upgrader:
         allowed_origins: Sequence[str],
         *,
         is_ready: Callable[[], bool],
+        activity: Callable[[], Mapping[str, Any]],
         pause: Callable[[float], object],
     ) -> None:
         """Args:
         token: who may connect.
         allowed_origins: the web pages that may.
         is_ready: whether new sessions are taken.
+        activity: what the worker is doing.
         pause: waits that many seconds, or less when the listener ends.
         """
         self._token = token
         # None stands for a request without Origin, that is, one that no browser makes.
         self._origins: list[Origin | None] = [None, *map(Origin, allowed_origins)]
         self._is_ready = is_ready
+        self._activity = activity
         self._pause = pause
 
     def upgrade(self, stream: Stream, peer: str, deadline: float) -> bytes | None:
@@ -73,7 +77,7 @@ class Upgrader:
             logger.warning("%s: malformed HTTP request", peer)
             _end(stream, http_response(HTTPStatus.BAD_REQUEST, "malformed request"), deadline)
             return None
-        response = answer(request.path, ready=self._is_ready()) or self._refusal(request, peer)
+        response = answer(request.path, ready=self._is_ready()) or self._answer(request, peer)
         if response is not None:
             _end(stream, response, deadline)
             return None
@@ -87,11 +91,14 @@ class Upgrader:
         write_all(stream, data)
         return received
 
-    def _refusal(self, request: Request, peer: str) -> bytes | None:
+    def _answer(self, request: Request, peer: str) -> bytes | None:
+        """The response to a request that becomes no WebSocket: one without the token, say; None for the others."""
         if not self._token.accepts(request.headers.get_all("Authorization")):
             logger.warning("%s was refused: no token or a wrong one", peer)
             self._pause(_REFUSAL_SECONDS)
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
+        if is_activity(request.path):
+            return activity_response(self._activity())
         if not self._is_ready():
             logger.warning("%s was refused: no new sessions", peer)
             return http_response(HTTPStatus.SERVICE_UNAVAILABLE, "not taking sessions")

@@ -15,6 +15,7 @@ from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
+from skyproxy_server.activity import Activity
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.named_batches import NamedBatches
@@ -40,13 +41,21 @@ def software() -> dict[str, str]:
 class WorkerSession:
     """One client's session: its values, and the thread that executes."""
 
-    def __init__(self, transport: Transport, devices: list[dict[str, Any]], settings: Settings) -> None:
+    def __init__(
+        self, transport: Transport, devices: list[dict[str, Any]], settings: Settings, activity: Activity
+    ) -> None:
         self.identity = secrets.token_hex(16)
         self._transport = transport
-        self._transfers = Transfers(settings.chunk_bytes)
+        self._activity = activity
+        self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch)
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executing = 0
         self._bulk: Transport | None = None
+
+    @property
+    def executing(self) -> bool:
+        """Whether a batch is being executed now."""
+        return bool(self._executing)
 
     def take_bulk(self, transport: Transport) -> bool:
         """Whether the session had no bulk connection yet; now it has this one."""
@@ -75,6 +84,7 @@ class WorkerSession:
                         self._executing = 1
                         executor.run(batch)
                         self._executing = 0
+                        self._activity.touch()
                         last = batch.sequence
                         unacked += 1
                         if unacked >= _ACK_EVERY_BATCHES:
@@ -149,10 +159,13 @@ class _Bulk:
 class WorkerHost:
     """All sessions of this process; what the listener hands connections to."""
 
-    def __init__(self, devices: list[dict[str, Any]], settings: Settings = SETTINGS) -> None:
+    def __init__(
+        self, devices: list[dict[str, Any]], settings: Settings = SETTINGS, activity: Activity | None = None
+    ) -> None:
         self._devices = devices
         self._settings = settings
         self._software = software()
+        self._activity = activity or Activity()
         self._sessions: dict[str, WorkerSession] = {}
         self._lock = threading.Lock()
 
@@ -162,11 +175,12 @@ class WorkerHost:
         Raises:
             LimitExceededError: there are too many sessions.
         """
-        session = WorkerSession(transport, self._devices, self._settings)
+        session = WorkerSession(transport, self._devices, self._settings, self._activity)
         with self._lock:
             if len(self._sessions) >= self._settings.max_sessions:
                 raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
             self._sessions[session.identity] = session
+        self._activity.touch()
         logger.info("session %s opened by %s", session.identity[:8], hello.software)
         return _Operations(self._welcome(session), session, lambda: self._forget(session.identity))
 
@@ -181,6 +195,19 @@ class WorkerHost:
             if session is None or not session.take_bulk(transport):
                 raise LookupError("no session of this name waits for a bulk connection")
         return _Bulk(self._welcome(session), session, transport)
+
+    def activity(self) -> dict[str, Any]:
+        """What this worker is and does, as its operator wants to know it."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        idle = 0.0 if any(session.executing for session in sessions) else self._activity.idle_seconds
+        return {
+            "sessions": len(sessions),
+            "calls_running": self._activity.calls_running,
+            "idle_seconds": round(idle, 3),
+            "devices": self._devices,
+            "software": self._software,
+        }
 
     def _welcome(self, session: WorkerSession) -> Welcome:
         return Welcome(0, session.identity, self._software, self._devices, {})

@@ -186,22 +186,25 @@ def _environment(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: 
 
 
 def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, Any]:
-    """What a node is told about itself and its peers."""
+    """What a node is told about itself and its peers; `skyproxy.runtime` reads it."""
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
     if spec.nodes > 1:
-        peers = [f"{pod_name(name, index)}.{nodes_service(name)}.{namespace}.svc" for index in range(spec.nodes)]
+        addresses = [f"{pod_name(name, index)}.{nodes_service(name)}.{namespace}.svc" for index in range(spec.nodes)]
     else:
-        peers = ["127.0.0.1"]
+        addresses = ["127.0.0.1"]
     # Another port for each start: what is left of the one before cannot be in the way.
     seed = int(hashlib.sha256(compute["metadata"]["uid"].encode()).hexdigest(), 16)
     return {
         "node": node,
         "total_nodes": spec.nodes,
         "procs_per_node": spec.procs_per_node,
-        "head_addr": peers[0],
+        "head_addr": addresses[0],
         "head_port": _HEAD_PORTS[(seed + attempt) % len(_HEAD_PORTS)],
         "accelerators": spec.gpus,
-        "peers": [{"node": index, "addr": address} for index, address in enumerate(peers)],
+        "peers": [
+            {"rank": rank, "node": rank // spec.procs_per_node, "address": addresses[rank // spec.procs_per_node]}
+            for rank in range(spec.nodes * spec.procs_per_node)
+        ],
         "job": f"{compute['metadata']['uid']}-{attempt}",
     }
 

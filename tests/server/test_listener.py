@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
@@ -283,6 +284,26 @@ def test_health_needs_no_token_and_tells_nothing(start) -> None:
     assert get(listener, "/healthz") == (200, "alive\n")
     assert get(listener, "/readyz?verbose") == (200, "ready\n")
     assert get(listener, "/anything") == (401, "wrong token\n")
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+def test_activity_is_told_to_those_with_the_token_only(start, header: dict[str, str]) -> None:
+    listener = start()
+    request = urllib.request.Request(url(listener, "http") + "/activity", headers=header)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=5)
+    assert caught.value.code == 401
+    assert "sessions" not in caught.value.read().decode()
+
+
+def test_activity_is_json(start) -> None:
+    listener = start()
+    request = urllib.request.Request(
+        url(listener, "http") + "/activity?x", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    with urllib.request.urlopen(request, timeout=5) as response:
+        assert response.headers.get_all("Content-Type") == ["application/json"]
+        assert json.load(response) == {"sessions": 0, "idle_seconds": 1.5}
 
 
 def test_a_draining_worker_is_alive_but_not_ready(start) -> None:

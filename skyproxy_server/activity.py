@@ -1,0 +1,47 @@
+"""Whether somebody still uses this worker: what decides if it may be taken away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """When the worker last did something, and whether it does something now.
+
+    An open session alone is no activity: a notebook that is left open all night does not need its GPU.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._running = 0
+        self._lock = threading.Lock()
+
+    def touch(self) -> None:
+        """Something was done just now. Cheap, and safe on any thread."""
+        self._last = self._clock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is entered, the worker is in use, however long that takes: around a function, say."""
+        with self._lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+            self.touch()
+
+    @property
+    def calls_running(self) -> int:
+        """How many are in `running` now."""
+        return self._running
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long nothing was done; 0 while something runs."""
+        return 0.0 if self._running else max(self._clock() - self._last, 0.0)
