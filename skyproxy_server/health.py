@@ -1,4 +1,4 @@
-"""What the worker tells over plain HTTP: to anyone whether it lives and takes sessions, to those with the token more."""
+"""What the worker tells over HTTP: to anyone whether it lives and takes sessions, to those with the token more."""
 
 from __future__ import annotations
 

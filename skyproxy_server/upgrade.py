@@ -1,4 +1,4 @@
-"""From a fresh connection to a WebSocket: health and activity answers, the token, the upgrade. One request a connection."""
+"""From a fresh connection to a WebSocket: health and activity, the token, the upgrade. One request a connection."""
 
 from __future__ import annotations
 

@@ -225,5 +225,3 @@ def _volumes(name: str, spec: WorkerSpec, options: Options) -> list[dict[str, An
             for volume in spec.volumes
         ),
     ]
-
-
