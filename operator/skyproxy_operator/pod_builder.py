@@ -127,7 +127,7 @@ def _container(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: in
             {"name": f"worker-{index}" if index else "worker", "containerPort": port, "protocol": "TCP"}
             for index, port in enumerate(spec.ports)
         ],
-        # No liveness probe: a worker that computes for minutes may answer late, and its tensors are worth more than that.
+        # No liveness probe: a worker that computes for minutes may answer late, and its tensors are worth more.
         "readinessProbe": {
             "httpGet": {"scheme": "HTTPS", "path": "/readyz", "port": spec.port},
             "periodSeconds": 2,

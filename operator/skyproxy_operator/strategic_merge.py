@@ -39,7 +39,7 @@ def merged(original: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, A
         ValueError: the patch cannot be applied: an object where a list is, or a list element without its key.
     """
     if patch.get(_DIRECTIVE) == "replace":
-        return _plain(patch)
+        return {key: _plain(value) for key, value in patch.items() if key != _DIRECTIVE and value is not None}
     if patch.get(_DIRECTIVE) == "delete":
         return {}
     result = copy.deepcopy(dict(original))

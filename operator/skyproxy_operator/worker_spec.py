@@ -1,7 +1,7 @@
 """What a Compute asks for, parsed and checked.
 
-The API server has checked a spec against the schema before we see it. What the schema says with rules (CEL), which older
-servers do not know, is checked here again, and what no schema can say.
+The API server has checked a spec against the schema before we see it. What the schema says with rules (CEL), which
+older servers do not know, is checked here again, and what no schema can say.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
     """Everything that is wrong with a spec that the schema lets through, a line each."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         yield (
-            f"metadata.name: {name!r} must begin with a lower-case letter, have only lower-case letters, digits and '-', "
-            f"end with a letter or digit, and be no longer than {MAX_NAME} characters"
+            f"metadata.name: {name!r} must begin with a lower-case letter, have only lower-case letters, digits "
+            f"and '-', end with a letter or digit, and be no longer than {MAX_NAME} characters"
         )
     port, processes = spec.get("port", 8765), spec.get("procsPerNode", 1)
     if port + processes > 65536:
@@ -196,7 +196,7 @@ def _volume_problems(compute: str, volumes: Any) -> Iterator[str]:
         if any(path == taken or path.startswith(taken + "/") for taken in _RESERVED_PATHS) or not path:
             yield f"{where}.path: {volume['path']} is used by the worker itself; choose another"
         elif path in seen:
-            yield f"{where}.path: {volume['path']} is that of volume {seen[path]} too; volumes must have different paths"
+            yield f"{where}.path: {path} is that of volume {seen[path]} too; volumes must have different paths"
         seen.setdefault(path, volume["name"])
 
 
