@@ -1,7 +1,8 @@
-"""Ops that PyTorch picks for an accelerator and that have no kernel on the CPU, written with ops that have one.
+"""Ops that are picked for an accelerator and that have no kernel on the CPU, written with ops that have one.
 
-The client cannot choose otherwise: PyTorch's C++ asks only whether a tensor is on a PrivateUse1 device. Each function
-does what PyTorch's own CPU path does, operation by operation, so that the results are the same to the last bit.
+The client cannot choose otherwise: PyTorch's C++ asks only whether a tensor is on a PrivateUse1 device, and libraries
+ask only whether it is on the CPU. Each function does what PyTorch's own CPU path does, operation by operation, so that
+the results are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -134,3 +135,12 @@ def sparse_mm_reduce_backward(
         left, grad, weight, reduce, places, output_mask
     )
     return grads
+
+
+@_override("aten::histc")
+def histogram(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Counts of values in equal bins, (bins,), in the dtype of the values. The CPU's kernel knows no integers."""
+    if values.dtype.is_floating_point:
+        return torch.histc(values, bins, min, max)
+    # Exact: a double holds every count, and every integer up to 2^53.
+    return torch.histc(values.double(), bins, min, max).to(values.dtype)

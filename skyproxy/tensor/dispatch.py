@@ -264,7 +264,8 @@ def run(call: Call) -> Any:
         device.misses += 1
         entry = inference.infer(call)
         if entry is None:
-            return _ask(call)
+            # What is written may be resized by values that no fake tensor has.
+            return _ask(call, key if call.plan.learns and not call.plan.writes else None)
         if call.plan.learns:
             return _ask(call, key)
         entry.number = _signature(call, entry)

@@ -72,12 +72,13 @@ _FAKED_WRONGLY = frozenset(
     {
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
+        "aten::_grouped_mm",
         "aten::max_unpool2d",
         "aten::mkldnn_rnn_layer",
         "aten::multilabel_margin_loss_forward",
     }
 )
-"""Ops whose fake kernels give fresh results other sizes or strides than the real ones."""
+"""Ops whose fake kernels give fresh results other sizes or strides than the real ones, or refuse what those take."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -169,12 +170,21 @@ class Plan:
             return SPECIALS["refused"]
         if self.name.partition("::")[0] not in ALLOWED_NAMESPACES:
             return SPECIALS["foreign"]
-        if packet not in SENT_WHOLE and _has_kernel(self.name, "CompositeImplicitAutograd"):
+        if packet not in SENT_WHOLE and is_divided(self.name):
             return SPECIALS["composite"]
         return None
 
     def __repr__(self) -> str:
         return f"<plan of {self.name}>"
+
+
+def is_divided(name: str) -> bool:
+    """Whether PyTorch divides the op into others on every device.
+
+    A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker
+    takes those whole, for it may have the kernel (`silu_backward`).
+    """
+    return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 
 
 def _depends_on_values(func: torch._ops.OpOverload) -> bool:

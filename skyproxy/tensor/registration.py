@@ -14,6 +14,7 @@ import torch
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch import dispatch
 from skyproxy.tensor.engine import Guard
+from skyproxy.tensor.plans import is_divided
 
 _NATIVE = frozenset({"aten::detach"})
 """Ops left to PyTorch's own kernel: inside fake tensors of our device it makes tensors that no Python may have seen."""
@@ -71,7 +72,7 @@ def _register_kernels() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
-        if has_kernel(name, "CompositeImplicitAutograd") or has_kernel(name, _dispatch_key) or name in _NATIVE:
+        if is_divided(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
             continue
         library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
     _library = library

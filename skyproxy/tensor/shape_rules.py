@@ -293,6 +293,13 @@ def _arange(start: Any, end: Any = None, **kwargs: Any) -> RuleResult:
     return [(plain_meta((end - start,), torch.int64), None)]
 
 
+@_rule("histc")
+def _histogram(a: Meta, bins: int = 100, *bounds: Any) -> RuleResult:
+    # PyTorch's fake kernel refuses integers for the CPU; workers of every kind count them.
+    fits = a.plain and (a.dtype in _FLOATS or a.dtype in _INTEGERS) and bins > 0
+    return [(plain_meta((bins,), a.dtype), None)] if fits else None
+
+
 @_rule("_scaled_dot_product_flash_attention_for_cpu")
 def _flash_attention(
     query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any

@@ -49,6 +49,7 @@ def _cases() -> Iterator[Case]:
         for scalar in (2, 2.5, True):
             for name in ("pow.Tensor_Scalar", "clamp", "mul.Scalar", "rsub.Scalar", "eq.Scalar"):
                 yield name, (a, scalar), {}
+        yield "histc", (a, 4, 0, 3), {}
         yield "add.Tensor", (a, a), {"alpha": 2}
         yield "clone", (a,), {"memory_format": torch.contiguous_format}
         for dtype in (torch.float16, torch.int64):

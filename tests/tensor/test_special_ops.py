@@ -248,3 +248,29 @@ def test_pinning_belongs_to_the_cpu(sky1: str) -> None:
     assert not x.is_pinned()
     with pytest.raises(RuntimeError, match="cannot pin"):
         x.pin_memory()
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.silu, torch.nn.functional.mish])
+def test_gradients_come_from_the_kernel_and_not_from_a_formula(function: Any, sky1: str) -> None:
+    """PyTorch has a formula for devices in general that differs from the kernels in the last bit."""
+    torch.manual_seed(0)
+    values = torch.randn(1000)
+    gradients = []
+    for device in ("cpu", sky1):
+        x = values.to(device).requires_grad_()
+        before = torch.sky.stats()["ops"]  # type: ignore[attr-defined]
+        function(x).backward(torch.ones(1000, device=device))
+        assert device == "cpu" or torch.sky.stats()["ops"] - before <= 4  # type: ignore[attr-defined]
+        assert x.grad is not None
+        gradients.append(x.grad.cpu())
+    assert torch.equal(*gradients)
+
+
+def test_integers_are_counted_as_an_accelerator_counts_them(sky1: str) -> None:
+    """Libraries that are not on the CPU count integers (experts of a mixture); the CPU's kernel does not."""
+    experts = torch.tensor([0, 2, 2, 1, 5], dtype=torch.int32, device=sky1)
+    before = torch.sky.stats()["round_trips"]  # type: ignore[attr-defined]
+    counts = torch.histc(experts, bins=4, min=0, max=3)
+    assert counts.dtype is torch.int32
+    assert torch.sky.stats()["round_trips"] == before  # type: ignore[attr-defined]
+    assert counts.tolist() == [1, 1, 2, 0]
