@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from tests.integrations.language_models import FAMILIES, VOCABULARY, make_model, placed, prompts
 
 from skyproxy.tensor.remote_tensor import RemoteTensor
+from tests.integrations.language_models import FAMILIES, VOCABULARY, make_model, placed, prompts
 
 NEW_TOKENS = 12
 STRATEGIES: dict[str, dict[str, Any]] = {
