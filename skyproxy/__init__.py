@@ -100,8 +100,14 @@ def _load_device() -> None:
         raise ImportError(
             "skyproxy needs PyTorch 2.11 to 2.13, and it is not installed here. Try: pip install torch==2.13.0"
         ) from error
-    importlib.import_module("skyproxy.nodes")
+    importlib.import_module("skyproxy.nodes").open_saved = _open_saved
     importlib.import_module("skyproxy.tensor.activation").activate()
+
+
+def _open_saved() -> Node | None:
+    """Connects to the worker that `skyproxy up` saved."""
+    node: Node | None = importlib.import_module("skyproxy.providers.saved").open_saved()
+    return node
 
 
 watch_torch(_load_device)

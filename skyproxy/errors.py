@@ -6,6 +6,7 @@ SkyproxyError
 │   ├── AuthenticationError               the worker refused our token
 │   ├── VersionMismatchError              client and worker cannot work together
 │   └── WorkerStartError                  the embedded worker did not come up
+├── ClusterError (RuntimeError)           a Kubernetes cluster refused a request, or could not be asked
 ├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
 ├── CaptureError (RuntimeError)           a graph cannot be captured
 ├── ProtocolError                         the peer broke the rules; that connection is closed
@@ -46,6 +47,18 @@ class VersionMismatchError(ConnectError):
 
 class WorkerStartError(ConnectError):
     """The embedded worker did not come up; carries the end of its output."""
+
+
+class ClusterError(SkyproxyError, RuntimeError):
+    """A Kubernetes cluster refused a request, or could not be asked.
+
+    Attributes:
+        status: the HTTP status of its answer; 0 where there was none.
+        reason: what the API server calls it, such as "NotFound", or an empty string.
+    """
+
+    status: int = 0
+    reason: str = ""
 
 
 class SessionLostError(SkyproxyError, ConnectionError):

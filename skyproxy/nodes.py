@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -62,12 +63,20 @@ class Node:
         software: versions on the worker: "skyproxy", "python", "torch".
     """
 
-    def __init__(self, url: str, source: str, session: Session, worker: LocalWorker | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        source: str,
+        session: Session,
+        worker: LocalWorker | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.url = url
         self.source = source
         self.software = dict(session.welcome.software)
         self._session = session
         self._worker = worker
+        self._on_close = on_close
         self._devices = DEVICES.add(session)
         for chosen in self._devices:
             seed = torch.initial_seed()
@@ -122,7 +131,12 @@ class Node:
         if self._session.is_foreign:
             return
         if self._worker is None:
-            self._session.close("the node was closed")
+            on_close, self._on_close = self._on_close, None
+            try:
+                self._session.close("the node was closed")
+            finally:
+                if on_close is not None:
+                    on_close()
         else:
             # The worker first: it is ours alone, and need not finish what it is doing.
             self._session.close("the node was closed", self._worker.stop)
@@ -157,7 +171,10 @@ def connect(
     *,
     token: str | None = None,
     ssl_context: ssl.SSLContext | None = None,
+    certificate: str | None = None,
+    server_name: str | None = None,
     source: str = "skyproxy.connect",
+    on_close: Callable[[], None] | None = None,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -165,7 +182,10 @@ def connect(
         url: "ws://host:port" or "wss://host:port".
         token: what the worker was started with; the variable SKYPROXY_TOKEN by default.
         ssl_context: for "wss://"; the system's certificates by default.
+        certificate: PEM text of the only authorities to trust, in place of an ssl_context.
+        server_name: the name that the worker's certificate has, where it is not the url's host.
         source: how to name the origin of this connection to people.
+        on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
 
     Raises:
         ConfigurationError: no token, or a url that cannot work.
@@ -173,7 +193,19 @@ def connect(
         AuthenticationError: the worker refused the token.
         VersionMismatchError: its protocol is not ours.
     """
-    return _connect(url, token, ssl_context, source, None)
+    if certificate is not None:
+        if ssl_context is not None:
+            raise ConfigurationError("both ssl_context= and certificate= were given; each says whom to trust. Give one.")
+        ssl_context = _trust(certificate)
+    return _connect(url, token, ssl_context, source, server_name=server_name, on_close=on_close)
+
+
+def _trust(certificate: str) -> ssl.SSLContext:
+    """A context that trusts the authorities of a PEM text and no others."""
+    try:
+        return ssl.create_default_context(cadata=certificate)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigurationError(f"the certificate to trust cannot be read ({error}). It must be PEM text.") from error
 
 
 async def connect_async(url: str, *, token: str | None = None, ssl_context: ssl.SSLContext | None = None) -> Node:
@@ -198,14 +230,21 @@ def _launch_local(device: str, source: str) -> Node:
         raise ConfigurationError(f"device={device!r} is none of 'auto', 'cpu', 'cuda'.")
     worker = LocalWorker(device, SETTINGS)
     try:
-        return _connect(worker.url, worker.token, None, source, worker)
+        return _connect(worker.url, worker.token, None, source, worker=worker)
     except BaseException:
         worker.stop()
         raise
 
 
 def _connect(
-    url: str, token: str | None, ssl_context: ssl.SSLContext | None, source: str, worker: LocalWorker | None
+    url: str,
+    token: str | None,
+    ssl_context: ssl.SSLContext | None,
+    source: str,
+    *,
+    worker: LocalWorker | None = None,
+    server_name: str | None = None,
+    on_close: Callable[[], None] | None = None,
 ) -> Node:
     activate()
     token = token or os.environ.get("SKYPROXY_TOKEN")
@@ -213,25 +252,27 @@ def _connect(
         raise ConfigurationError(
             f"no token for {url}. Pass token=..., or set SKYPROXY_TOKEN; the worker was started with --token-file."
         )
-    operations, welcome = _open(url, token, ssl_context, "operations", "")
+    operations, welcome = _open(url, token, ssl_context, server_name, "operations", "")
     try:
-        bulk, _ = _open(url, token, ssl_context, "bulk", welcome.session)
+        bulk, _ = _open(url, token, ssl_context, server_name, "bulk", welcome.session)
     except BaseException:
         operations.close()
         raise
     _check_torch(welcome)
-    node = Node(url, source, Session(operations, bulk, welcome, SETTINGS), worker)
+    node = Node(url, source, Session(operations, bulk, welcome, SETTINGS), worker, on_close)
     logger.info("skyproxy: connected to %r", node)
     return node
 
 
 def _open(
-    url: str, token: str, ssl_context: ssl.SSLContext | None, role: str, session: str
+    url: str, token: str, ssl_context: ssl.SSLContext | None, server_name: str | None, role: str, session: str
 ) -> tuple[Transport, Welcome]:
     from skyproxy.transport.websocket import connect_websocket
 
     hello = Hello(list(SUPPORTED), role, session, _software())
-    return connect_websocket(url, token, hello, settings=SETTINGS, ssl_context=ssl_context)
+    return connect_websocket(
+        url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name
+    )
 
 
 def _software() -> dict[str, str]:
@@ -254,16 +295,31 @@ def _check_torch(welcome: Welcome) -> None:
         )
 
 
+open_saved: Callable[[], Node | None] = lambda: None  # noqa: E731
+"""Connects to the worker that `skyproxy up` saved; None where there is none. A layer above provides it."""
+
+
 def _start_default() -> None:
-    """What `sky:0` means when nobody connected anything: the environment's worker, or an embedded one."""
+    """What `sky:0` means when nobody connected anything: the environment's worker, the saved one, or an embedded one."""
     with _starting:
         if DEVICES.existing():
             return
-        url = os.environ.get("SKYPROXY_URL")
-        if url:
-            _connect(url, None, None, "SKYPROXY_URL", None)
-        else:
+        if url := os.environ.get("SKYPROXY_URL"):
+            _connect_environment(url)
+        elif open_saved() is None:
             _launch_local("auto", "embedded worker, nothing else is configured")
+
+
+def _connect_environment(url: str) -> Node:
+    path = os.environ.get("SKYPROXY_CERTIFICATE")
+    certificate = None
+    if path:
+        try:
+            certificate = Path(path).read_text(encoding="ascii")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"SKYPROXY_CERTIFICATE={path!r} cannot be read as PEM text: {error}.") from error
+    server_name = os.environ.get("SKYPROXY_SERVER_NAME") or None
+    return connect(url, certificate=certificate, server_name=server_name, source="SKYPROXY_URL")
 
 
 def list_nodes() -> list[Node]:

@@ -46,6 +46,8 @@ class Settings:
     connect_timeout_seconds: float = 10.0
     handshake_timeout_seconds: float = 10.0
     worker_start_timeout_seconds: float = 60.0
+    cluster_timeout_seconds: float = 30.0
+    """How long one request to a Kubernetes API server may take."""
     ping_interval_seconds: float = 5.0
     """How often a silent bulk connection is asked whether the worker still lives."""
     liveness_timeout_seconds: float = 30.0

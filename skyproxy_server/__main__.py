@@ -11,6 +11,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=8765, help="port to listen on; 0 takes a free one")
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
     add("--token-file", type=Path, metavar="PATH", help="file with the token that clients must know")
+    add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
     add("--tls-cert", type=Path, metavar="PATH", help="certificate chain (PEM); with it clients use wss://")
     add("--tls-key", type=Path, metavar="PATH", help="private key of the certificate (PEM)")
     add(
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             token,
             _session_host(arguments.device),
             _ssl_context(arguments.tls_cert, arguments.tls_key),
-            _announce if arguments.embedded else None,
+            partial(_announce, arguments.embedded, arguments.port_file),
             insecure=arguments.insecure,
             allowed_origins=arguments.allow_origin,
         )
@@ -176,8 +178,17 @@ def _named(row: dict[str, Any]) -> str:
     return f"{row['type']}:{row['index']} ({row['name']})"
 
 
-def _announce(port: int) -> None:
-    print(json.dumps({"port": port}), flush=True)
+def _announce(embedded: bool, port_file: Path | None, port: int) -> None:
+    if embedded:
+        print(json.dumps({"port": port}), flush=True)
+    if port_file is not None:
+        # Renamed into place: whoever waits for the file never reads half of it.
+        partial_file = port_file.with_name(port_file.name + ".partial")
+        try:
+            partial_file.write_text(f"{port}\n", encoding="ascii")
+            partial_file.replace(port_file)
+        except OSError as exc:
+            raise ConfigurationError(f"The port file {port_file} cannot be written: {exc.strerror}.") from exc
 
 
 def _wait(listener: Listener, stop: threading.Event, drain_seconds: float) -> None:

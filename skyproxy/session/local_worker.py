@@ -56,7 +56,7 @@ class LocalWorker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._output,
-                env=_environment(),
+                env=worker_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is for the client alone
             )
         except OSError as error:
@@ -133,7 +133,7 @@ class LocalWorker:
         self._output.close()
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Ours, with a path to the packages where they are not installed but lie beside this one."""
     environment = dict(os.environ)
     root = str(Path(__file__).resolve().parents[2])

@@ -54,6 +54,7 @@ def connect_websocket(
     *,
     settings: Settings = SETTINGS,
     ssl_context: ssl.SSLContext | None = None,
+    server_name: str | None = None,
 ) -> tuple[WebSocketTransport, Welcome]:
     """Opens a connection to a worker and makes the whole handshake.
 
@@ -63,6 +64,7 @@ def connect_websocket(
         hello: what we say first.
         settings: limits and timeouts.
         ssl_context: trust for `wss`; by default the system's certificate authorities.
+        server_name: the name that the certificate must have, where it is not the url's host: behind a tunnel.
 
     Returns:
         The open transport and the worker's welcome.
@@ -83,7 +85,7 @@ def connect_websocket(
     deadline = time.monotonic() + settings.handshake_timeout_seconds
     transport: WebSocketTransport | None = None
     try:
-        stream = _secure(sock, address, ssl_context, deadline)
+        stream = _secure(sock, address, ssl_context, deadline, server_name or address.host)
         received = _upgrade(stream, address, token, deadline)
         transport = WebSocketTransport(stream, CLIENT, settings, received)
         return transport, _greet(transport, hello, address, deadline)
@@ -158,12 +160,14 @@ def _connect_tcp(address: _Address, settings: Settings) -> socket.socket:
         raise _failure(address, reason, hint) from exc
 
 
-def _secure(sock: socket.socket, address: _Address, ssl_context: ssl.SSLContext | None, deadline: float) -> Stream:
+def _secure(
+    sock: socket.socket, address: _Address, ssl_context: ssl.SSLContext | None, deadline: float, server_name: str
+) -> Stream:
     if not address.secure:
         return PlainStream(sock)
     context = ssl_context or ssl.create_default_context()
     try:
-        return TlsStream(sock, context, server_side=False, server_hostname=address.host, deadline=deadline)
+        return TlsStream(sock, context, server_side=False, server_hostname=server_name, deadline=deadline)
     except ssl.SSLCertVerificationError as exc:
         reason = f"its certificate was not accepted ({exc.verify_message})"
         raise _failure(

@@ -1,0 +1,191 @@
+"""Saved contexts: which worker `sky:0` means on this machine, as `skyproxy up` and `skyproxy connect` left it.
+
+A context says how to find a worker again and holds no token: that is read again from where the worker keeps it. One file
+a context, so that two commands at once lose nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from skyproxy.errors import ConfigurationError
+
+CONTEXT_VARIABLE = "SKYPROXY_CONTEXT"
+PROVIDERS = ("local", "container", "kubernetes", "remote")
+MAX_NAME_LENGTH = 50
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Context:
+    """How to find one worker again.
+
+    Attributes:
+        name: of the context and of the worker.
+        provider: who runs the worker: one of `PROVIDERS`.
+        options: what that provider needs besides the name: a namespace, a url, paths; never a secret.
+    """
+
+    name: str
+    provider: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+class ContextStore:
+    """The contexts in a folder, and which of them is the current one.
+
+    Attributes:
+        folder: where the files are; made when something is saved, for its owner only.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else config_folder()
+
+    def names(self) -> list[str]:
+        """The names of all contexts, sorted."""
+        return sorted(path.stem for path in self._contexts.glob("*.json"))
+
+    def get(self, name: str) -> Context | None:
+        """The context of that name; None where there is none.
+
+        Raises:
+            ConfigurationError: its file cannot be read, or the name cannot be one.
+        """
+        path = self._path(name)
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            context = Context(row["name"], row["provider"], dict(row["options"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"the saved context {path} cannot be read: {error!r}. Remove it: skyproxy context remove {name}"
+            ) from error
+        if context.name != name or context.provider not in PROVIDERS:
+            raise ConfigurationError(f"the saved context {path} is not one of ours. Remove that file.")
+        return context
+
+    def save(self, context: Context, *, make_current: bool = True) -> None:
+        """Keeps a context, in place of an older one of that name.
+
+        Raises:
+            ConfigurationError: its name cannot be one, or the folder cannot be written.
+        """
+        write_private(self._path(context.name), json.dumps(asdict(context), indent=2) + "\n")
+        if make_current:
+            self.use(context.name)
+
+    def remove(self, name: str) -> bool:
+        """Forgets a context; whether there was one."""
+        if self.current_name() == name:
+            self.use(None)
+        try:
+            self._path(name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def use(self, name: str | None) -> None:
+        """Makes a context the current one, or none.
+
+        Raises:
+            ConfigurationError: there is no such context.
+        """
+        if name is None:
+            self._current.unlink(missing_ok=True)
+        elif not self._path(name).exists():
+            known = ", ".join(self.names()) or "none"
+            raise ConfigurationError(f"there is no context {name!r}. Saved are: {known}. See: skyproxy context list")
+        else:
+            write_private(self._current, name + "\n")
+
+    def current_name(self) -> str | None:
+        """The name of the current context; None where there is none."""
+        try:
+            return self._current.read_text(encoding="utf-8").strip() or None
+        except OSError:
+            return None
+
+    def chosen(self, environ: Mapping[str, str] | None = None) -> Context | None:
+        """The context that `sky:0` means: SKYPROXY_CONTEXT, where it is set, else the current one.
+
+        Raises:
+            ConfigurationError: the variable names a context that does not exist.
+        """
+        asked = (os.environ if environ is None else environ).get(CONTEXT_VARIABLE)
+        name = asked if asked is not None else self.current_name()
+        if not name:
+            return None
+        context = self.get(name)
+        if context is None and asked is not None:
+            known = ", ".join(self.names()) or "none"
+            raise ConfigurationError(f"{CONTEXT_VARIABLE}={name!r} is no saved context. Saved are: {known}.")
+        return context
+
+    @property
+    def _contexts(self) -> Path:
+        return self.folder / "contexts"
+
+    @property
+    def _current(self) -> Path:
+        return self.folder / "current-context"
+
+    def _path(self, name: str) -> Path:
+        return self._contexts / f"{checked_name(name)}.json"
+
+
+def checked_name(name: str) -> str:
+    """`name`, if a worker can be called so: it becomes the name of files and of Kubernetes objects.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
+        raise ConfigurationError(
+            f"{name!r} cannot name a worker: use up to {MAX_NAME_LENGTH} small letters, digits and hyphens, a letter first and "
+            "no hyphen last. Example: dev-1"
+        )
+    return name
+
+
+def config_folder() -> Path:
+    """Where contexts are kept: `$XDG_CONFIG_HOME/skyproxy`, ~/.config/skyproxy, or %APPDATA% on Windows."""
+    return _folder("XDG_CONFIG_HOME", ".config", "APPDATA")
+
+
+def state_folder() -> Path:
+    """Where workers that outlive a command leave their traces: `$XDG_STATE_HOME/skyproxy`, ~/.local/state/skyproxy."""
+    return _folder("XDG_STATE_HOME", ".local/state", "LOCALAPPDATA")
+
+
+def _folder(variable: str, below_home: str, on_windows: str) -> Path:
+    chosen = os.environ.get(variable) or (os.environ.get(on_windows) if os.name == "nt" else None)
+    return (Path(chosen) if chosen else Path.home() / below_home) / "skyproxy"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, readable by its owner alone from its very beginning.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}. Choose another place with XDG_CONFIG_HOME or XDG_STATE_HOME."
+        ) from error

@@ -1,0 +1,432 @@
+"""Asking the API server: plain JSON objects, watches that survive drops, logs that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from skyproxy.errors import ClusterError
+from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.settings import SETTINGS
+
+logger = logging.getLogger("skyproxy.kubernetes")
+
+GROUP = "skyproxy.dev"
+VERSION = "v1alpha1"
+PLURAL = "computes"
+FIELD_MANAGER = "skyproxy"
+COMPUTE_LABEL = "skyproxy.dev/compute"
+APPLY = "application/apply-patch+yaml"
+
+_WATCH_SECONDS = 60
+_MAX_PAUSE_SECONDS = 8.0
+
+Manifest = dict[str, Any]
+Query = Sequence[tuple[str, str]]
+
+
+class ClusterClient:
+    """One user's access to one cluster; belongs to the event loop on which it was entered.
+
+    Attributes:
+        address: the cluster and the namespace, resolved.
+    """
+
+    def __init__(self, address: ClusterAddress) -> None:
+        self.address = address
+        self._api: Any = None
+
+    async def __aenter__(self) -> ClusterClient:
+        self.address = await self.address.resolved()
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._api.close()
+
+    async def _open(self) -> None:
+        import kubernetes_asyncio
+
+        self._api = kubernetes_asyncio.client.ApiClient(await self.address.configuration())
+
+    @property
+    def namespace(self) -> str:
+        """Where our objects are."""
+        return self.address.namespace or "default"
+
+    # --- Computes ----------------------------------------------------------------------------------------------------
+
+    def computes_path(self, name: str = "") -> str:
+        """The path of the namespace's Computes, or of one."""
+        return f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}" + (f"/{name}" if name else "")
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Makes a Compute that must not exist yet."""
+        return await self.request("POST", self.computes_path(), body=manifest, query=[("fieldManager", FIELD_MANAGER)])
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """Makes a Compute, or changes it to what we want of it; what others set stays."""
+        path = self.computes_path(manifest["metadata"]["name"])
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        return await self.request("PATCH", path, body=manifest, query=query, content_type=APPLY)
+
+    async def get(self, name: str) -> Manifest | None:
+        """A Compute; None where there is none."""
+        return await self.find(self.computes_path(name))
+
+    async def list(self, *, all_namespaces: bool = False) -> list[Manifest]:
+        """The Computes of the namespace, or of all."""
+        path = f"/apis/{GROUP}/{VERSION}/{PLURAL}" if all_namespaces else self.computes_path()
+        return list((await self.request("GET", path)).get("items", ()))
+
+    async def delete(self, name: str, *, wait: bool = True) -> bool:
+        """Deletes a Compute and what belongs to it.
+
+        Args:
+            name: of the Compute.
+            wait: until it is gone, with its Pods; without a bound, so put a timeout around it.
+
+        Returns:
+            Whether there was one.
+        """
+        try:
+            deleted = await self.request("DELETE", self.computes_path(name), body={"propagationPolicy": "Foreground"})
+        except ClusterError as error:
+            if error.status == 404 and error.reason == "NotFound":
+                return False
+            raise
+        if wait:
+            uid = deleted.get("metadata", {}).get("uid") or deleted.get("details", {}).get("uid")
+            async for kind, item in self.watch(self.computes_path(), field_selector=f"metadata.name={name}"):
+                if kind in ("DELETED", "ABSENT") or (uid and item.get("metadata", {}).get("uid") != uid):
+                    break
+        return True
+
+    async def pods(self, name: str) -> list[Manifest]:
+        """The Pods of a Compute."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        return list((await self.request("GET", path, query=[("labelSelector", f"{COMPUTE_LABEL}={name}")]))["items"])
+
+    async def events(self, name: str) -> list[Manifest]:
+        """The events on a Compute and its Pods, oldest first."""
+        path = f"/api/v1/namespaces/{self.namespace}/events"
+        found: list[Manifest] = []
+        for item in (await self.request("GET", path)).get("items", ()):
+            target = item.get("involvedObject", {})
+            own = target.get("kind") == "Compute" and target.get("name") == name
+            below = target.get("kind") in ("Pod", "PersistentVolumeClaim", "Service")
+            if own or (below and str(target.get("name", "")).startswith(f"{name}-")):
+                found.append(item)
+        return sorted(found, key=lambda item: str(item.get("lastTimestamp") or item.get("eventTime") or ""))
+
+    async def secret(self, name: str) -> dict[str, str]:
+        """The texts of a Secret, decoded.
+
+        Raises:
+            ClusterError: there is none, or we may not read it.
+        """
+        import base64
+
+        row = await self.request("GET", f"/api/v1/namespaces/{self.namespace}/secrets/{name}")
+        return {key: base64.b64decode(value).decode() for key, value in (row.get("data") or {}).items()}
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def find(self, path: str) -> Manifest | None:
+        """An object; None where there is none.
+
+        Raises:
+            ClusterError: the kind of object is unknown there, or the request failed otherwise.
+        """
+        try:
+            return await self.request("GET", path)
+        except ClusterError as error:
+            if error.status == 404 and error.reason == "NotFound":
+                return None
+            raise
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = (),
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Manifest:
+        """One request and its answer.
+
+        Raises:
+            ClusterError: the server refused it, or did not answer; says what to do.
+        """
+        response = await self._send(method, path, query, body, content_type, SETTINGS.cluster_timeout_seconds)
+        async with response:
+            try:
+                text = await response.text()
+            except (OSError, TimeoutError, self._client_error) as error:
+                raise self._unreachable(error) from error
+        try:
+            answer: Manifest = json.loads(text)
+        except ValueError as error:
+            raise _refused(response.status, path, {"message": text[:500]}, self.address) from error
+        return answer
+
+    async def stream(self, path: str, *, query: Query = (), silence_seconds: float | None = None) -> AsyncIterator[bytes]:
+        """The lines of an answer that goes on.
+
+        Args:
+            path: what to ask for.
+            query: its parameters.
+            silence_seconds: after which the connection counts as dead; None: never.
+
+        Raises:
+            ClusterError: the server refused it; the connection was lost, with status 0.
+        """
+        response = await self._send("GET", path, query, None, "application/json", None, silence_seconds)
+        rest = b""
+        async with response:
+            try:
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        yield line
+            except (OSError, TimeoutError, self._client_error) as error:
+                raise self._unreachable(error) from error
+        if rest:
+            yield rest
+
+    async def open_websocket(self, path: str, query: Query, protocol: str) -> Any:
+        """A WebSocket to the API server, in aiohttp's terms.
+
+        Raises:
+            ClusterError: the server refused it, or did not answer.
+        """
+        import aiohttp
+
+        url = self._url(path, query)
+        rest = self._api.rest_client
+        options: dict[str, Any] = {"headers": await self._headers(None), "protocols": (protocol,), "max_msg_size": 0}
+        options |= {"proxy": rest.proxy} if rest.proxy else {}
+        options |= {"server_hostname": rest.server_hostname} if getattr(rest, "server_hostname", None) else {}
+        try:
+            async with asyncio.timeout(SETTINGS.cluster_timeout_seconds):
+                return await rest.pool_manager.ws_connect(url, **options)
+        except aiohttp.WSServerHandshakeError as error:
+            raise _refused(error.status, path, {"message": error.message}, self.address) from error
+        except (OSError, TimeoutError, aiohttp.ClientError) as error:
+            raise self._unreachable(error) from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Query,
+        body: Any,
+        content_type: str,
+        total_seconds: float | None,
+        silence_seconds: float | None = None,
+    ) -> Any:
+        import aiohttp
+
+        limits = aiohttp.ClientTimeout(
+            total=total_seconds, sock_connect=SETTINGS.connect_timeout_seconds, sock_read=silence_seconds
+        )
+        for renewed in (False, True):
+            rest = self._api.rest_client
+            options: dict[str, Any] = {"timeout": limits, "headers": await self._headers(content_type if body else None)}
+            options |= {"proxy": rest.proxy} if rest.proxy else {}
+            options |= {"server_hostname": rest.server_hostname} if getattr(rest, "server_hostname", None) else {}
+            data = None if body is None else json.dumps(body)
+            try:
+                response = await rest.pool_manager.request(method, self._url(path, query), data=data, **options)
+                if response.status < 300:
+                    return response
+                async with response:
+                    text = await response.text()
+            except (OSError, TimeoutError, aiohttp.ClientError) as error:
+                raise self._unreachable(error) from error
+            if response.status == 401 and not renewed:
+                # Credentials that a plugin made have expired: made anew, once.
+                await self._api.close()
+                await self._open()
+                continue
+            try:
+                status = json.loads(text)
+            except ValueError:
+                status = {"message": text[:500]}
+            raise _refused(response.status, path, status, self.address)
+        raise AssertionError("the second round returns or raises")
+
+    async def _headers(self, content_type: str | None) -> dict[str, str]:
+        headers = {"Accept": "application/json", "User-Agent": "skyproxy"}
+        if content_type:
+            headers["Content-Type"] = content_type
+        await self._api.update_params_for_auth(headers, [], ["BearerToken"])
+        return headers
+
+    def _url(self, path: str, query: Query) -> str:
+        from urllib.parse import urlencode
+
+        return str(self._api.configuration.host).rstrip("/") + path + (f"?{urlencode(list(query))}" if query else "")
+
+    @property
+    def _client_error(self) -> type[Exception]:
+        import aiohttp
+
+        return aiohttp.ClientError
+
+    def _unreachable(self, error: BaseException) -> ClusterError:
+        host = self._api.configuration.host
+        if isinstance(error, TimeoutError):
+            reason = "it did not answer in time"
+        elif isinstance(getattr(error, "certificate_error", error), ssl.SSLError):
+            reason = f"its certificate was not accepted ({error})"
+        else:
+            reason = str(error) or type(error).__name__
+        return ClusterError(
+            f"the Kubernetes API server {host} cannot be asked: {reason}. Check the network or VPN, and: kubectl version"
+        )
+
+    # --- what goes on ------------------------------------------------------------------------------------------------
+
+    async def watch(
+        self, path: str, *, field_selector: str | None = None, label_selector: str | None = None
+    ) -> AsyncIterator[tuple[str, Manifest]]:
+        """What happens to objects from now on, over drops and expired histories; ends only when it is left.
+
+        Args:
+            path: of the list.
+            field_selector: which of them.
+            label_selector: which of them.
+
+        Yields:
+            ("ADDED" | "MODIFIED" | "DELETED", object), beginning with those that are there; ("ABSENT", {}) when a
+            list comes back empty, so that whoever waits for a deletion never waits in vain.
+
+        Raises:
+            ClusterError: the server refuses; a server that is away for a while is waited for.
+        """
+        selectors = [("fieldSelector", field_selector), ("labelSelector", label_selector)]
+        base = [(key, value) for key, value in selectors if value]
+        known: dict[str, Manifest] = {}
+        version = ""
+        pause = 0.0
+        while True:
+            try:
+                if not version:
+                    listed = await self.request("GET", path, query=base)
+                    version = listed["metadata"]["resourceVersion"]
+                    now = {_key(item): item for item in listed.get("items", ())}
+                    for key in known.keys() - now.keys():
+                        yield "DELETED", known.pop(key)
+                    for key, item in now.items():
+                        if known.get(key) != item:
+                            kind = "MODIFIED" if key in known else "ADDED"
+                            known[key] = item
+                            yield kind, item
+                    if not now:
+                        yield "ABSENT", {}
+                query = [*base, ("watch", "true"), ("resourceVersion", version), ("allowWatchBookmarks", "true")]
+                query += [("timeoutSeconds", str(_WATCH_SECONDS))]
+                async for line in self.stream(path, query=query, silence_seconds=_WATCH_SECONDS + 15):
+                    event = json.loads(line) if line.strip() else None
+                    if event is None:
+                        continue
+                    item = event["object"]
+                    if event["type"] == "ERROR":
+                        raise _refused(int(item.get("code", 0)), path, item, self.address)
+                    pause = 0.0
+                    version = item["metadata"]["resourceVersion"]
+                    if event["type"] == "BOOKMARK":
+                        continue
+                    if event["type"] == "DELETED":
+                        known.pop(_key(item), None)
+                    else:
+                        known[_key(item)] = item
+                    yield event["type"], item
+            except ClusterError as error:
+                if error.status == 410:
+                    # The history that we had has been compacted away: begin with a list again.
+                    version = ""
+                elif error.status == 0 or error.status >= 500 or error.status == 429:
+                    logger.debug("the watch of %s was interrupted: %s", path, error)
+                else:
+                    raise
+            except ValueError:
+                version = ""  # half a line: the connection broke in the middle of it
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE_SECONDS, pause * 2 or 0.25)
+
+    async def logs(
+        self, pod: str, *, follow: bool = False, tail: int | None = None, container: str | None = None
+    ) -> AsyncIterator[str]:
+        """The lines that a Pod wrote; while it follows, a dropped connection loses none and repeats none.
+
+        Raises:
+            ClusterError: there is no such Pod, or it has no log.
+        """
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+        last, at_last = "", 0
+        while True:
+            query = [("timestamps", "true")] + ([("follow", "true")] if follow else [])
+            query += [("container", container)] if container else []
+            if last:
+                # Whole seconds only: what we had of that second is left out below.
+                query.append(("sinceTime", last.split(".")[0].rstrip("Z") + "Z"))
+            elif tail is not None:
+                query.append(("tailLines", str(tail)))
+            resumed_at, to_skip = last, at_last
+            try:
+                async for line in self.stream(path, query=query):
+                    stamp, _, text = line.decode(errors="replace").partition(" ")
+                    if stamp < resumed_at:
+                        continue
+                    if stamp == resumed_at and to_skip:
+                        to_skip -= 1
+                        continue
+                    last, at_last = stamp, at_last + 1 if stamp == last else 1
+                    yield text
+                if not follow or not await self._still_runs(pod):
+                    return
+            except ClusterError as error:
+                if not follow or error.status != 0:
+                    raise
+            await asyncio.sleep(1.0)
+
+    async def _still_runs(self, pod: str) -> bool:
+        found = await self.find(f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
+        return found is not None and found.get("status", {}).get("phase") in ("Pending", "Running")
+
+
+def _key(item: Mapping[str, Any]) -> str:
+    return str(item["metadata"].get("uid") or item["metadata"]["name"])
+
+
+def _refused(status: int, path: str, answer: Mapping[str, Any], address: ClusterAddress) -> ClusterError:
+    message = str(answer.get("message") or answer.get("reason") or "no reason was given").strip()
+    reason = str(answer.get("reason") or "")
+    if status == 401:
+        text = f"the cluster does not accept your credentials ({address}). Log in again, as for kubectl."
+    elif status == 403:
+        text = f"you may not do that ({address}): {message}. Ask the cluster's administrator for it."
+    elif status == 404 and f"/{GROUP}/" in path and reason != "NotFound":
+        text = _not_installed(address)
+    elif status == 404 and f"/{GROUP}/" in path and not (answer.get("details") or {}).get("name"):
+        text, reason = _not_installed(address), ""
+    else:
+        text = f"the cluster refused the request: {message} (HTTP {status})"
+    error = ClusterError(text)
+    error.status, error.reason = status, reason
+    return error
+
+
+def _not_installed(address: ClusterAddress) -> str:
+    where = f" ({address.context})" if address.context else ""
+    return f"the cluster{where} does not know skyproxy's Compute. An administrator installs it: skyproxy install"

@@ -1,0 +1,88 @@
+"""The worker that `skyproxy up` saved, as what `sky:0` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyproxy.contexts import Context, ContextStore
+from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.nodes import Node, connect
+from skyproxy.providers.detached import find
+
+
+def open_saved() -> Node | None:
+    """Connects to the worker of the chosen context.
+
+    Returns:
+        The node; None where no context is chosen.
+
+    Raises:
+        ConnectError: the worker is gone or cannot be reached. Nothing else takes its place: it was chosen.
+    """
+    context = ContextStore().chosen()
+    return open_context(context) if context is not None else None
+
+
+def open_context(context: Context) -> Node:
+    """Connects to the worker of a context.
+
+    Raises:
+        ConnectError: it is gone or cannot be reached.
+    """
+    source = f"saved context {context.name!r} ({context.provider})"
+    if context.provider == "kubernetes":
+        from skyproxy.kubernetes.reach import ClusterAddress, reach_in_thread
+
+        way = reach_in_thread(ClusterAddress.of_options(context.options), context.name)
+        try:
+            return connect(
+                way.url,
+                token=way.token,
+                certificate=way.certificate,
+                server_name=way.server_name,
+                source=source,
+                on_close=way.close,
+            )
+        except BaseException:
+            way.close()
+            raise
+    if context.provider == "remote":
+        return _open_remote(context, source)
+    url, token = local_address(context.name) if context.provider == "local" else _container_address(context)
+    return connect(url, token=token, source=source)
+
+
+def local_address(name: str) -> tuple[str, str]:
+    """Url and token of a worker on this machine.
+
+    Raises:
+        ConnectError: it does not run.
+    """
+    worker = find(name)
+    url = worker.url if worker is not None and worker.alive else None
+    if worker is None or url is None:
+        last = f" The end of its log:\n{worker.log_tail()}\n" if worker is not None and worker.log_tail() else " "
+        raise ConnectError(
+            f"the worker {name!r} on this machine does not run any more.{last}"
+            f"Start it again: skyproxy up {name} --provider local; or forget it: skyproxy context remove {name}"
+        )
+    return url, worker.token()
+
+
+def _container_address(context: Context) -> tuple[str, str]:
+    raise ConfigurationError(f"the context {context.name!r} names a container, which this version cannot find again.")
+
+
+def _open_remote(context: Context, source: str) -> Node:
+    options = context.options
+    try:
+        token = Path(options["token_file"]).read_text(encoding="ascii").strip()
+        path = options.get("certificate_file")
+        certificate = Path(path).read_text(encoding="ascii") if path else None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"the context {context.name!r} cannot be used: {error}. Save it anew: skyproxy connect URL --token-file FILE"
+        ) from error
+    return connect(
+        options["url"], token=token, certificate=certificate, server_name=options.get("server_name"), source=source
+    )
