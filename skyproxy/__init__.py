@@ -100,7 +100,8 @@ def _load_device() -> None:
         raise ImportError(
             "skyproxy needs PyTorch 2.11 to 2.13, and it is not installed here. Try: pip install torch==2.13.0"
         ) from error
-    importlib.import_module("skyproxy.nodes").open_saved = _open_saved
+    nodes: Any = importlib.import_module("skyproxy.nodes")
+    nodes.open_saved = _open_saved
     importlib.import_module("skyproxy.tensor.activation").activate()
 
 

@@ -1,7 +1,7 @@
 """Saved contexts: which worker `sky:0` means on this machine, as `skyproxy up` and `skyproxy connect` left it.
 
-A context says how to find a worker again and holds no token: that is read again from where the worker keeps it. One file
-a context, so that two commands at once lose nothing.
+A context says how to find a worker again and holds no token: that is read again from where the worker keeps it. One
+file a context, so that two commands at once lose nothing.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def checked_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
         raise ConfigurationError(
-            f"{name!r} cannot name a worker: use up to {MAX_NAME_LENGTH} small letters, digits and hyphens, a letter first and "
-            "no hyphen last. Example: dev-1"
+            f"{name!r} cannot name a worker: use up to {MAX_NAME_LENGTH} small letters, digits and hyphens, a letter "
+            "first and no hyphen last. Example: dev-1"
         )
     return name
 

@@ -195,7 +195,9 @@ def connect(
     """
     if certificate is not None:
         if ssl_context is not None:
-            raise ConfigurationError("both ssl_context= and certificate= were given; each says whom to trust. Give one.")
+            raise ConfigurationError(
+                "both ssl_context= and certificate= were given; each says whom to trust. Give one."
+            )
         ssl_context = _trust(certificate)
     return _connect(url, token, ssl_context, source, server_name=server_name, on_close=on_close)
 
@@ -270,9 +272,7 @@ def _open(
     from skyproxy.transport.websocket import connect_websocket
 
     hello = Hello(list(SUPPORTED), role, session, _software())
-    return connect_websocket(
-        url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name
-    )
+    return connect_websocket(url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name)
 
 
 def _software() -> dict[str, str]:
@@ -300,7 +300,7 @@ open_saved: Callable[[], Node | None] = lambda: None  # noqa: E731
 
 
 def _start_default() -> None:
-    """What `sky:0` means when nobody connected anything: the environment's worker, the saved one, or an embedded one."""
+    """What `sky:0` means when nobody connected: the environment's worker, the saved one, or an embedded one."""
     with _starting:
         if DEVICES.existing():
             return

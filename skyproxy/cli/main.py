@@ -53,6 +53,9 @@ def serve_command(
         Path | None,
         typer.Option(exists=True, dir_okay=False, readable=True, help="File with the token that clients must know."),
     ] = None,
+    port_file: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File to write the port to, once the worker listens.")
+    ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Certificate chain (PEM); clients then use wss://.")
     ] = None,
@@ -81,7 +84,12 @@ def serve_command(
     """
     arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
     arguments += ["--drain-seconds", str(drain_seconds)]
-    for flag, path in (("--token-file", token_file), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+    for flag, path in (
+        ("--token-file", token_file),
+        ("--port-file", port_file),
+        ("--tls-cert", tls_cert),
+        ("--tls-key", tls_key),
+    ):
         if path is not None:
             arguments += [flag, str(path)]
     for origin in allow_origin or ():

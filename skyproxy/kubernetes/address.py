@@ -54,7 +54,7 @@ class ClusterAddress:
         if file is None:
             if not self.in_cluster:
                 raise ConfigurationError(
-                    "no Kubernetes cluster is configured: there is no kubeconfig. Set KUBECONFIG, or pass --kubeconfig; "
+                    "no Kubernetes cluster is configured: there is no kubeconfig. Set KUBECONFIG or pass --kubeconfig; "
                     "for a worker on this machine: skyproxy up NAME --provider local"
                 )
             own = _SERVICE_ACCOUNT / "namespace"
@@ -63,7 +63,9 @@ class ClusterAddress:
         try:
             contexts, current = kubernetes.config.list_kube_config_contexts(config_file=file)
         except Exception as error:
-            raise ConfigurationError(f"the kubeconfig {file} cannot be used: {error}. See: kubectl config view") from error
+            raise ConfigurationError(
+                f"the kubeconfig {file} cannot be used: {error}. See: kubectl config view"
+            ) from error
         rows = {row["name"]: row for row in contexts}
         name = self.context or (current["name"] if current else None)
         if name is None or name not in rows:

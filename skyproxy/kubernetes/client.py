@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -81,7 +81,7 @@ class ClusterClient:
         """A Compute; None where there is none."""
         return await self.find(self.computes_path(name))
 
-    async def list(self, *, all_namespaces: bool = False) -> list[Manifest]:
+    async def list_computes(self, *, all_namespaces: bool = False) -> list[Manifest]:
         """The Computes of the namespace, or of all."""
         path = f"/apis/{GROUP}/{VERSION}/{PLURAL}" if all_namespaces else self.computes_path()
         return list((await self.request("GET", path)).get("items", ()))
@@ -178,7 +178,9 @@ class ClusterClient:
             raise _refused(response.status, path, {"message": text[:500]}, self.address) from error
         return answer
 
-    async def stream(self, path: str, *, query: Query = (), silence_seconds: float | None = None) -> AsyncIterator[bytes]:
+    async def stream(
+        self, path: str, *, query: Query = (), silence_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
         """The lines of an answer that goes on.
 
         Args:
@@ -240,7 +242,10 @@ class ClusterClient:
         )
         for renewed in (False, True):
             rest = self._api.rest_client
-            options: dict[str, Any] = {"timeout": limits, "headers": await self._headers(content_type if body else None)}
+            options: dict[str, Any] = {
+                "timeout": limits,
+                "headers": await self._headers(content_type if body else None),
+            }
             options |= {"proxy": rest.proxy} if rest.proxy else {}
             options |= {"server_hostname": rest.server_hostname} if getattr(rest, "server_hostname", None) else {}
             data = None if body is None else json.dumps(body)
@@ -291,14 +296,14 @@ class ClusterClient:
         else:
             reason = str(error) or type(error).__name__
         return ClusterError(
-            f"the Kubernetes API server {host} cannot be asked: {reason}. Check the network or VPN, and: kubectl version"
+            f"the Kubernetes API server {host} cannot be asked: {reason}. Check the network, and: kubectl version"
         )
 
     # --- what goes on ------------------------------------------------------------------------------------------------
 
     async def watch(
         self, path: str, *, field_selector: str | None = None, label_selector: str | None = None
-    ) -> AsyncIterator[tuple[str, Manifest]]:
+    ) -> AsyncGenerator[tuple[str, Manifest], None]:
         """What happens to objects from now on, over drops and expired histories; ends only when it is left.
 
         Args:

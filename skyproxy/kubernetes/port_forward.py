@@ -66,11 +66,16 @@ class PortForward:
             self._listening = socket.create_server(("127.0.0.1", local_port))
         except OSError as error:
             self._loop.close()
-            raise ClusterError(f"port {local_port} of this machine cannot be had: {error.strerror}. Take another.") from error
+            raise ClusterError(
+                f"port {local_port} of this machine cannot be had: {error.strerror}. Take another."
+            ) from error
         self.port: int = self._listening.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="skyproxy-port-forward", daemon=True)
         self._thread.start()
         self._started.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             self._thread.join()
             raise self._failure
@@ -124,9 +129,7 @@ class PortForward:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tunnel(
-        self, client: ClusterClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _tunnel(self, client: ClusterClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one local connection until either end closes."""
         websocket = None
         try:

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from skyproxy.providers.base import WorkerSpec as WorkerSpec
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
+    from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
 
 _HOMES = {
     "Accelerator": "accelerators",
     "Endpoint": "base",
     "Image": "image",
+    "Kubernetes": "kubernetes_provider",
     "Launched": "base",
     "PipIndex": "image",
     "Progress": "base",

@@ -124,7 +124,9 @@ def find(name: str) -> DetachedWorker | None:
 
 def list_detached() -> list[DetachedWorker]:
     """All of them, by name."""
-    folders = sorted(path.parent for path in workers_folder().glob("*/worker.json") if not path.parent.name.startswith("."))
+    folders = sorted(
+        path.parent for path in workers_folder().glob("*/worker.json") if not path.parent.name.startswith(".")
+    )
     return [worker for folder in folders if (worker := _read(folder)) is not None]
 
 

@@ -26,7 +26,9 @@ def identity_of(process_id: int) -> str | None:
 def _identity_on_linux(process_id: int) -> str | None:
     try:
         # After the name, which stands in parentheses and may hold anything: the state, and 19 fields on the start time.
-        fields = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None

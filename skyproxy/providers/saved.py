@@ -81,7 +81,7 @@ def _open_remote(context: Context, source: str) -> Node:
         certificate = Path(path).read_text(encoding="ascii") if path else None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(
-            f"the context {context.name!r} cannot be used: {error}. Save it anew: skyproxy connect URL --token-file FILE"
+            f"the context {context.name!r} cannot be used: {error}. Save it: skyproxy connect URL --token-file FILE"
         ) from error
     return connect(
         options["url"], token=token, certificate=certificate, server_name=options.get("server_name"), source=source

@@ -1,0 +1,145 @@
+"""Which GPUs a cluster has, and which are free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy.errors import ClusterError, ConfigurationError
+from skyproxy.kubernetes.client import ClusterClient
+
+_PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "gpu.intel.com/product")
+_MEMORY_LABEL = "nvidia.com/gpu.memory"
+_MIG_PREFIX = "nvidia.com/mig-"
+_ENDED = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of one kind on one node.
+
+    Attributes:
+        node: its name.
+        resource: by which a Pod asks for them, such as "nvidia.com/gpu".
+        product: as the node's labels call it; an empty string where they do not.
+        memory_mib: of each; None where no label says it.
+        total: how many Pods can have.
+        used: how many they have.
+        schedulable: whether the node takes new Pods.
+    """
+
+    node: str
+    resource: str
+    product: str
+    memory_mib: int | None
+    total: int
+    used: int
+    schedulable: bool
+
+    @property
+    def free(self) -> int:
+        """How many a new Pod could have."""
+        return max(0, self.total - self.used) if self.schedulable else 0
+
+
+def inventory(nodes: Iterable[Mapping[str, Any]], pods: Sequence[Mapping[str, Any]]) -> list[NodeGpus]:
+    """The GPUs of nodes, from what the API server says of nodes and Pods; pure."""
+    rows = []
+    for node in nodes:
+        name, labels = node["metadata"]["name"], node["metadata"].get("labels", {})
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", ()))
+        own = [p for p in pods if p["spec"].get("nodeName") == name and p.get("status", {}).get("phase") not in _ENDED]
+        for resource, amount in sorted(node["status"].get("allocatable", {}).items()):
+            if not _is_gpu(resource):
+                continue
+            product = next((labels[key] for key in _PRODUCT_LABELS if key in labels), "")
+            memory = labels.get(_MEMORY_LABEL)
+            rows.append(
+                NodeGpus(
+                    node=name,
+                    resource=resource,
+                    product=product,
+                    memory_mib=int(memory) if memory and memory.isdigit() else None,
+                    total=int(amount),
+                    used=sum(_requested(pod, resource) for pod in own),
+                    schedulable=ready and not node["spec"].get("unschedulable", False),
+                )
+            )
+    return rows
+
+
+async def cluster_gpus(client: ClusterClient) -> list[NodeGpus]:
+    """The GPUs of the cluster.
+
+    Raises:
+        ClusterError: we may not look at nodes. Where we may not look at all Pods, those of our namespace count.
+    """
+    nodes = (await client.request("GET", "/api/v1/nodes")).get("items", [])
+    try:
+        pods = (await client.request("GET", "/api/v1/pods")).get("items", [])
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        pods = (await client.request("GET", f"/api/v1/namespaces/{client.namespace}/pods")).get("items", [])
+    return inventory(nodes, pods)
+
+
+async def placement(client: ClusterClient, gpu_type: str) -> dict[str, Any]:
+    """The affinity that places a Pod on GPUs of a kind.
+
+    Args:
+        client: for the cluster.
+        gpu_type: "A100", or the whole text of the product's label.
+
+    Raises:
+        ConfigurationError: no node has such GPUs; says which the cluster has.
+    """
+    try:
+        rows = await cluster_gpus(client)
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        # We may not look, so the text must be the label's own.
+        return affinity(_PRODUCT_LABELS[0], [gpu_type])
+    return affinity(*matching_products(rows, gpu_type))
+
+
+def matching_products(rows: Sequence[NodeGpus], gpu_type: str) -> tuple[str, list[str]]:
+    """The label and the products that a short name stands for.
+
+    Raises:
+        ConfigurationError: none.
+    """
+    wanted = _folded(gpu_type)
+    products = sorted({row.product for row in rows if row.product})
+    found = [product for product in products if _folded(product) == wanted]
+    # By whole words, so that A10 does not find an A100.
+    found = found or [item for item in products if f"-{wanted}-" in f"-{_folded(item)}-"]
+    if not found:
+        has = ", ".join(products) or "none that is labelled"
+        raise ConfigurationError(f"no node of the cluster has GPUs of the type {gpu_type!r}. It has: {has}.")
+    resource = next(row.resource for row in rows if row.product in found)
+    label = next((key for key in _PRODUCT_LABELS if key.split("/")[0] == resource.split("/")[0]), _PRODUCT_LABELS[0])
+    return label, found
+
+
+def affinity(label: str, products: Sequence[str]) -> dict[str, Any]:
+    """The affinity to nodes whose label is one of the products."""
+    term = {"matchExpressions": [{"key": label, "operator": "In", "values": list(products)}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+
+
+def _folded(text: str) -> str:
+    return text.casefold().replace(" ", "-").replace("_", "-")
+
+
+def _is_gpu(resource: str) -> bool:
+    return resource.endswith("/gpu") or resource.startswith(_MIG_PREFIX) or "/gpu." in resource
+
+
+def _requested(pod: Mapping[str, Any], resource: str) -> int:
+    def of(containers: Iterable[Mapping[str, Any]]) -> list[int]:
+        return [int(c.get("resources", {}).get("requests", {}).get(resource, 0)) for c in containers]
+
+    return max(sum(of(pod["spec"].get("containers", ()))), *of(pod["spec"].get("initContainers", ())), 0)

@@ -1,0 +1,143 @@
+"""Describing a worker to the cluster: the manifest of a Compute, checked before anything is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from skyproxy.contexts import checked_name
+from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.client import GROUP, VERSION, Manifest
+
+_QUANTITY = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+|[EPTGMk]i?|Ki|m|u|n)?")
+_VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SPEC_FIELDS = frozenset(
+    {
+        "affinity",
+        "args",
+        "command",
+        "envFrom",
+        "gateway",
+        "imagePullSecrets",
+        "nodeSelector",
+        "podTemplate",
+        "port",
+        "priorityClassName",
+        "restartPolicy",
+        "serviceAccountName",
+        "sharedMemory",
+        "suspend",
+        "tolerations",
+    }
+)
+"""Fields of the spec that go to the cluster as they are given."""
+_VOLUME_FIELDS = ("storageClassName", "accessMode", "reclaimPolicy")
+_WHOLE_DEVICES = ("nvidia.com/", "amd.com/", "gpu.intel.com/", "habana.ai/", "google.com/tpu")
+
+
+def compute_manifest(
+    name: str,
+    *,
+    namespace: str | None = None,
+    image: str | None = None,
+    resources: Mapping[str, Any] | None = None,
+    nodes: int = 1,
+    procs_per_node: int = 1,
+    volumes: Iterable[Mapping[str, Any]] = (),
+    env: Mapping[str, Any] | None = None,
+    idle_timeout_seconds: float | None = None,
+    max_lifetime_seconds: float | None = None,
+    **more: Any,
+) -> Manifest:
+    """The Compute that the operator makes workers of; holds what is given and nothing else.
+
+    Args:
+        name: of the Compute.
+        namespace: where it goes; the client's by default.
+        image: of its containers.
+        resources: quantities by resource name, for each node: {"cpu": "1", "nvidia.com/gpu": 1}.
+        nodes: Pods.
+        procs_per_node: worker processes in each.
+        volumes: dicts with name, storage and path, and what claims know: storageClassName, accessMode, reclaimPolicy.
+        env: texts by name, or a dict such as {"secretKeyRef": {"name": ..., "key": ...}}.
+        idle_timeout_seconds: after which the Pods of an idle worker go.
+        max_lifetime_seconds: after which they go in any case.
+        more: other fields of the spec, as they are called there: tolerations, nodeSelector, podTemplate, ...
+
+    Raises:
+        ConfigurationError: something cannot work; says what would.
+    """
+    if nodes < 1 or procs_per_node < 1:
+        raise ConfigurationError(f"nodes={nodes}, procs_per_node={procs_per_node}: each must be 1 or more.")
+    unknown = sorted(more.keys() - _SPEC_FIELDS)
+    if unknown:
+        raise ConfigurationError(
+            f"a Compute has no {', '.join(unknown)}. Besides the usual, it has: {', '.join(sorted(_SPEC_FIELDS))}."
+        )
+    spec: dict[str, Any] = {"nodes": nodes}
+    if procs_per_node > 1:
+        spec["procsPerNode"] = procs_per_node
+    if image:
+        spec["image"] = image
+    if resources:
+        spec["resources"] = {key: _quantity(key, value) for key, value in resources.items()}
+    if rows := [_volume(row) for row in volumes]:
+        spec["volumes"] = rows
+    if env:
+        spec["env"] = [_variable(key, value) for key, value in env.items()]
+    if idle_timeout_seconds:
+        spec["idleTimeout"] = duration_text(idle_timeout_seconds)
+    if max_lifetime_seconds:
+        spec["maxLifetime"] = duration_text(max_lifetime_seconds)
+    spec |= {key: value for key, value in more.items() if value is not None}
+    metadata = {"name": checked_name(name)} | ({"namespace": namespace} if namespace else {})
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Compute", "metadata": metadata, "spec": spec}
+
+
+def duration_text(seconds: float) -> str:
+    """A length of time as the Compute writes it, rounded up to whole seconds: 5400 is "1h30m"."""
+    rest = max(1, -int(-seconds // 1))
+    text = ""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        text += f"{count}{unit}" if count else ""
+    return text
+
+
+def _quantity(name: str, value: Any) -> str:
+    text = str(value).strip()
+    if not _QUANTITY.fullmatch(text):
+        raise ConfigurationError(
+            f"resources: {name}={text!r} is no quantity. Examples: cpu '500m' or '4', memory '8Gi', nvidia.com/gpu '1'."
+        )
+    if name.startswith(_WHOLE_DEVICES) and not text.isdigit():
+        raise ConfigurationError(f"resources: {name}={text!r}: devices come in whole numbers.")
+    return text
+
+
+def _volume(row: Mapping[str, Any]) -> dict[str, str]:
+    missing = [key for key in ("name", "storage", "path") if not row.get(key)]
+    if missing:
+        raise ConfigurationError(f"the volume {dict(row)!r} lacks {', '.join(missing)}. Example: cache:10Gi:/cache")
+    unknown = sorted(row.keys() - {"name", "storage", "path", *_VOLUME_FIELDS})
+    if unknown:
+        raise ConfigurationError(
+            f"the volume {row['name']} has no {', '.join(unknown)}; it can have: {', '.join(_VOLUME_FIELDS)}."
+        )
+    if not _LABEL.fullmatch(str(row["name"])):
+        raise ConfigurationError(f"the volume's name {row['name']!r} must be small letters, digits and hyphens.")
+    if not str(row["path"]).startswith("/") or ":" in str(row["path"]):
+        raise ConfigurationError(f"the volume {row['name']} is to be at {row['path']!r}; the path must begin with '/'.")
+    return {**{key: str(value) for key, value in row.items()}, "storage": _quantity(row["name"], row["storage"])}
+
+
+def _variable(name: str, value: Any) -> dict[str, Any]:
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigurationError(f"{name!r} cannot name an environment variable.")
+    if name in ("SKYPROXY_TOKEN", "COMPUTE_POOL"):
+        raise ConfigurationError(f"{name} is set by the operator; leave it out of env.")
+    if isinstance(value, Mapping):
+        return {"name": name, "valueFrom": dict(value.get("valueFrom", value))}
+    return {"name": name, "value": str(value)}
