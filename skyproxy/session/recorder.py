@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from operator import call
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
@@ -21,6 +21,12 @@ _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
 _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
+
+
+class HasSlot(Protocol):
+    """What a slot can be given to."""
+
+    slot: int
 
 
 class SentBatch(NamedTuple):
@@ -78,7 +84,6 @@ class Recorder:
         self._max_in_flight = settings.max_in_flight_bytes
         self._max_in_flight_batches = settings.max_in_flight_batches
         self._max_handles = settings.max_handles
-        self._slots = itertools.count(1)
         self._top = 0
         self._lock = threading.RLock()
         self._outgoing: tuple[Batch | NamedBatch | Repeat, SentBatch] | None = None
@@ -89,33 +94,32 @@ class Recorder:
         self._waiting: deque[Waiter] = deque()
         self._ended: SessionLostError | None = None
 
-    def new_slot(self) -> int:
-        """A slot that was never used, or any free one.
+    def give_slot(self, handle: HasSlot) -> None:
+        """Sets `handle.slot` to any free slot, or to one that was never used.
 
         Raises:
             LimitExceededError: the session holds as many values as it may.
         """
-        for pool in (self.dirty, self.free):
-            try:
-                return pool.pop()
-            except IndexError:
-                continue
-        return self.unused_slot()
+        # No call may stand between these statements: Ctrl-C strikes, and threads change, after calls only.
+        slots = self.dirty or self.free
+        if slots:
+            handle.slot = slots[-1]
+            del slots[-1]
+        else:
+            self.give_unused_slot(handle)
 
-    def unused_slot(self) -> int:
-        """A slot that was never used.
+    def give_unused_slot(self, handle: HasSlot) -> None:
+        """Sets `handle.slot` to one that was never used.
 
         Raises:
             LimitExceededError: the session holds as many values as it may.
         """
-        slot = next(self._slots)
-        if slot > self._max_handles:
+        if self._top >= self._max_handles:
             raise LimitExceededError(
                 f"this session holds {self._max_handles} values on its worker, which is its limit. Delete tensors that "
                 "are no longer needed, or set SKYPROXY_MAX_HANDLES."
             )
-        self._top = slot
-        return slot
+        handle.slot = self._top = self._top + 1
 
     @property
     def ops(self) -> int:

@@ -21,6 +21,7 @@ from skyproxy.protocol.messages import Sequence
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.engine import shielded
 
 _UNLIMITED = 1 << 62
 _numbers = itertools.count(1)
@@ -97,8 +98,8 @@ class StandIn:
     def limit(self) -> int:
         return _UNLIMITED if self._capture.is_mine else self._capture.recorder.limit
 
-    def new_slot(self) -> int:
-        return self._capture.new_slot()
+    def give_slot(self, handle: Handle) -> None:
+        self._capture.give_slot(handle)
 
     def append(self, *command: Any) -> None:
         if self._capture.is_mine:
@@ -157,16 +158,18 @@ class SessionCapture:
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
-    def new_slot(self) -> int:
-        """A slot: for the capturing thread one that belongs to the capture from now on."""
+    def give_slot(self, handle: Handle) -> None:
+        """Sets `handle.slot`: for the capturing thread to one that belongs to the capture from now on."""
         if not self.is_mine:
-            return self.recorder.unused_slot()
-        for pool in (self.dirty, self.free):
-            if pool:
-                return pool.pop()
-        slot = self.recorder.unused_slot()
-        self._slots.append(slot)
-        return slot
+            self.recorder.give_unused_slot(handle)
+            return
+        slots = self.dirty or self.free
+        if slots:
+            handle.slot = slots[-1]
+            del slots[-1]
+        else:
+            self.recorder.give_unused_slot(handle)
+            self._slots.append(handle.slot)
 
     def _handles_of(self, sky_device: SkyDevice, ordinary: type[Handle]) -> Any:
         died = self.died
@@ -175,6 +178,7 @@ class SessionCapture:
             __slots__ = ("__weakref__",)
             device = sky_device
 
+            @shielded
             def __del__(self) -> None:
                 try:
                     slot, meta = self.slot, self.meta

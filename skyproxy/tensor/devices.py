@@ -11,7 +11,7 @@ import torch
 from skyproxy.errors import ConfigurationError
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.engine import install_engine
+from skyproxy.tensor.engine import install_engine, shielded
 
 if TYPE_CHECKING:
     from skyproxy.tensor.inference import Entry
@@ -63,8 +63,8 @@ class SkyDevice:
         """A handle with a fresh slot."""
         handle = self.handle_type()
         handle.meta = meta
-        handle.slot = self.recorder.new_slot()
         handle.root = root
+        self.recorder.give_slot(handle)
         return handle
 
     @property
@@ -93,6 +93,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
         __slots__ = ()
         device = sky_device
 
+        @shielded
         def __del__(self) -> None:
             # The interpreter may be shutting down or an interrupt may have struck before a slot was taken.
             try:

@@ -17,6 +17,7 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.engine import be_careful, shielded
 from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
@@ -332,10 +333,11 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
             results.append(tensor)
         else:
             results.append(output.value)
-    device.recorder.stream.extend(wire)
+    if entry.changed:
+        _record_change(call, entry, wire)
+    else:
+        device.recorder.stream.extend(wire)
     remember_line(device)
-    for position, meta in entry.changed:
-        set_metadata(call.tensors[position], meta)
     if len(device.recorder.stream) > device.recorder.limit:
         device.recorder.send_some()
     if call.plan.waits:
@@ -343,6 +345,14 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     if len(results) == 1:
         return results[0]
     return tuple(results) if results else None
+
+
+@shielded
+def _record_change(call: Call, entry: Entry, wire: list[Any]) -> None:
+    """Both or neither: the worker changes what a tensor looks like, and so do we."""
+    call.device.recorder.stream.extend(wire)
+    for position, meta in entry.changed:
+        set_metadata(call.tensors[position], meta)
 
 
 def _base(call: Call, shares: int | None) -> Handle | None:
@@ -419,6 +429,7 @@ def _several_devices(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
     were registered for the device."""
+    be_careful()
     return record(plan_of(func), func, args, kwargs)
 
 

@@ -3,8 +3,9 @@
 C++ asks our guard for the type of its devices while it builds and walks the autograd graph, in functions that must not
 throw: any Python error there aborts the process. There are two sources of such errors. One may be set already, because
 an op or a hook raised in backward; it is parked, and `run_backward` raises it again. And Ctrl-C may strike: before it
-calls us, pybind11 makes a string, which runs the handlers of signals. So the handler of Ctrl-C is told when it must not
-raise, and tries again a moment later.
+calls us, pybind11 makes a string, which runs the handlers of signals. So the handler of Ctrl-C is wrapped: it is told
+when it must not raise, and tries again a moment later. Every op looks whether it still is, for programs change the
+handler at any time; Jupyter does with every cell.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import torch
 
 _no_arguments: tuple[()] = ()
-_PRIVATE_USE_1 = torch._C._autograd.DeviceType.PrivateUse1
 _MAIN_THREAD = threading.main_thread().ident or 0
 _PUT_OFF_BY_SECONDS = 0.001
 _get_ident = _thread.get_ident
 _getsignal = _signal.getsignal
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ParkedError(threading.local):
@@ -37,6 +38,16 @@ class ParkedError(threading.local):
 PARKED = ParkedError()
 
 
+_SHIELDED: set[CodeType] = set()
+
+
+def shielded(function: _F) -> _F:
+    """Ctrl-C never strikes inside this function or what it calls; it strikes a moment later. For short functions."""
+    _SHIELDED.add(function.__code__)
+    return function
+
+
+@shielded
 def _park() -> None:
     """Parks the error that C++ left set, if there is one; to return to C++ with it would be an error in itself."""
     try:
@@ -66,7 +77,7 @@ class CarefulHandler:
         at: FrameType | None = frame
         unsafe = CarefulHandler.inside
         while at is not None and not unsafe:
-            unsafe = at.f_code in _UNSAFE
+            unsafe = at.f_code in _SHIELDED
             at = at.f_back
         if not unsafe:
             return self.inner(number, frame)
@@ -85,36 +96,47 @@ def _strike_again(number: int) -> None:
         _thread.interrupt_main(number)
 
 
-def _be_careful() -> None:
-    """Wraps the handler of Ctrl-C; it stays wrapped until somebody sets another one. Call on the main thread."""
+def be_careful() -> None:
+    """Wraps the handler of Ctrl-C; it stays wrapped until somebody sets another one."""
+    if _get_ident() != _MAIN_THREAD:
+        return  # only the main thread runs handlers, or may set them
     handler = _getsignal(signal.SIGINT)
     if callable(handler) and type(handler) is not CarefulHandler:
         signal.signal(signal.SIGINT, CarefulHandler(handler))
 
 
-def _asked(guard: Guard) -> Any:
-    """C++ looks `type_` up; the function that it then calls."""
-    _park()
-    if _get_ident() == _MAIN_THREAD:
-        CarefulHandler.inside = True
-        if type(_getsignal(2)) is not CarefulHandler:
-            _be_careful()
-    return _answer
+def told_to_cpp(answer: Any) -> property:
+    """A method that C++ calls for a constant. The look-up begins what the call ends: Ctrl-C must not strike between."""
 
+    @shielded
+    def look_up(self: object) -> Callable[..., Any]:
+        _park()
+        if _get_ident() == _MAIN_THREAD:
+            CarefulHandler.inside = True
+            be_careful()
+        return tell
 
-def _answer() -> Any:
-    if _get_ident() == _MAIN_THREAD:
-        CarefulHandler.inside = False
-    return _PRIVATE_USE_1
+    @shielded
+    def tell(*args: object) -> Any:
+        if _get_ident() == _MAIN_THREAD:
+            CarefulHandler.inside = False
+        return answer
 
-
-_UNSAFE = frozenset({_asked.__code__, _answer.__code__, _park.__code__})
+    return property(look_up)
 
 
 class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
     """What C++ asks for the type of our devices."""
 
-    type_ = property(_asked)
+    type_ = told_to_cpp(torch._C._autograd.DeviceType.PrivateUse1)
+
+
+class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
+    """What C++ asks of a backend."""
+
+    is_available = told_to_cpp(True)
+    is_built = told_to_cpp(True)
+    has_primary_context = told_to_cpp(True)
 
 
 class EngineOnCallingThread:
@@ -130,6 +152,7 @@ class EngineOnCallingThread:
         self._engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        be_careful()
         threaded = torch._C._is_multithreading_enabled()
         if threaded:
             PARKED.error = None
@@ -138,11 +161,13 @@ class EngineOnCallingThread:
                 torch._C._set_multithreading_enabled(False)
             return self._engine.run_backward(*args, **kwargs)
         except BaseException:
-            parked = PARKED.error
-            if parked is not None:
-                PARKED.error = None
+            parked, PARKED.error = PARKED.error, None
+            if parked is None:
+                raise
+            try:
                 raise parked from None
-            raise
+            finally:
+                del parked  # its traceback holds this frame
         finally:
             if threaded:
                 torch._C._set_multithreading_enabled(True)
@@ -153,8 +178,7 @@ class EngineOnCallingThread:
 
 def install_engine() -> None:
     """Puts backward on the calling thread, for the whole process; called when the first sky device comes to exist."""
-    if _get_ident() == _MAIN_THREAD:
-        _be_careful()
+    be_careful()
     variable = torch.autograd.variable.Variable
     if not isinstance(variable._execution_engine, EngineOnCallingThread):
         variable._execution_engine = EngineOnCallingThread(variable._execution_engine)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ all the care it needs; both must build the same keys.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import sys
 from typing import Any
 
@@ -14,15 +15,20 @@ import torch
 
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.dispatch import FOREIGN, new_tensor, record
+from skyproxy.tensor.engine import CarefulHandler, be_careful
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
+_handler_of = _signal.getsignal
+_CTRL_C = 2
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _getframe = sys._getframe
 _record_lines = SETTINGS.record_lines
 
 
 def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if type(_handler_of(_CTRL_C)) is not CarefulHandler:
+        be_careful()
     try:
         plan = func._sky_plan
     except AttributeError:
@@ -130,12 +136,14 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
             handle = device.handle_type()
             handle.meta = meta
             handle.root = (root.root or root) if entry.shares_first else None
-            try:
-                handle.slot = slot = recorder.dirty.pop() if recorder.dirty else recorder.free.pop()
-            except IndexError:
-                handle.slot = slot = recorder.new_slot()
+            slots = recorder.dirty or recorder.free
+            if slots:  # as in `give_slot`: no call may stand here
+                handle.slot = slots[-1]
+                del slots[-1]
+            else:
+                recorder.give_slot(handle)
             result._sky = handle
-            wire.append(slot)
+            wire.append(handle.slot)
         else:
             result = args[0]
     elif entry.several:

@@ -13,7 +13,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch import dispatch
-from skyproxy.tensor.engine import Guard
+from skyproxy.tensor.engine import Guard, Hooks
 from skyproxy.tensor.plans import is_divided
 
 _NATIVE = frozenset({"aten::detach"})
@@ -21,17 +21,6 @@ _NATIVE = frozenset({"aten::detach"})
 SUPPORTED_TORCH = ((2, 11), (2, 13))
 _library: torch.library.Library | None = None
 _dispatch_key = "PrivateUse1"
-
-
-class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
-    def is_available(self) -> bool:
-        return True
-
-    def has_primary_context(self, device_index: int) -> bool:
-        return True
-
-    def is_built(self) -> bool:
-        return True
 
 
 def register(module: Any) -> None:
@@ -54,7 +43,7 @@ def register(module: Any) -> None:
             f"the backend {name!r} already uses PyTorch's one place for out-of-tree devices in this process. "
             "Import skyproxy in a process without it."
         )
-    setup("sky", backend_module=module, hook=_Hooks(), device_guard=Guard())
+    setup("sky", backend_module=module, hook=Hooks(), device_guard=Guard())
     _register_kernels()
 
 

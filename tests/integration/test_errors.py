@@ -303,12 +303,12 @@ def test_an_upload_for_which_the_worker_has_no_memory_fails_alone(sky: str) -> N
 
     chosen = DEVICES.of(sky)
     number = session._waiters.next_number()
-    slot = chosen.recorder.new_slot()
+    handle = chosen.new_handle(None)
     session._bulk.send(Chunk(number, 0, TOO_MUCH, (b"first",)))
-    chosen.recorder.append(commands.RECEIVE, slot, ["uint8", [TOO_MUCH], [1], 0], chosen.place, number)
+    chosen.recorder.append(commands.RECEIVE, handle.slot, ["uint8", [TOO_MUCH], [1], 0], chosen.place, number)
     with pytest.raises(RuntimeError, match="memory"):
         torch.sky.synchronize(sky)
-    chosen.recorder.dirty.append(slot)
+    del handle
     assert (torch.ones(300_000).to(sky) + 1).sum().item() == 600_000
 
 

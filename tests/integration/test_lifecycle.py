@@ -22,6 +22,7 @@ import torch
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.engine import CarefulHandler
 from tests.integration.programs import environment, run_program, started, succeed, wait_for, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
@@ -376,6 +377,8 @@ class Storm:
     def end(self) -> None:
         self._over.set()
         self._thread.join()
+        while CarefulHandler.put_off:  # a strike that is still to come would hit somebody else
+            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -450,17 +453,17 @@ def test_a_storm_of_interrupts_never_changes_a_result(node: skyproxy.Node, storm
     assert min(counts.values()) > 0, counts
     torch.sky.synchronize(device)  # no error was left behind
     assert remote.tolist() == list(range(7))
-    check_nothing_leaks(node, strikes=storm.strikes)
+    check_nothing_leaks(node)
 
 
-def check_nothing_leaks(node: skyproxy.Node, strikes: int) -> None:
-    """A strike between taking a slot and noting it, or inside a destructor, costs one value, never more."""
+def check_nothing_leaks(node: skyproxy.Node) -> None:
+    """Whatever a strike interrupts gives its slots back."""
     session = node._session
     node.synchronize()
     node.synchronize()
     held = session.call("stats")["handles"]
-    assert held < 20 + strikes
-    assert len(session._waiters) < 5 + strikes / 20
+    assert held < 20
+    assert len(session._waiters) < 5
 
 
 def test_in_place_changes_happen_once_or_not_at_all(node: skyproxy.Node, storm: Storm) -> None:

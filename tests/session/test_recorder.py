@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,33 +69,39 @@ def test_commands_leave_in_order_and_batches_are_numbered_without_gaps(wire: Wir
     assert wire.recorder.ops == 5
 
 
+def new_slot(recorder: Recorder) -> int:
+    handle = SimpleNamespace()
+    recorder.give_slot(handle)
+    return handle.slot
+
+
 def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wire: Wire) -> None:
-    first, second = wire.recorder.new_slot(), wire.recorder.new_slot()
+    first, second = new_slot(wire.recorder), new_slot(wire.recorder)
     wire.recorder.dirty.append(first)
-    assert wire.recorder.new_slot() == first
+    assert new_slot(wire.recorder) == first
     wire.recorder.dirty.append(second)
     assert wire.recorder.handles == 1
     wire.recorder.flush()
     assert wire.commands == [commands.RELEASE, [second]]
     assert wire.recorder.handles == 1
-    assert wire.recorder.new_slot() == second
+    assert new_slot(wire.recorder) == second
 
 
 def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
-    slot = wire.recorder.new_slot()
+    slot = new_slot(wire.recorder)
     wire.recorder.dirty.append(slot)
     given: list[int] = []
-    wire.before_send = lambda message: given.append(wire.recorder.new_slot())
+    wire.before_send = lambda message: given.append(new_slot(wire.recorder))
     wire.recorder.flush()
     assert wire.commands[:2] == [commands.RELEASE, [slot]]
     assert given == [slot]  # any command that uses it comes after the release
 
 
 def test_large_values_are_released_in_their_place(wire: Wire) -> None:
-    slot = wire.recorder.new_slot()
+    slot = new_slot(wire.recorder)
     wire.op(slot)
     wire.recorder.release_now(slot)
-    assert wire.recorder.new_slot() == slot
+    assert new_slot(wire.recorder) == slot
     wire.op(slot)
     wire.recorder.flush()
     assert wire.commands == [OP, slot, commands.RELEASE, [slot], OP, slot]
@@ -102,11 +109,11 @@ def test_large_values_are_released_in_their_place(wire: Wire) -> None:
 
 def test_there_is_a_bound_on_slots() -> None:
     recorder = Wire(max_handles=3).recorder
-    slots = [recorder.new_slot() for _ in range(3)]
+    slots = [new_slot(recorder) for _ in range(3)]
     with pytest.raises(LimitExceededError, match="SKYPROXY_MAX_HANDLES"):
-        recorder.new_slot()
+        new_slot(recorder)
     recorder.dirty.append(slots[1])
-    assert recorder.new_slot() == slots[1]
+    assert new_slot(recorder) == slots[1]
 
 
 def test_buffers_stay_with_their_commands(wire: Wire) -> None:
