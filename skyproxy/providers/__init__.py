@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
     from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
+    from skyproxy.providers.local import Local as Local
 
 _HOMES = {
     "Accelerator": "accelerators",
@@ -26,6 +27,7 @@ _HOMES = {
     "Image": "image",
     "Kubernetes": "kubernetes_provider",
     "Launched": "base",
+    "Local": "local",
     "PipIndex": "image",
     "Progress": "base",
     "Provider": "base",

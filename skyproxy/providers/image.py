@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +80,10 @@ class Image:
                     f"Image(pip=[{requirement!r}]) is an option, not a requirement. "
                     "For an index use pip_indexes=[PipIndex(...)]."
                 )
+
+    def replace(self, **changes: Any) -> Image:
+        """A copy with other values in some places; this one stays as it is."""
+        return replace(self, **changes)
 
     def index_of(self, requirement: str) -> str | None:
         """The url of the index that a requirement comes from, the last that names it; None is the default one."""

@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 import threading
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -34,12 +35,25 @@ class LocalWorker:
         token: what it wants to hear.
     """
 
-    def __init__(self, device: str, settings: Settings) -> None:
+    url: str
+
+    def __init__(
+        self,
+        device: str,
+        settings: Settings,
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:
         """Starts the process and waits until it listens.
 
         Args:
             device: "auto", "cpu" or "cuda".
             settings: limits.
+            python: the interpreter to run it.
+            environment: all of its variables; ours by default.
+            wait: whether to wait; otherwise call `wait_until_it_listens`, before anything else but `stop`.
 
         Raises:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
@@ -48,7 +62,7 @@ class LocalWorker:
         self._owner = os.getpid()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._last_words = ""
-        command = [sys.executable, "-P", "-m", "skyproxy_server", "--embedded"]
+        command = [python, "-P", "-m", "skyproxy_server", "--embedded"]
         command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
         try:
             self._process = subprocess.Popen(
@@ -56,7 +70,7 @@ class LocalWorker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._output,
-                env=worker_environment(),
+                env=worker_environment() if environment is None else dict(environment),
                 start_new_session=True,  # Ctrl-C in the terminal is for the client alone
             )
         except OSError as error:
@@ -66,7 +80,20 @@ class LocalWorker:
             assert self._process.stdin is not None
             self._process.stdin.write(self.token.encode() + b"\n")
             self._process.stdin.flush()
-            self.url = f"ws://127.0.0.1:{self._read_port(settings.worker_start_timeout_seconds)}"
+        except OSError:
+            self.stop()
+            raise WorkerStartError(self._explain()) from None
+        if wait:
+            self.wait_until_it_listens(settings.worker_start_timeout_seconds)
+
+    def wait_until_it_listens(self, timeout_seconds: float) -> None:
+        """Waits for the worker's word. `stop`, from another thread, ends the wait.
+
+        Raises:
+            WorkerStartError: it ended, or did not listen in time; it is stopped then.
+        """
+        try:
+            self.url = f"ws://127.0.0.1:{self._read_port(timeout_seconds)}"
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError | ValueError):
@@ -77,8 +104,13 @@ class LocalWorker:
         lines: list[bytes] = []
         assert self._process.stdout is not None
         stdout = self._process.stdout
+
+        def read() -> None:
+            with contextlib.suppress(OSError, ValueError):  # stopped meanwhile
+                lines.append(stdout.readline())
+
         # A thread, because only sockets can be waited for on every system.
-        reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(timeout_seconds)
         if not lines:
@@ -110,27 +142,30 @@ class LocalWorker:
     def abandon_in_child(self) -> None:
         """After a fork, in the child: lets go of the life-line, which is the parent's alone."""
         for stream in (self._process.stdin, self._process.stdout, self._output):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+            _close(stream)
         self._process.returncode = 0  # not ours to wait for, nor to warn of
 
     def stop(self) -> None:
         """Ends the process; idempotent, bounded in time."""
         if self._owner != os.getpid():
             return
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        _close(self._process.stdin)
         # The closed pipe ends it at once, unless it was stopped or is beyond help.
         for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_TIMEOUT_SECONDS)
                 break
             self._process.kill()
+        # Not before its end: somebody may wait for its first line, and holds the stream's lock until then.
+        _close(self._process.stdout)
         self.output()
         self._output.close()
+
+
+def _close(stream: IO[bytes] | None) -> None:
+    if stream is not None:
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def worker_environment() -> dict[str, str]:

@@ -1,0 +1,265 @@
+"""Python environments on this machine: made once for every content, found again by its hash."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.image import Image, requirement_name
+
+WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9")
+"""What a worker needs beside torch, where it does not share the client's environment."""
+
+_FINISHED = "finished"
+_SHOWN_LINES = 30
+_LOCK_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter that can run a worker.
+
+    Attributes:
+        python: its path.
+        search_path: what must be on PYTHONPATH for it to find skyproxy, or None where the client's own path does.
+    """
+
+    python: str
+    search_path: str | None = None
+
+
+def own_environment_satisfies(image: Image) -> bool:
+    """Whether the interpreter that runs this program has all that an image asks for."""
+    if image.python is not None:
+        wanted = image.python.split(".")
+        if platform.python_version_tuple()[: len(wanted)] != tuple(wanted):
+            return False
+    return all(_is_satisfied(requirement) for requirement in image.pip)
+
+
+def _is_satisfied(text: str, seen: frozenset[str] = frozenset()) -> bool:
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        return False  # a path, or something that only pip understands
+    if requirement.url is not None:
+        return False
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return True
+    try:
+        distribution = importlib.metadata.distribution(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if not requirement.specifier.contains(distribution.version, prereleases=True):
+        return False
+    # An extra is there when what it asks for is.
+    for extra in requirement.extras - seen:
+        for needed in distribution.requires or ():
+            wanted = Requirement(needed)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                continue  # not of this extra
+            if not wanted.marker.evaluate({"extra": extra}):
+                continue
+            wanted.marker = None
+            if not _is_satisfied(str(wanted), seen | requirement.extras):
+                return False
+    return True
+
+
+class EnvironmentStore:
+    """The environments under one folder.
+
+    An environment that is not `isolated` lies over the client's own: it sees the client's packages, and has only what
+    is missing or wanted at another version. An isolated one has what its image names and what a worker needs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def environment(self, image: Image, *, isolated: bool, report: Callable[[str], None]) -> Environment:
+        """Finds or makes the environment of an image; cancelling the task ends the installer and leaves nothing.
+
+        Args:
+            image: what is wanted.
+            isolated: whether to leave the client's own packages out.
+            report: told what is done.
+
+        Raises:
+            ConfigurationError: the interpreter that is wanted needs a tool that is not here.
+            WorkerStartError: the installer failed; with the end of its output.
+        """
+        foreign = not _is_own_version(image.python)
+        if not isolated and foreign:
+            raise ConfigurationError(
+                f"Image(python={image.python!r}): this program runs Python {platform.python_version()}, and another "
+                "version cannot share its packages. Use Local(isolated=True)."
+            )
+        own_site = "" if isolated else sysconfig.get_path("purelib")
+        name = image.content_hash(platform.python_version(), sys.platform, platform.machine(), own_site, _torch_pin())
+        place = self._folder / name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        async with _locked(self._folder / f"{name}.lock"):
+            if not (place / _FINISHED).exists():
+                try:
+                    await self._build(place, image, isolated, report)
+                except BaseException:
+                    shutil.rmtree(place, ignore_errors=True)
+                    raise
+                (place / _FINISHED).touch()
+        python = str(_python_of(place))
+        return Environment(python, _source_folder(place) if isolated else None)
+
+    async def _build(self, place: Path, image: Image, isolated: bool, report: Callable[[str], None]) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        uv = shutil.which("uv")
+        if uv is not None:
+            version = image.python or platform.python_version()
+            interpreter = sys.executable if _is_own_version(image.python) else version
+            await _run([uv, "venv", "--quiet", "--python", interpreter, str(place)], "make an environment")
+            install = [uv, "pip", "install", "--quiet", "--python", str(_python_of(place))]
+        elif not _is_own_version(image.python):
+            raise ConfigurationError(
+                f"Image(python={image.python!r}) needs uv to get that interpreter; this one is Python "
+                f"{platform.python_version()}. Install it: pip install uv"
+            )
+        else:
+            await _run([sys.executable, "-m", "venv", str(place)], "make an environment")
+            install = [str(_python_of(place)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if not isolated:
+            self._share_own_packages(place)
+        for arguments in install_steps(image, isolated):
+            report("installing " + " ".join(part for part in arguments if not part.startswith(("-", "http"))))
+            await _run([*install, *arguments], "install the packages of the image")
+
+    def _share_own_packages(self, place: Path) -> None:
+        # addsitedir, not a bare path: packages that are installed for development are lines in such files themselves.
+        folders = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+        line = "import site; " + "; ".join(f"site.addsitedir({folder!r})" for folder in folders)
+        (_site_packages(place) / "zz-skyproxy-client.pth").write_text(line + "\n", encoding="utf-8")
+
+
+def install_steps(image: Image, isolated: bool) -> list[list[str]]:
+    """The arguments of the installer, one run after the other.
+
+    What an index is for is installed first and by itself, without its dependencies: so neither pip nor uv can take
+    anything else from there, and the last run finds it in place and adds the dependencies from PyPI.
+    """
+    steps = []
+    wanted = {requirement_name(requirement): requirement for requirement in image.pip}
+    if isolated and "torch" not in wanted:
+        wanted["torch"] = _torch_pin()
+    by_index: dict[str, list[str]] = {}
+    for index in image.pip_indexes:
+        for package in index.packages:
+            requirement = wanted.get(requirement_name(package), package)
+            if image.index_of(requirement) == index.url:
+                by_index.setdefault(index.url, []).append(requirement)
+    for url, requirements in by_index.items():
+        steps.append(["--no-deps", "--index-url", url, *dict.fromkeys(requirements)])
+    needed = list(wanted.values()) + (list(WORKER_REQUIREMENTS) if isolated else [])
+    if needed:
+        steps.append(needed)
+    return steps
+
+
+def _torch_pin() -> str:
+    """The client's torch: tensors that travel by value need the same on both sides."""
+    try:
+        return "torch==" + importlib.metadata.version("torch").split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "torch"
+
+
+def _is_own_version(wanted: str | None) -> bool:
+    return wanted is None or own_environment_satisfies(Image(python=wanted))
+
+
+def _python_of(place: Path) -> Path:
+    return place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _site_packages(place: Path) -> Path:
+    (found,) = [*place.glob("lib/python*/site-packages"), *place.glob("Lib/site-packages")]
+    return found
+
+
+def _source_folder(place: Path) -> str:
+    """A folder that holds this very skyproxy and nothing else, for an interpreter that knows none."""
+    folder = place / "skyproxy-source"
+    folder.mkdir(exist_ok=True)
+    for package in ("skyproxy", "skyproxy_server"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        source, link = Path(spec.origin).resolve().parent, folder / package
+        if link.is_symlink() and link.resolve() == source:
+            continue
+        if link.is_symlink():
+            link.unlink()
+        try:
+            link.symlink_to(source, target_is_directory=True)
+        except OSError:  # Windows, without the right to make links
+            shutil.copytree(source, link, dirs_exist_ok=True)
+    return str(folder)
+
+
+async def _run(command: Sequence[str], purpose: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+        )
+    except OSError as error:
+        raise WorkerStartError(f"cannot {purpose}: {command[0]}: {error}") from error
+    try:
+        output, _ = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await asyncio.shield(process.wait())
+        raise
+    if process.returncode != 0:
+        end = "\n".join(output.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:])
+        raise WorkerStartError(f"cannot {purpose}: `{' '.join(command)}` ended with {process.returncode}.\n{end}")
+
+
+@contextlib.asynccontextmanager
+async def _locked(path: Path) -> AsyncIterator[None]:
+    """One program at a time: two that want the same environment build it once."""
+    with path.open("a+b") as file:
+        while not _try_to_lock(file):
+            await asyncio.sleep(_LOCK_POLL_SECONDS)
+        yield  # closing the file unlocks it
+
+
+def _try_to_lock(file: IO[bytes]) -> bool:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

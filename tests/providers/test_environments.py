@@ -1,0 +1,131 @@
+"""Environments: made once, over the client's own or isolated; an index serves its packages only."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers import Image, PipIndex
+from skyproxy.providers.environments import (
+    WORKER_REQUIREMENTS,
+    EnvironmentStore,
+    install_steps,
+    own_environment_satisfies,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = PipIndex(url="https://download.pytorch.org/whl/cpu", packages=["torch"])
+OTHER = PipIndex(url="https://example.org/simple", packages=["mine", "unnamed"])
+
+
+@pytest.mark.parametrize(
+    ("image", "satisfied"),
+    [
+        (Image(), True),
+        (Image(pip=["torch"], pip_indexes=[TORCH]), True),
+        (Image(pip=["torch>=2.11", "numpy"]), True),
+        (Image(pip=["torch==0.1"]), False),
+        (Image(pip=["no-such-package-here"]), False),
+        (Image(pip=["no-such-package-here; python_version < '3'"]), True),
+        (Image(pip=["skyproxy @ https://example.org/x.whl"]), False),
+        (Image(pip=["./here"]), False),
+        (Image(python=platform.python_version()), True),
+        (Image(python=".".join(platform.python_version_tuple()[:2])), True),
+        (Image(python="3.1"), False),
+    ],
+)
+def test_whether_the_client_s_own_environment_will_do(image: Image, satisfied: bool) -> None:
+    assert own_environment_satisfies(image) is satisfied
+
+
+def test_an_index_is_asked_for_its_packages_only() -> None:
+    image = Image(pip=["numpy", "torch==2.13.0", "mine>=1"], pip_indexes=[TORCH, OTHER])
+    assert install_steps(image, isolated=False) == [
+        ["--no-deps", "--index-url", TORCH.url, "torch==2.13.0"],
+        ["--no-deps", "--index-url", OTHER.url, "mine>=1", "unnamed"],
+        ["numpy", "torch==2.13.0", "mine>=1"],
+    ]
+
+
+def test_an_isolated_environment_has_what_a_worker_needs() -> None:
+    import torch
+
+    *_, last = install_steps(Image(pip=["numpy"]), isolated=True)
+    assert f"torch=={torch.__version__.split('+')[0]}" in last
+    assert set(WORKER_REQUIREMENTS) <= set(last)
+
+
+def test_what_a_worker_needs_is_what_the_package_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = {*project["dependencies"], *project["optional-dependencies"]["server"]}
+    assert set(WORKER_REQUIREMENTS) <= known
+
+
+def package(folder: Path, version: str) -> str:
+    """A tiny package that pip can install without any index."""
+    (folder / "src").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n', encoding="utf-8"
+    )
+    (folder / "backend.py").write_text(
+        f"""
+import zipfile
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    name = "tiny_for_tests-{version}-py3-none-any.whl"
+    info = "tiny_for_tests-{version}.dist-info/"
+    with zipfile.ZipFile(directory + "/" + name, "w") as wheel:
+        wheel.writestr("tiny_for_tests.py", "version = {version!r}\\n")
+        about = "Metadata-Version: 2.1\\nName: tiny-for-tests\\nVersion: {version}\\n"
+        wheel.writestr(info + "METADATA", about)
+        kind = "Root-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nGenerator: t\\n" + kind)
+        wheel.writestr(info + "RECORD", "")
+    return name
+""",
+        encoding="utf-8",
+    )
+    return str(folder)
+
+
+def ask(python: str, code: str) -> str:
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+
+
+def test_an_environment_is_made_once_and_lies_over_the_client_s_own(tmp_path: Path) -> None:
+    store = EnvironmentStore(tmp_path / "environments")
+    image = Image(pip=[package(tmp_path / "one", "1.5")])
+    told: list[str] = []
+
+    async def twice() -> list[str]:
+        both = await asyncio.gather(*(store.environment(image, isolated=False, report=told.append) for _ in range(2)))
+        return [environment.python for environment in both]
+
+    first, second = asyncio.run(twice())
+    assert first == second != sys.executable
+    assert len(told) == 1
+    assert ask(first, "import tiny_for_tests as t, msgpack; print(t.version)") == "1.5"
+    asyncio.run(store.environment(image, isolated=False, report=told.append))
+    assert len(told) == 1
+
+
+def test_a_failing_installation_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    store = EnvironmentStore(tmp_path)
+    with pytest.raises(WorkerStartError, match="no-such-folder"):
+        asyncio.run(store.environment(Image(pip=["./no-such-folder"]), isolated=False, report=lambda told: None))
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_another_interpreter_needs_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    store = EnvironmentStore(tmp_path / "environments")
+    with pytest.raises(ConfigurationError, match="needs uv"):
+        asyncio.run(store.environment(Image(python="3.99"), isolated=True, report=lambda told: None))
+    with pytest.raises(ConfigurationError, match="isolated=True"):
+        asyncio.run(store.environment(Image(python="3.99"), isolated=False, report=lambda told: None))
