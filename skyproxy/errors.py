@@ -9,6 +9,8 @@ SkyproxyError
 ├── ClusterError (RuntimeError)           a Kubernetes cluster refused a request, or could not be asked
 ├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
 ├── CaptureError (RuntimeError)           a graph cannot be captured
+├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
+├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; one exception a rank
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 └── RemoteError (RuntimeError)            something failed on the worker
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
@@ -23,6 +25,7 @@ exception, so `except` clauses written for local PyTorch keep working; see `remo
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 
 class SkyproxyError(Exception):
@@ -67,6 +70,45 @@ class SessionLostError(SkyproxyError, ConnectionError):
 
 class CaptureError(SkyproxyError, RuntimeError):
     """An operation that cannot be part of a captured graph, or a capture that cannot begin or end."""
+
+
+class PluginError(SkyproxyError, RuntimeError):
+    """A hook of a pool's plugin failed; names the plugin, the hook and the rank."""
+
+
+class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
+    """A task that ran on several ranks failed: one exception for every rank that has one, in the order of ranks.
+
+    Attributes:
+        by_rank: the same exceptions, by rank.
+        first: the rank that failed first; the others were ended because of it.
+    """
+
+    by_rank: dict[int, Exception]
+    first: int
+
+    @classmethod
+    def of(cls, message: str, by_rank: dict[int, Exception], first: int) -> RankErrors:
+        """The group of the exceptions of each rank.
+
+        Args:
+            message: what happened, in a line.
+            by_rank: not empty.
+            first: a key of it.
+        """
+        ordered = dict(sorted(by_rank.items()))
+        group = cls(message, list(ordered.values()))
+        group.by_rank = ordered
+        group.first = first
+        return group
+
+    def derive(self, excs: Sequence[Exception]) -> RankErrors:  # type: ignore[override]
+        """The part of the group that an `except*` clause chose; it knows its ranks too."""
+        chosen = {rank: error for rank, error in self.by_rank.items() if error in excs}
+        first = self.first if self.first in chosen else min(chosen, default=self.first)
+        part = RankErrors(self.message, list(excs))
+        part.by_rank, part.first = chosen, first
+        return part
 
 
 class ProtocolError(SkyproxyError):

@@ -1,0 +1,97 @@
+"""PyTorch on a pool: its wheels in the image, its process group in every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS, abort_process_group, process_group
+from skyproxy.plugins.requirements import has_cuda, requirement, with_requirements
+from skyproxy.runtime.instance import InstanceInfo
+from skyproxy.runtime.plugin import Plugin
+
+WHEELS = "https://download.pytorch.org/whl"
+
+
+@dataclass(frozen=True)
+class TorchPlugin(Plugin):
+    """`sky.plugins.torch()`: PyTorch is installed, and `torch.distributed` is initialised before the first task.
+
+    Attributes:
+        backend: "nccl", "gloo" or whatever else `torch.distributed` knows; by default nccl where CUDA is available on the
+            worker, else gloo.
+        cuda: which CUDA wheels to take for an accelerator that has CUDA, such as "cu128"; others get the CPU's.
+        version: of torch: "latest", "2.3.0", or a constraint such as ">=2.3".
+        vision: of torchvision, in the same words; None leaves it out.
+        audio: of torchaudio, in the same words; None leaves it out.
+        init: "auto" joins a process group where there are two ranks or more, "always" also where there is one.
+        timeout_seconds: of collectives; PyTorch's own by default.
+        join_timeout_seconds: how long the ranks wait for one another at the start.
+    """
+
+    backend: str | None = None
+    cuda: str = "cu128"
+    version: str = "latest"
+    vision: str | None = None
+    audio: str | None = None
+    init: Literal["auto", "always"] = "auto"
+    timeout_seconds: float | None = None
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.init not in ("auto", "always"):
+            raise ConfigurationError(f'init={self.init!r} is neither "auto" nor "always".')
+        self.requirements()
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    def requirements(self) -> list[str]:
+        """What is installed, as pip reads it."""
+        wanted = {"torch": self.version, "torchvision": self.vision, "torchaudio": self.audio}
+        return [requirement(package, version) for package, version in wanted.items() if version is not None]
+
+    def transform(self, image: Any, cluster: Any) -> Any:
+        """Adds the packages, and the index of their wheels for these packages alone."""
+        from skyproxy.providers.image import PipIndex, requirement_name
+
+        wanted = self.requirements()
+        url = f"{WHEELS}/{self.cuda if has_cuda(cluster) else 'cpu'}"
+        return with_requirements(image, wanted, [PipIndex(url, [requirement_name(text) for text in wanted])])
+
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+        """The process group of all ranks."""
+        if info.world_size < 2 and self.init == "auto":
+            return contextlib.nullcontext()
+        return process_group(
+            info,
+            self.backend,
+            timeout_seconds=self.timeout_seconds,
+            join_timeout_seconds=self.join_timeout_seconds,
+        )
+
+    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Each rank of a node has a CUDA device of its own: the current one is a thread's, and each task has a thread."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return function
+        from skyproxy.runtime import instance_info
+
+        device = instance_info().local_rank % torch.cuda.device_count()
+
+        @functools.wraps(function)
+        def on_own_device(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_device(device)
+            return function(*args, **kwargs)
+
+        return on_own_device
+
+    def abort(self, info: InstanceInfo) -> None:
+        """Collectives that wait for a failed rank raise."""
+        abort_process_group()

@@ -1,0 +1,306 @@
+"""The hooks of plugins in a worker process: opened once, closed when the pool or the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from skyproxy.errors import ConfigurationError, PluginError
+from skyproxy.runtime.calls import current_call
+from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
+from skyproxy.runtime.plugin import has_hook, name_of
+
+logger = logging.getLogger("skyproxy")
+
+_CLOSE_LOCK_SECONDS = 2.0
+
+
+class Lifecycle:
+    """What plugins hold open in this process, for one job at a time.
+
+    A job is one generation of one pool. Whoever opens the next one closes the one before: after a failure the group is
+    formed anew in the same processes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._stack = contextlib.ExitStack()
+        self._plugins: tuple[Any, ...] = ()
+        self._info: InstanceInfo | None = None
+        self._once: set[str] = set()
+        self._tasks: dict[str, int] = {}
+        self._task_ended = threading.Condition()
+
+    @property
+    def job(self) -> str:
+        """The job whose hooks are open, or an empty text."""
+        return self._info.job if self._info is not None else ""
+
+    def open(self, plugins: Sequence[Any], info: InstanceInfo) -> None:
+        """Enters the hooks of all plugins, once for a job, however many threads ask for it.
+
+        Raises:
+            PluginError: a hook failed; those that were entered before it are left again.
+            ConfigurationError: the hooks of another pool are open here.
+        """
+        with self._lock:
+            if self._info is not None:
+                if self._info.job == info.job:
+                    return
+                ours, theirs = info.job.rpartition("/")[0], self._info.job.rpartition("/")[0]
+                if theirs and ours != theirs:
+                    raise ConfigurationError(
+                        f"this worker process holds the plugins of pool {theirs!r}, and frameworks know one process "
+                        "group a process. End that pool first, or give this one workers of its own."
+                    )
+            self._leave()
+            self._plugins, self._info = tuple(plugins), info
+            _register_exit()
+            try:
+                # For processes that the tasks start: they see the same topology as the tasks do.
+                self._stack.enter_context(environment({POOL_VARIABLE: info.to_json()}))
+                for hook in ("around_process", "around_app"):
+                    for plugin in plugins:
+                        if has_hook(plugin, hook):
+                            self._enter(plugin, hook, info)
+            except BaseException:
+                self._leave()
+                raise
+
+    def once(self, key: str, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Enters a context manager that stays open like a plugin's; the first of several threads does it.
+
+        Args:
+            key: names it within the job.
+            make: called where nothing of that name is open yet.
+        """
+        with self._lock:
+            if key not in self._once:
+                _register_exit()
+                self._stack.enter_context(make())
+                self._once.add(key)
+
+    def _enter(self, plugin: Any, hook: str, info: InstanceInfo) -> None:
+        where = f"plugin {name_of(plugin)!r}, {hook}, rank {info.rank} of {info.world_size}"
+        try:
+            manager = getattr(plugin, hook)(info)
+            if not hasattr(manager, "__enter__"):
+                raise TypeError(
+                    f"{hook} must return a context manager, not {type(manager).__name__}. Decorate it with "
+                    "@contextlib.contextmanager."
+                )
+            manager.__enter__()
+        except Exception as error:
+            raise PluginError(f"{where}: {type(error).__name__}: {error}") from error
+
+        def leave(*exc_info: Any) -> None:
+            try:
+                manager.__exit__(None, None, None)
+            except Exception as error:
+                raise PluginError(f"{where}, on the way out: {type(error).__name__}: {error}") from error
+
+        self._stack.push(leave)
+
+    def _leave(self) -> None:
+        stack, self._stack = self._stack, contextlib.ExitStack()
+        self._plugins, self._info = (), None
+        self._once.clear()
+        try:
+            stack.close()
+        except Exception:
+            # Whoever comes next has not done it, and the rest of the hooks was left all the same.
+            logger.exception("a plugin failed on the way out")
+
+    def close(self, pool: str | None = None, timeout_seconds: float = -1) -> None:
+        """Leaves all hooks, the last one first; nothing where none is open.
+
+        Args:
+            pool: only if they are this pool's; any by default.
+            timeout_seconds: how long to wait for a thread that is opening or closing; for ever by default.
+        """
+        if not self._lock.acquire(timeout=timeout_seconds):
+            logger.warning("plugins are still being set up; the process ends without leaving their hooks")
+            return
+        try:
+            if pool is None or self.job.rpartition("/")[0] in (pool, ""):
+                self._leave()
+        finally:
+            self._lock.release()
+
+    def abort(self, calls: Sequence[str], timeout_seconds: float) -> dict[str, bool]:
+        """Ends what tasks wait for in vain, because another rank failed. Takes no lock: a hook may be what hangs.
+
+        Args:
+            calls: the ids of calls that have been cancelled.
+            timeout_seconds: how long to wait for them.
+
+        Returns:
+            "idle": whether none of them runs any more; "holds": whether anything was open here.
+        """
+        plugins, info = self._plugins, self._info
+        holds = bool(self._once) or any(has_hook(plugin, "around_app") for plugin in plugins)
+        if info is not None:
+            for plugin in plugins:
+                if has_hook(plugin, "abort"):
+                    try:
+                        plugin.abort(info)
+                    except Exception:
+                        logger.exception("plugin %r, abort, rank %d", name_of(plugin), info.rank)
+        for abort in list(_ABORTS.values()):
+            with contextlib.suppress(Exception):
+                abort()
+        with self._task_ended:
+            idle = self._task_ended.wait_for(lambda: not self._tasks.keys() & set(calls), timeout_seconds)
+        return {"idle": idle, "holds": holds}
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A task of the pool: `function` as the plugins want it called."""
+        for plugin in reversed(self._plugins):
+            if has_hook(plugin, "decorate"):
+                try:
+                    function = plugin.decorate(function)
+                except Exception as error:
+                    raise PluginError(f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}") from error
+        call = current_call()
+        with self._running(call.id if call is not None else ""):
+            return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _running(self, call: str) -> Iterator[None]:
+        with self._task_ended:
+            self._tasks[call] = self._tasks.get(call, 0) + 1
+        try:
+            yield
+        finally:
+            with self._task_ended:
+                self._tasks[call] -= 1
+                if not self._tasks[call]:
+                    del self._tasks[call]
+                self._task_ended.notify_all()
+
+
+LIFECYCLE = Lifecycle()
+_ABORTS: dict[str, Callable[[], None]] = {}
+_registered = False
+
+
+def on_abort(key: str, abort: Callable[[], None]) -> None:
+    """What to call in this process when another rank failed, beside the plugins' own hooks."""
+    _ABORTS[key] = abort
+
+
+def _register_exit() -> None:
+    global _registered
+    if not _registered:
+        _registered = True
+        # Late, so that it runs before what the frameworks registered when they were imported.
+        atexit.register(LIFECYCLE.close, None, _CLOSE_LOCK_SECONDS)
+
+
+class Task:
+    """A function of a pool on its way to a worker: there it is called as the plugins want it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return LIFECYCLE.run(self.function, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Task, (self.function,)
+
+
+# --- what a pool calls on its workers --------------------------------------------------------------------------------
+
+
+def open_hooks(plugins: bytes) -> None:
+    """Enters the hooks of a pool's plugins in this process, once for each generation of the pool.
+
+    Args:
+        plugins: a pickled tuple of them. Pickled apart, so that a class that cannot be loaded here is a PluginError.
+
+    Raises:
+        PluginError: a hook failed, or the plugins cannot be loaded here.
+    """
+    try:
+        loaded = pickle.loads(plugins)
+    except Exception as error:
+        raise PluginError(f"the plugins cannot be loaded on the worker: {type(error).__name__}: {error}") from error
+    LIFECYCLE.open(loaded, instance_info())
+
+
+def close_hooks(pool: str) -> None:
+    """Leaves the hooks of a pool's plugins in this process."""
+    LIFECYCLE.close(pool)
+
+
+def abort_calls(calls: list[str], timeout_seconds: float) -> dict[str, bool]:
+    """See `Lifecycle.abort`."""
+    return LIFECYCLE.abort(calls, timeout_seconds)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on, all different. Somebody may still be faster than the caller."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            probe = stack.enter_context(socket.socket())
+            probe.bind(("", 0))
+            found.append(probe.getsockname()[1])
+        return found
+
+
+def port_for(purpose: str, info: InstanceInfo) -> int:
+    """A port on the head for one purpose, the same in all ranks, so that several frameworks can meet at once.
+
+    Args:
+        purpose: "torch" has `info.head_port`; "jax" and "coordination" have ports of their own.
+        info: of this process.
+    """
+    call = current_call()
+    ports = call.values.get("ports", {}) if call is not None else {}
+    return int(ports.get(purpose, info.head_port))
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables of the process inside the `with` block; None takes one away."""
+    before = {name: os.environ.get(name) for name in variables}
+    _assign(variables)
+    try:
+        yield
+    finally:
+        _assign(before)
+
+
+def _assign(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def wait_in_slices(done: Callable[[float], bool], timeout_seconds: float, slice_seconds: float = 0.5) -> bool:
+    """Waits for something that blocks without looking at signals or cancellation, in slices that do.
+
+    Args:
+        done: waits up to so many seconds; whether it came about.
+        timeout_seconds: for all.
+    """
+    end = time.monotonic() + timeout_seconds
+    while True:
+        left = end - time.monotonic()
+        if done(max(0.01, min(slice_seconds, left))):
+            return True
+        if left <= 0:
+            return False

@@ -1,0 +1,77 @@
+"""What a plugin of a pool can do, and where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyproxy.runtime.instance import InstanceInfo
+
+HOOKS = ("transform", "around_process", "around_app", "decorate", "around_client", "abort")
+"""The names of all hooks. A plugin is any object that has some of them."""
+
+
+class Plugin:
+    """A base for plugins: every hook does nothing.
+
+    A plugin need not derive from it: what has one of the hooks is a plugin. Plugins travel to every worker by pickle, so
+    their attributes must be picklable, and they import frameworks only in the hooks that run there.
+
+    Attributes:
+        restarts_ranks: whether its framework can be set up only once in the life of a process, so that the ranks'
+            processes are started anew where the group has to be formed again.
+    """
+
+    restarts_ranks: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people: what errors call it."""
+        return type(self).__name__
+
+    def transform(self, image: Any, cluster: Any) -> Any:
+        """On the client, before workers are launched: the image with what this plugin needs.
+
+        Args:
+            image: an `Image`; make a copy with `dataclasses.replace`, never change it.
+            cluster: what is to be launched; `cluster.spec` is the `WorkerSpec`.
+        """
+        return image
+
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+        """In every rank's process, once, before any function is unpickled there: the place for environment variables.
+
+        All plugins' `around_process` are entered before the first `around_app`. Left when the pool ends.
+        """
+        return contextlib.nullcontext()
+
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+        """In every rank's process, once, before the first task: the place for process groups.
+
+        All ranks enter it at the same time, so they may wait for one another. Left when the pool ends, or the worker.
+        """
+        return contextlib.nullcontext()
+
+    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """On the worker, for every task: the function to call in its place."""
+        return function
+
+    def around_client(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        """On the client, around the body of the pool's `with` block."""
+        return contextlib.nullcontext()
+
+    def abort(self, info: InstanceInfo) -> None:
+        """In a rank's process, on a thread of its own, when another rank failed: ends what tasks wait for in vain."""
+
+
+def name_of(plugin: Any) -> str:
+    """What errors call a plugin."""
+    return str(getattr(plugin, "name", None) or type(plugin).__name__)
+
+
+def has_hook(plugin: Any, hook: str) -> bool:
+    """Whether a plugin does something in a hook; the base class's own hooks do nothing."""
+    found = getattr(type(plugin), hook, None)
+    return callable(getattr(plugin, hook, None)) and found is not getattr(Plugin, hook)
