@@ -61,7 +61,7 @@ _PUBLIC = {
     "stderr": "skyproxy.runtime",
     "stdout": "skyproxy.runtime",
 }
-_SUBMODULES = {"errors", "providers", "runtime"}
+_SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
 _WITHOUT_DEVICE = ("integrations", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""

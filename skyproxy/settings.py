@@ -53,6 +53,12 @@ class Settings:
     liveness_timeout_seconds: float = 30.0
     """A worker that answered nothing for this long is lost."""
     close_timeout_seconds: float = 1.0
+    rank_start_timeout_seconds: float = 600.0
+    """How long the ranks of a pool may take to set up their plugins, before those that are missing are named."""
+    rank_stop_timeout_seconds: float = 2.0
+    """How long a rank may go on after another one failed, before its process is given up."""
+    rank_close_timeout_seconds: float = 10.0
+    """How long the ranks of a pool may take to leave their plugins' hooks when it ends."""
     show_progress: bool = True
     """Whether transfers that take longer than a second show a progress bar, on a terminal or in a notebook."""
     record_lines: bool = True

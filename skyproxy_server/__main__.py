@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_watcher import stop_watching
 from skyproxy_server import auth
@@ -23,6 +24,8 @@ from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
 
 logger = logging.getLogger("skyproxy.server")
+
+_CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
 
 _EPILOG = """\
 The token comes from --token-file, or from SKYPROXY_TOKEN, or with --embedded from the first line of standard input;
@@ -146,6 +149,10 @@ def _end_with_parent(descriptor: int) -> None:
             pass
     except OSError:
         pass
+    # What plugins hold open may have to be told; on a thread, for it may also hang.
+    closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
+    closing.start()
+    closing.join(_CLOSE_PLUGINS_SECONDS)
     # At once, whatever other threads are doing.
     os._exit(0)
 

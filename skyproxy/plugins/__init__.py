@@ -1,7 +1,7 @@
 """Plugins: what a pool does for a framework, on its image, in its rank processes and on the client.
 
-`sky.plugins.torch()` and its fellows stand in a pool's `plugins=[...]`. A framework is imported only in the hooks that run on
-workers; the client need not have it. `Plugin` is the base for plugins of your own.
+`sky.plugins.torch()` and its fellows stand in a pool's `plugins=[...]`. A framework is imported only in the hooks that
+run on workers; the client need not have it. `Plugin` is the base for plugins of your own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'skyproxy.plugins' has no attribute {name!r}. There are: {', '.join(sorted(_PUBLIC))}")
+        raise AttributeError(
+            f"module 'skyproxy.plugins' has no attribute {name!r}. There are: {', '.join(sorted(_PUBLIC))}"
+        )
     module, attribute = _PUBLIC[name]
     value = getattr(importlib.import_module(f"skyproxy.plugins.{module}"), attribute)
     globals()[name] = value

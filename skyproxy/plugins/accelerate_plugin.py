@@ -18,7 +18,7 @@ from skyproxy.runtime.plugin import Plugin
 class AcceleratePlugin(Plugin):
     """`sky.plugins.accelerate()`: `Accelerator()` in a task finds all ranks, with no `accelerate config`.
 
-    It joins the process group by itself; `sky.plugins.torch()` beside it shares that group, and adds torch to the image.
+    It joins the process group by itself; `sky.plugins.torch()` beside it shares that group, and installs torch.
 
     Attributes:
         mixed_precision: "no", "fp16", "bf16" or "fp8".

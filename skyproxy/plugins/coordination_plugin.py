@@ -41,7 +41,7 @@ class CoordinationPlugin(Plugin):
 
     @contextlib.contextmanager
     def _store(self, info: InstanceInfo) -> Iterator[None]:
-        from torch.distributed import HashStore, TCPStore
+        from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
         global _meeting
         store: Any
@@ -83,7 +83,7 @@ class _Meeting:
         return number
 
     def wait(self, done: Callable[[], bool], timeout_seconds: float | None) -> bool:
-        """Whether something came about in time. In short steps, for one connection serves all threads of the process."""
+        """Whether something came about in time. In short steps: one connection serves all threads of the process."""
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         pause = 0.0005
         while not done():
@@ -170,11 +170,12 @@ def lock(name: str = "", timeout_seconds: float | None = None) -> Iterator[None]
     meeting = _current()
     store, key = meeting.store, f"lock/{name}"
     call = current_call()
-    own = f"rank {instance_info().rank}, process {os.getpid()}, thread {threading.get_ident()}, {call.id if call else ''}"
+    own = (
+        f"rank {instance_info().rank}, process {os.getpid()}, thread {threading.get_ident()}, {call.id if call else ''}"
+    )
     if not meeting.wait(lambda: bool(store.compare_set(key, "", own) == own.encode()), timeout_seconds):
-        raise TimeoutError(
-            f"lock {name!r} was not free within {timeout_seconds:.1f} s; held by {store.get(key).decode() or 'nobody now'}"
-        )
+        holder = store.get(key).decode() or "nobody now"
+        raise TimeoutError(f"lock {name!r} was not free within {timeout_seconds:.1f} s; held by {holder}")
     try:
         yield
     finally:

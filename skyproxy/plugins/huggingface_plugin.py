@@ -18,7 +18,7 @@ logger = logging.getLogger("skyproxy")
 
 @dataclass(frozen=True)
 class HuggingFacePlugin(Plugin):
-    """`sky.plugins.huggingface(token=...)`: transformers, datasets and tokenizers are installed, and the token is known.
+    """`sky.plugins.huggingface(token=...)`: transformers, datasets and tokenizers are installed; the token is set.
 
     The token goes to the workers with the plugin, over the session; it is in no image, no log and no `repr`.
 
@@ -62,7 +62,7 @@ class HuggingFacePlugin(Plugin):
         try:
             HfApi().whoami(token=self.token)
         except HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else 0
+            status = error.response.status_code
             if status in (401, 403):
                 # Without `from`: the Hub's own error quotes the request, and with it the token.
                 raise PermissionError(

@@ -89,4 +89,4 @@ class JaxPlugin(Plugin):
         try:
             yield
         finally:
-            jax.distributed.shutdown()
+            jax.distributed.shutdown()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ class KerasPlugin(Plugin):
     """`sky.plugins.keras(backend="jax")`: Keras is installed, and runs on that backend in every rank.
 
     With the backend jax and more than one device in all ranks together, the data are distributed over them
-    (`keras.distribution.DataParallel`). Other backends distribute as their own frameworks do: add `sky.plugins.torch()`.
+    (`keras.distribution.DataParallel`). Other backends distribute as their frameworks do: add `sky.plugins.torch()`.
 
     Attributes:
         backend: "jax", "torch", "tensorflow", "openvino" or "numpy".

@@ -90,15 +90,15 @@ def process_group(
 
 def _meet(info: InstanceInfo, timeout_seconds: float) -> Any:
     """The store on the head, once all ranks have signed in there."""
-    from torch.distributed import DistStoreError, TCPStore
+    from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 
     end = time.monotonic() + timeout_seconds
     where = f"{info.head_addr}:{info.head_port}"
     if info.rank and not wait_in_slices(lambda seconds: _listens(info, seconds), timeout_seconds):
         raise TimeoutError(
-            f"rank {info.rank} found nobody at {where}, the address of rank 0, for {timeout_seconds:.0f} s. Either rank 0 "
-            "does not run this task, for a function that joins a process group must go to all ranks (`task() @ pool`), "
-            "or that port cannot be reached from here: look at firewalls and network policies between the nodes."
+            f"rank {info.rank} found nobody at {where}, the address of rank 0, for {timeout_seconds:.0f} s. Either "
+            "rank 0 does not run this task, for a function that joins a process group must go to all ranks "
+            "(`task() @ pool`), or that port cannot be reached: look at firewalls and policies between the nodes."
         )
     store = TCPStore(
         info.head_addr,
@@ -121,8 +121,8 @@ def _meet(info: InstanceInfo, timeout_seconds: float) -> Any:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(
             f"{_named(missing, info)} did not join within {timeout_seconds:.0f} s; the other ranks wait at {where}. "
-            "Either the task did not go to all ranks (`task() @ pool` does that), or those processes hang or cannot reach "
-            "that address."
+            "Either the task did not go to all ranks (`task() @ pool` does that), or those processes hang or cannot "
+            "reach that address."
         )
     return store
 

@@ -32,7 +32,7 @@ def requirement(name: str, version: str) -> str:
     if _VERSION.fullmatch(version):
         return f"{name}=={version.strip()}"
     raise ConfigurationError(
-        f'{version!r} is no version of {name}. Use "latest", a version such as "2.3.0", or a constraint such as ">=2.3".'
+        f'{version!r} is no version of {name}. Use "latest", a version such as "2.3.0", or a constraint: ">=2.3".'
     )
 
 
@@ -44,7 +44,7 @@ def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[Any] 
     if isinstance(image, str):
         return image
     have: Any = image
-    return replace(  # type: ignore[type-var, no-any-return]
+    return replace(  # type: ignore[no-any-return]
         have,
         pip=(*have.pip, *(package for package in packages if package not in have.pip)),
         pip_indexes=(*have.pip_indexes, *(index for index in indexes if index not in have.pip_indexes)),

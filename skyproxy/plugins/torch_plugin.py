@@ -22,8 +22,8 @@ class TorchPlugin(Plugin):
     """`sky.plugins.torch()`: PyTorch is installed, and `torch.distributed` is initialised before the first task.
 
     Attributes:
-        backend: "nccl", "gloo" or whatever else `torch.distributed` knows; by default nccl where CUDA is available on the
-            worker, else gloo.
+        backend: "nccl", "gloo" or whatever else `torch.distributed` knows; by default nccl where the worker has CUDA,
+            else gloo.
         cuda: which CUDA wheels to take for an accelerator that has CUDA, such as "cu128"; others get the CPU's.
         version: of torch: "latest", "2.3.0", or a constraint such as ">=2.3".
         vision: of torchvision, in the same words; None leaves it out.
@@ -76,7 +76,7 @@ class TorchPlugin(Plugin):
         )
 
     def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Each rank of a node has a CUDA device of its own: the current one is a thread's, and each task has a thread."""
+        """Each rank of a node has a CUDA device of its own; the current device belongs to a thread, as a task does."""
         import torch
 
         if not torch.cuda.is_available():

@@ -75,14 +75,17 @@ class Lifecycle:
                 self._leave()
                 raise
 
-    def once(self, key: str, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def once(self, key: str, info: InstanceInfo, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Enters a context manager that stays open like a plugin's; the first of several threads does it.
 
         Args:
             key: names it within the job.
+            info: of the job; what an earlier one left open is closed first.
             make: called where nothing of that name is open yet.
         """
         with self._lock:
+            if self.job != info.job:
+                self.open((), info)
             if key not in self._once:
                 _register_exit()
                 self._stack.enter_context(make())
@@ -168,7 +171,9 @@ class Lifecycle:
                 try:
                     function = plugin.decorate(function)
                 except Exception as error:
-                    raise PluginError(f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}") from error
+                    raise PluginError(
+                        f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}"
+                    ) from error
         call = current_call()
         with self._running(call.id if call is not None else ""):
             return function(*args, **kwargs)

@@ -16,8 +16,8 @@ HOOKS = ("transform", "around_process", "around_app", "decorate", "around_client
 class Plugin:
     """A base for plugins: every hook does nothing.
 
-    A plugin need not derive from it: what has one of the hooks is a plugin. Plugins travel to every worker by pickle, so
-    their attributes must be picklable, and they import frameworks only in the hooks that run there.
+    A plugin need not derive from it: what has one of the hooks is a plugin. Plugins travel to every worker by pickle,
+    so their attributes must be picklable, and they import frameworks only in the hooks that run there.
 
     Attributes:
         restarts_ranks: whether its framework can be set up only once in the life of a process, so that the ranks'

@@ -1,0 +1,63 @@
+"""joblib on a pool: `joblib.Parallel` and what builds on it run on the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.plugins.requirements import requirement, with_requirements
+from skyproxy.runtime.plugin import Plugin
+
+
+@dataclass(frozen=True)
+class JoblibPlugin(Plugin):
+    """`sky.plugins.joblib()`: inside the pool's `with` block, `joblib.Parallel` runs on the pool by default.
+
+    The backend is named "sky", so another pool or other numbers can be chosen in place:
+    `with joblib.parallel_config("sky", pool=pool, n_jobs=8): ...`
+
+    Attributes:
+        version: of joblib: "latest", "1.4.0", or a constraint.
+        n_jobs: how many tasks run at once where `Parallel` does not say; -1 for one on each rank.
+    """
+
+    version: str = "latest"
+    n_jobs: int = -1
+
+    def __post_init__(self) -> None:
+        requirement("joblib", self.version)
+
+    @property
+    def name(self) -> str:
+        return "joblib"
+
+    def transform(self, image: Any, cluster: Any) -> Any:
+        """Adds joblib."""
+        return with_requirements(image, [requirement("joblib", self.version)])
+
+    def around_client(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        """`Parallel` without a word about its backend uses the pool, on the thread of the `with` block."""
+        return _by_default(pool, self.n_jobs)
+
+
+@contextlib.contextmanager
+def _by_default(pool: Any, n_jobs: int) -> Iterator[None]:
+    try:
+        import joblib
+    except ModuleNotFoundError as error:
+        raise ConfigurationError("the joblib plugin needs joblib on the client too. Try: pip install joblib") from error
+    register()
+    with joblib.parallel_config("sky", n_jobs=n_jobs, pool=pool):
+        yield
+
+
+def register() -> None:
+    """Makes joblib know the backend "sky"; again and again does no harm."""
+    import joblib
+
+    from skyproxy.plugins.joblib_backend import SkyBackend
+
+    joblib.register_parallel_backend("sky", SkyBackend)

@@ -1,0 +1,1 @@
+"""Pools: workers that are provisioned together, and functions that run on them."""

@@ -1,0 +1,383 @@
+"""The ranks of a pool as one group: formed with the plugins' hooks, ended together when one of them fails.
+
+A group has generations. Each has a job's name and ports of its own, so that what a failed one left behind is in
+nobody's way; a rank that cannot be stopped gets a new process in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import cloudpickle
+
+from skyproxy.errors import PluginError, RankErrors, SessionLostError
+from skyproxy.runtime.instance import InstanceInfo
+from skyproxy.runtime.lifecycle import Task, abort_calls, close_hooks, free_ports, open_hooks
+from skyproxy.settings import SETTINGS, Settings
+
+logger = logging.getLogger("skyproxy")
+
+PURPOSES = ("torch", "jax", "coordination")
+_FORM_ATTEMPTS = 3
+_SETTLE_SECONDS = 0.3
+
+
+class Call(Protocol):
+    """What a group needs of a call on a rank."""
+
+    @property
+    def id(self) -> str: ...
+    def result(self, timeout: float | None = None) -> Any: ...
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+    def cancel(self) -> bool: ...
+    def done(self) -> bool: ...
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
+
+
+class Rank(Protocol):
+    """What a group needs of a node."""
+
+    @property
+    def alive(self) -> bool: ...
+    def submit(self, function: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> Any: ...
+
+
+class RankGroup:
+    """All ranks of a pool.
+
+    Attributes:
+        nodes: the connections to the ranks' processes, by rank; replaced where a process is.
+        plugins: of the pool.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        nodes: Sequence[Any],
+        infos: Sequence[InstanceInfo],
+        *,
+        plugins: Sequence[Any] = (),
+        replace_rank: Callable[[int], Any] | None = None,
+        settings: Settings = SETTINGS,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            pool: the pool's name, unique among those that share workers.
+            nodes: connected, by rank.
+            infos: the topology as each rank sees it; job and head_port are filled in here.
+            plugins: whose hooks are to be entered in every rank.
+            replace_rank: ends a rank's process, starts another, and gives the connection to it.
+            settings: limits.
+        """
+        self.nodes = list(nodes)
+        self.plugins = tuple(plugins)
+        self._pool = pool
+        self._infos = list(infos)
+        self._replace_rank = replace_rank
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._formed = False
+        self._broken: set[int] = set()
+        self._ports: dict[str, int] = {}
+        self._closed = False
+
+    @property
+    def job(self) -> str:
+        """The name of this generation."""
+        return f"{self._pool}/{self._generation}"
+
+    def context(self, rank: int) -> dict[str, Any]:
+        """What goes beside a call to a rank, for `instance_info()` and the plugins there."""
+        return {"pool": asdict(self._info(rank)), "ports": dict(self._ports)}
+
+    def _info(self, rank: int) -> InstanceInfo:
+        info = self._infos[rank]
+        return replace(info, job=self.job, head_port=self._ports.get("torch", info.head_port))
+
+    @staticmethod
+    def task(function: Callable[..., Any]) -> Task:
+        """The function as it goes to the ranks: called there as the plugins want it, and known to run."""
+        return Task(function)
+
+    # --- forming ------------------------------------------------------------------------------------------------------
+
+    def ensure(self) -> None:
+        """Forms the group where it is not formed, or has lost a rank; cheap where there is nothing to do.
+
+        Raises:
+            RankErrors: a plugin failed, or some ranks never came; one exception a rank.
+            WorkerStartError: a lost rank cannot be replaced.
+        """
+        if self._formed and all(node.alive for node in self.nodes):
+            return
+        with self._lock:
+            if self._formed and all(node.alive for node in self.nodes):
+                return
+            for attempt in itertools.count(1):
+                self._revive()
+                try:
+                    self._form()
+                    return
+                except RankErrors as error:
+                    # The port was free when the head looked, and is not any more.
+                    if attempt < _FORM_ATTEMPTS and any("in use" in str(one) for one in error.exceptions):
+                        continue
+                    raise
+
+    def _revive(self) -> None:
+        """Starts anew the processes that are gone, or that a failure left in a state which no hook can mend."""
+        stale = {rank for rank, node in enumerate(self.nodes) if not node.alive} | self._broken
+        again = self._generation > 0 and any(getattr(plugin, "restarts_ranks", False) for plugin in self.plugins)
+        wanted = set(range(len(self.nodes))) if again else stale
+        if wanted and self._replace_rank is None:
+            lost = ", ".join(map(str, sorted(wanted)))
+            raise SessionLostError(f"rank {lost} of pool {self._pool} is gone, and nobody can start it again.")
+        if wanted:
+            assert self._replace_rank is not None
+            logger.info("skyproxy: pool %s starts rank %s again", self._pool, ", ".join(map(str, sorted(wanted))))
+            with ThreadPoolExecutor(len(wanted), "skyproxy-rank") as threads:
+                for rank, node in zip(wanted, threads.map(self._replace_rank, wanted)):
+                    self.nodes[rank] = node
+            self._broken.clear()
+
+    def _form(self) -> None:
+        self._generation += 1
+        ports = self._call(0, free_ports, len(PURPOSES)).result(self._settings.rank_start_timeout_seconds)
+        self._ports = dict(zip(PURPOSES, ports))
+        if self.plugins:
+            # By value where a class is not importable there, once for all ranks.
+            plugins = cloudpickle.dumps(self.plugins)
+            calls = {rank: self._call(rank, open_hooks, plugins) for rank in range(len(self.nodes))}
+            self.gather(calls, self._settings.rank_start_timeout_seconds, "the plugins' hooks").result()
+        self._formed = True
+
+    def _call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        return self.nodes[rank].submit(function, args, results="value", context=self.context(rank))
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def gather(
+        self, calls: Mapping[int, Any], timeout_seconds: float | None = None, what: str = "the task"
+    ) -> Future[list[Any]]:
+        """The results of a call to each rank, in the order of ranks.
+
+        The first failure ends the others: their calls are cancelled and their process groups aborted, so that a rank
+        that waits for a failed one raises at once. A rank that does not stop gets a new process before the next task.
+
+        Args:
+            calls: by rank.
+            timeout_seconds: for all; none by default.
+            what: names it in errors.
+
+        Returns:
+            A future; its exception is `RankErrors`. Cancelling it cancels the calls.
+        """
+        return _Gathering(self, dict(calls), timeout_seconds, what).future
+
+    def stop(self, calls: Mapping[int, Any]) -> set[int]:
+        """Ends calls that wait for a failed rank; the group is formed anew before the next task.
+
+        Returns:
+            The ranks that did not stop in time; their processes are replaced, as far as plugins hold something there.
+        """
+        self._formed = False
+        for call in calls.values():
+            if not call.done():
+                call.cancel()
+        grace = self._settings.rank_stop_timeout_seconds
+        replies: dict[int, Any] = {}
+        for rank, call in calls.items():
+            if self.nodes[rank].alive:
+                try:
+                    replies[rank] = self._call(rank, abort_calls, [call.id], grace)
+                except Exception as error:  # lost between the question and the call
+                    logger.debug("rank %d cannot be told to stop: %s", rank, error)
+        stuck = set()
+        end = time.monotonic() + grace + 1.0
+        for rank, reply in replies.items():
+            try:
+                answer = reply.result(max(0.1, end - time.monotonic()))
+            except Exception:
+                answer = {"idle": False, "holds": True}
+            if not answer["idle"]:
+                stuck.add(rank)
+                if answer["holds"]:
+                    self._broken.add(rank)
+        return stuck
+
+    def close(self) -> None:
+        """Leaves the plugins' hooks on all ranks; bounded in time. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._formed = False
+            calls = {}
+            for rank, node in enumerate(self.nodes):
+                if node.alive and self._generation:
+                    try:
+                        calls[rank] = self._call(rank, close_hooks, self._pool)
+                    except Exception as error:  # lost meanwhile: nothing is left to close there
+                        logger.debug("rank %d: %s", rank, error)
+            end = time.monotonic() + self._settings.rank_close_timeout_seconds
+            for rank, call in calls.items():
+                try:
+                    call.result(max(0.0, end - time.monotonic()))
+                except Exception as error:
+                    logger.warning("skyproxy: rank %d did not leave its plugins' hooks: %s", rank, error)
+
+
+class _Gathering:
+    """One task on several ranks, until all of them have ended."""
+
+    def __init__(self, group: RankGroup, calls: dict[int, Any], timeout_seconds: float | None, what: str) -> None:
+        self.future: Future[list[Any]] = Future()
+        self._group = group
+        self._calls = calls
+        self._what = what
+        self._timeout_seconds = timeout_seconds
+        self._left = len(calls)
+        self._first: int | None = None
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self.future.add_done_callback(self._if_cancelled)
+        if timeout_seconds is not None:
+            self._timer = threading.Timer(timeout_seconds, self._late)
+            self._timer.daemon = True
+            self._timer.start()
+        if not calls:
+            self._finish()
+        for rank, call in calls.items():
+            call.add_done_callback(lambda done, rank=rank: self._ended(rank, done))
+
+    def _ended(self, rank: int, call: Any) -> None:
+        """One rank is done. Runs on whichever thread noticed, so it waits for nothing."""
+        with self._lock:
+            self._left -= 1
+            last, began = self._left == 0, self._first is None
+            failed = _failure(call) is not None
+            if failed and began:
+                self._first = rank
+        if failed and began:
+            self._in_thread(self._stop)
+        elif last and self._first is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result([self._calls[rank].result() for rank in sorted(self._calls)])
+
+    def _in_thread(self, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, name="skyproxy-ranks", daemon=True).start()
+
+    def _stop(self) -> None:
+        """After the first failure: ends the others and reports them all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        first = self._first
+        assert first is not None
+        # Ranks that lost a peer may say so before we learn of its death. Who fails by now, failed by itself.
+        _wait(self._calls.values(), _SETTLE_SECONDS)
+        failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
+        dead = {rank for rank in failed if not self._group.nodes[rank].alive}
+        first = min(dead, default=first)
+        stuck = self._group.stop(self._calls)
+        errors: dict[int, Exception] = {}
+        for rank in sorted(self._calls):
+            error = _failure(self._calls[rank])
+            if error is None:
+                continue
+            info = self._group._infos[rank]
+            error.add_note(f"On rank {rank} of {info.world_size}, node {info.node} ({_address(info)}).")
+            if rank not in failed:
+                error.add_note(f"Rank {rank} was stopped because rank {first} had failed.")
+            if rank in stuck:
+                error.add_note(
+                    f"Rank {rank} did not stop within {self._group._settings.rank_stop_timeout_seconds:g} s: it is in "
+                    "code that Python cannot interrupt. Its process is started anew before the next task, if it holds "
+                    "a process group."
+                )
+            errors[rank] = error
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(RankErrors.of(self._summary(first, failed, errors), errors, first))
+
+    def _summary(self, first: int, failed: set[int], errors: Mapping[int, Exception]) -> str:
+        cause = errors[first]
+        others = sorted(failed - {first})
+        stopped = sorted(set(errors) - failed)
+        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {cause}"
+        if others:
+            text += f"; also on rank {_listed(others)}"
+        if stopped:
+            text += f"; rank {_listed(stopped)} stopped because of it"
+        return text
+
+    def _late(self) -> None:
+        """The time is over: whoever is not done is missing."""
+        missing = [rank for rank, call in self._calls.items() if not call.done()]
+        if not missing:
+            return
+        infos = self._group._infos
+        where = ", ".join(f"{rank} (node {infos[rank].node}, {_address(infos[rank])})" for rank in missing)
+        text = f"{self._what} did not end on rank {where} within {self._timeout_seconds:g} s"
+        with self._lock:
+            if self._first is not None:
+                return
+            self._first = missing[0]
+        self._group.stop(self._calls)
+        if self.future.set_running_or_notify_cancel():
+            errors: dict[int, Exception] = {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}
+            self.future.set_exception(RankErrors.of(text, errors, missing[0]))
+
+    def _if_cancelled(self, future: Future[list[Any]]) -> None:
+        if future.cancelled():
+            with self._lock:
+                if self._first is not None:
+                    return
+                self._first = -1
+            self._in_thread(self._drop)
+
+    def _drop(self) -> None:
+        self._group.stop(self._calls)
+
+
+def _failure(call: Any) -> Exception | None:
+    """Why a call that is done has no result."""
+    try:
+        error = call.exception(0)
+    except CancelledError:
+        return RuntimeError("the call was cancelled")
+    except TimeoutError:
+        return RuntimeError("the call did not end")
+    if error is None or isinstance(error, Exception):
+        return error
+    return PluginError(f"{type(error).__name__}: {error}")
+
+
+def _wait(calls: Iterable[Any], timeout_seconds: float) -> None:
+    """Until all calls have ended, or the time is over."""
+    end = time.monotonic() + timeout_seconds
+    for call in calls:
+        try:
+            call.exception(max(0.0, end - time.monotonic()))
+        except (CancelledError, TimeoutError):
+            pass
+
+
+def _address(info: InstanceInfo) -> str:
+    return next((peer.address for peer in info.peers if peer.rank == info.rank), "address unknown")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
