@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ logger = logging.getLogger("skyproxy")
 PURPOSES = ("torch", "jax", "coordination")
 _FORM_ATTEMPTS = 3
 _SETTLE_SECONDS = 0.3
+_ANSWER_SECONDS = 1.0
+_CANCELLED = -1
 
 
 class Call(Protocol):
@@ -186,33 +189,38 @@ class RankGroup:
     def stop(self, calls: Mapping[int, Any]) -> set[int]:
         """Ends calls that wait for a failed rank; the group is formed anew before the next task.
 
+        First what they wait for, so that they raise where they stand; then those that go on are cancelled.
+
         Returns:
             The ranks that did not stop in time; their processes are replaced, as far as plugins hold something there.
         """
         self._formed = False
-        for call in calls.values():
-            if not call.done():
-                call.cancel()
-        grace = self._settings.rank_stop_timeout_seconds
+        going_on = self._abort(calls, _SETTLE_SECONDS)
+        for rank in going_on:
+            calls[rank].cancel()
+        stuck = self._abort({rank: calls[rank] for rank in going_on}, self._settings.rank_stop_timeout_seconds)
+        self._broken |= {rank for rank, holds in stuck.items() if holds}
+        return set(stuck)
+
+    def _abort(self, calls: Mapping[int, Any], timeout_seconds: float) -> dict[int, bool]:
+        """Aborts the process groups of ranks; those whose call still runs after so long, and whether they hold any."""
         replies: dict[int, Any] = {}
         for rank, call in calls.items():
             if self.nodes[rank].alive:
                 try:
-                    replies[rank] = self._call(rank, abort_calls, [call.id], grace)
+                    replies[rank] = self._call(rank, abort_calls, [call.id], timeout_seconds)
                 except Exception as error:  # lost between the question and the call
                     logger.debug("rank %d cannot be told to stop: %s", rank, error)
-        stuck = set()
-        end = time.monotonic() + grace + 1.0
+        going_on: dict[int, bool] = {}
+        end = time.monotonic() + timeout_seconds + _ANSWER_SECONDS
         for rank, reply in replies.items():
             try:
                 answer = reply.result(max(0.1, end - time.monotonic()))
             except Exception:
-                answer = {"idle": False, "holds": True}
+                answer = {"idle": not self.nodes[rank].alive, "holds": True}
             if not answer["idle"]:
-                stuck.add(rank)
-                if answer["holds"]:
-                    self._broken.add(rank)
-        return stuck
+                going_on[rank] = bool(answer["holds"])
+        return going_on
 
     def close(self) -> None:
         """Leaves the plugins' hooks on all ranks; bounded in time. Idempotent."""
@@ -237,7 +245,7 @@ class RankGroup:
 
 
 class _Gathering:
-    """One task on several ranks, until all of them have ended."""
+    """One task on several ranks, until all have ended. It has a thread to take the results on, for that may take long."""
 
     def __init__(self, group: RankGroup, calls: dict[int, Any], timeout_seconds: float | None, what: str) -> None:
         self.future: Future[list[Any]] = Future()
@@ -245,54 +253,52 @@ class _Gathering:
         self._calls = calls
         self._what = what
         self._timeout_seconds = timeout_seconds
-        self._left = len(calls)
-        self._first: int | None = None
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.future.add_done_callback(self._if_cancelled)
-        if timeout_seconds is not None:
-            self._timer = threading.Timer(timeout_seconds, self._late)
-            self._timer.daemon = True
-            self._timer.start()
-        if not calls:
-            self._finish()
         for rank, call in calls.items():
-            call.add_done_callback(lambda done, rank=rank: self._ended(rank, done))
+            call.add_done_callback(lambda _, rank=rank: self._ended.put(rank))
+        threading.Thread(target=self._run, name="skyproxy-ranks", daemon=True).start()
 
-    def _ended(self, rank: int, call: Any) -> None:
-        """One rank is done. Runs on whichever thread noticed, so it waits for nothing."""
-        with self._lock:
-            self._left -= 1
-            last, began = self._left == 0, self._first is None
-            failed = _failure(call) is not None
-            if failed and began:
-                self._first = rank
-        if failed and began:
-            self._in_thread(self._stop)
-        elif last and self._first is None:
-            self._finish()
+    def _if_cancelled(self, future: Future[list[Any]]) -> None:
+        if future.cancelled():
+            self._ended.put(_CANCELLED)
 
-    def _finish(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result([self._calls[rank].result() for rank in sorted(self._calls)])
+    def _run(self) -> None:
+        try:
+            results = self._results()
+        except BaseException as error:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+        else:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(results)
 
-    def _in_thread(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name="skyproxy-ranks", daemon=True).start()
+    def _results(self) -> list[Any]:
+        end = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
+        left = len(self._calls)
+        while left:
+            try:
+                rank = self._ended.get(timeout=None if end is None else max(0.01, end - time.monotonic()))
+            except queue.Empty:
+                if all(call.done() for call in self._calls.values()):
+                    continue  # at the last moment
+                raise self._late() from None
+            left -= 1
+            if rank == _CANCELLED:
+                self._group.stop(self._calls)
+                raise CancelledError
+            if _failure(self._calls[rank]) is not None:
+                raise self._failed(rank)
+        return [self._calls[rank].result() for rank in sorted(self._calls)]
 
-    def _stop(self) -> None:
+    def _failed(self, first: int) -> RankErrors:
         """After the first failure: ends the others and reports them all."""
-        if self._timer is not None:
-            self._timer.cancel()
-        first = self._first
-        assert first is not None
         # Ranks that lost a peer may say so before we learn of its death. Who fails by now, failed by itself.
         _wait(self._calls.values(), _SETTLE_SECONDS)
         failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
-        dead = {rank for rank in failed if not self._group.nodes[rank].alive}
-        first = min(dead, default=first)
+        first = min((rank for rank in failed if not self._group.nodes[rank].alive), default=first)
         stuck = self._group.stop(self._calls)
+        _wait(self._calls.values(), _ANSWER_SECONDS)
         errors: dict[int, Exception] = {}
         for rank in sorted(self._calls):
             error = _failure(self._calls[rank])
@@ -309,8 +315,7 @@ class _Gathering:
                     "a process group."
                 )
             errors[rank] = error
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(RankErrors.of(self._summary(first, failed, errors), errors, first))
+        return RankErrors.of(self._summary(first, failed, errors), errors, first)
 
     def _summary(self, first: int, failed: set[int], errors: Mapping[int, Exception]) -> str:
         cause = errors[first]
@@ -323,33 +328,14 @@ class _Gathering:
             text += f"; rank {_listed(stopped)} stopped because of it"
         return text
 
-    def _late(self) -> None:
+    def _late(self) -> RankErrors:
         """The time is over: whoever is not done is missing."""
         missing = [rank for rank, call in self._calls.items() if not call.done()]
-        if not missing:
-            return
         infos = self._group._infos
         where = ", ".join(f"{rank} (node {infos[rank].node}, {_address(infos[rank])})" for rank in missing)
         text = f"{self._what} did not end on rank {where} within {self._timeout_seconds:g} s"
-        with self._lock:
-            if self._first is not None:
-                return
-            self._first = missing[0]
         self._group.stop(self._calls)
-        if self.future.set_running_or_notify_cancel():
-            errors: dict[int, Exception] = {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}
-            self.future.set_exception(RankErrors.of(text, errors, missing[0]))
-
-    def _if_cancelled(self, future: Future[list[Any]]) -> None:
-        if future.cancelled():
-            with self._lock:
-                if self._first is not None:
-                    return
-                self._first = -1
-            self._in_thread(self._drop)
-
-    def _drop(self) -> None:
-        self._group.stop(self._calls)
+        return RankErrors.of(text, {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}, min(missing))
 
 
 def _failure(call: Any) -> Exception | None:

@@ -174,12 +174,14 @@ class Lifecycle:
                     raise PluginError(
                         f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}"
                     ) from error
-        call = current_call()
-        with self._running(call.id if call is not None else ""):
+        with self.running():
             return function(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _running(self, call: str) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """The calling task counts as running inside the `with` block."""
+        current = current_call()
+        call = current.id if current is not None else ""
         with self._task_ended:
             self._tasks[call] = self._tasks.get(call, 0) + 1
         try:
@@ -236,11 +238,12 @@ def open_hooks(plugins: bytes) -> None:
     Raises:
         PluginError: a hook failed, or the plugins cannot be loaded here.
     """
-    try:
-        loaded = pickle.loads(plugins)
-    except Exception as error:
-        raise PluginError(f"the plugins cannot be loaded on the worker: {type(error).__name__}: {error}") from error
-    LIFECYCLE.open(loaded, instance_info())
+    with LIFECYCLE.running():
+        try:
+            loaded = pickle.loads(plugins)
+        except Exception as error:
+            raise PluginError(f"the plugins cannot be loaded on the worker: {type(error).__name__}: {error}") from error
+        LIFECYCLE.open(loaded, instance_info())
 
 
 def close_hooks(pool: str) -> None:
