@@ -245,7 +245,7 @@ class RankGroup:
 
 
 class _Gathering:
-    """One task on several ranks, until all have ended. It has a thread to take the results on, for that may take long."""
+    """One task on several ranks, until all have ended. Results are taken on a thread of its own: that may take long."""
 
     def __init__(self, group: RankGroup, calls: dict[int, Any], timeout_seconds: float | None, what: str) -> None:
         self.future: Future[list[Any]] = Future()
