@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from skyproxy.nodes import launch_local as launch_local
     from skyproxy.nodes import list_nodes as list_nodes
     from skyproxy.nodes import reset as reset
+    from skyproxy.profiling.profiles import Profile as Profile
+    from skyproxy.profiling.profiles import profile as profile
     from skyproxy.providers.accelerators import Accelerator as Accelerator
     from skyproxy.providers.base import Volume as Volume
     from skyproxy.providers.image import Image as Image
@@ -42,6 +44,7 @@ _PUBLIC = {
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",
     "Node": "skyproxy.nodes",
+    "Profile": "skyproxy.profiling.profiles",
     "PipIndex": "skyproxy.providers.image",
     "RemoteTensor": "skyproxy.tensor.remote_tensor",
     "SyncWarning": "skyproxy.debugging",
@@ -55,6 +58,7 @@ _PUBLIC = {
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
     "prefetch": "skyproxy.tensor.pending",
+    "profile": "skyproxy.profiling.profiles",
     "reset": "skyproxy.nodes",
     "shard": "skyproxy.runtime",
     "silent": "skyproxy.runtime",

@@ -31,6 +31,12 @@ class Settings:
     """The largest frame either side accepts."""
     chunk_bytes: int = 1 << 20
     """The size of a piece of a bulk transfer."""
+    remember_uploads: bool = True
+    """Whether workers may keep what this client uploads, so that the same content need not travel again."""
+    min_blob_bytes: int = 1 << 20
+    """Uploads from this size on are kept by workers, under the hash of their content."""
+    max_blob_bytes: int = 4 << 30
+    """What a worker keeps of uploads; in memory, at most a quarter of what it may use. 0: nothing."""
     prompt_release_bytes: int = 256 << 10
     """Tensors from this size on are released in the very place where they die, smaller ones with the next batch."""
     max_handles: int = 4_000_000

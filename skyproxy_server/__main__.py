@@ -20,6 +20,8 @@ from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_watcher import stop_watching
 from skyproxy_server import auth
+from skyproxy_server.blob_shelves import FolderShelf
+from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
 
@@ -57,6 +59,14 @@ def parser() -> argparse.ArgumentParser:
         help="listen for other machines without TLS; for a worker behind a gateway where TLS ends",
     )
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may connect; repeatable")
+    add(
+        "--blob-bytes",
+        type=_byte_count,
+        metavar="N",
+        help="how much of uploads to keep for clients that come again; 0: nothing (default: SKYPROXY_MAX_BLOB_BYTES; "
+        "with --embedded nothing, for nobody comes again)",
+    )
+    add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
     add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
     add(
@@ -70,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; use a number from 0 to 65535")
+    return int(text)
+
+
+def _byte_count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; use 0 or more")
     return int(text)
 
 
@@ -95,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.host,
             arguments.port,
             token,
-            _session_host(arguments.device),
+            _session_host(arguments),
             _ssl_context(arguments.tls_cert, arguments.tls_key),
             partial(_announce, arguments.embedded, arguments.port_file),
             insecure=arguments.insecure,
@@ -171,14 +187,29 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
     return context
 
 
-def _session_host(device: str) -> SessionHost:
-    devices = inventory(device)
+def _session_host(arguments: argparse.Namespace) -> SessionHost:
+    devices = inventory(arguments.device)
     # Late: it loads torch, and a wrong argument should not wait for that.
     from skyproxy_server.worker_session import WorkerHost
 
     logger.info("devices: %s", ", ".join(_named(row) for row in devices))
-    host: SessionHost = WorkerHost(devices=devices, settings=SETTINGS)
+    host: SessionHost = WorkerHost(devices=devices, settings=SETTINGS, blobs=_blob_store(arguments))
     return host
+
+
+def _blob_store(arguments: argparse.Namespace) -> BlobStore | None:
+    byte_count = arguments.blob_bytes
+    if byte_count is None:
+        byte_count = SETTINGS.max_blob_bytes if arguments.blob_dir or not arguments.embedded else 0
+    if arguments.blob_dir is None:
+        usable = usable_memory_bytes()
+        byte_count = byte_count if usable is None else min(byte_count, usable // 4)
+    if not byte_count:
+        return None
+    store = BlobStore(byte_count, FolderShelf(arguments.blob_dir) if arguments.blob_dir is not None else None)
+    where = arguments.blob_dir or "memory"
+    logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
+    return store
 
 
 def _named(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from skyproxy.errors import ProtocolError
 from skyproxy_server.failures import PoisonedError
+from skyproxy_server.profiling import WorkerProfile
 
 if TYPE_CHECKING:
     from skyproxy_server.executor import Executor
@@ -47,6 +48,12 @@ def stats(executor: Executor) -> dict[str, int]:
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return {"handles": len(executor.values) - 1, "bytes": sum(storages.values())}
+
+
+@_control
+def blob_stats(executor: Executor) -> dict[str, int] | None:
+    """What this worker keeps of uploads, all sessions together; None where it keeps nothing."""
+    return executor.blobs.stats() if executor.blobs is not None else None
 
 
 @_control
@@ -266,6 +273,33 @@ def elapsed_milliseconds(executor: Executor, start: int, end: int) -> float:
         raise ProtocolError("events of different devices have no common clock")
     last.synchronize()
     return float(first.elapsed_time(last))
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+
+@_control
+def clock(executor: Executor) -> int:
+    """The time here, in nanoseconds, on the clock that profiles use."""
+    return time.time_ns()
+
+
+@_control
+def profile_start(executor: Executor, shapes: bool, stacks: bool) -> None:
+    """From the next batch on, everything that the session runs is recorded."""
+    if executor.profile is not None:
+        raise RuntimeError("this session is being profiled already")
+    executor.profile = WorkerProfile(executor, shapes=shapes, stacks=stacks)
+
+
+@_control
+def profile_stop(executor: Executor, slot: int) -> int:
+    """Ends that; the slot gets the profile as bytes, and the answer is their number."""
+    if executor.profile is None:
+        raise RuntimeError("this session is not being profiled")
+    data = executor.profile.stop()
+    executor.values[slot] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return len(data)
 
 
 @_control

@@ -13,11 +13,13 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
+from skyproxy_server.blobs import BlobStore
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
 from skyproxy_server.graphs import Graphs
+from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.random_state import RandomState
 from skyproxy_server.signatures import Handler, Signature
 from skyproxy_server.transfers import TransferCancelledError, Transfers
@@ -35,6 +37,7 @@ class Executor:
         random: the session's own random state.
         unseen: failures that the client was not given as an answer yet.
         graphs: captured streams of commands.
+        profile: what watches the session, else None.
         replaying: the number of the graph that is being replayed, else None; `values` is its scope then.
         handlers, signatures: by number, what runs each command, and what is known of each op.
     """
@@ -50,6 +53,7 @@ class Executor:
         self.max_bytes = 0
         self.graphs = Graphs(self)
         self.replaying: int | None = None
+        self.profile: WorkerProfile | None = None
         self._on_cpu = all(row["type"] == "cpu" for row in devices)
         self._send = send
         self._transfers = transfers
@@ -119,6 +123,8 @@ class Executor:
 
     def end(self) -> None:
         """Forgets every value."""
+        if self.profile is not None:
+            self.profile.abandon()
         self.graphs.end()
         self.values.clear()
         self.gates = Gates()
@@ -172,6 +178,11 @@ class Executor:
             self.unseen.append(failed)
         self._send(Failure(RequestId(0), failed.record))
         return failed
+
+    @property
+    def blobs(self) -> BlobStore | None:
+        """Where this worker keeps uploads."""
+        return self._transfers.blobs
 
     def quiet_failure(self, error: Exception) -> Failed:
         """What stands for a value that is not there, and fails whoever asks for it; until then, nobody is told."""

@@ -11,9 +11,10 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk, Ping, Pong
+from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk, Ping, Pong
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
+from skyproxy_server.blobs import BlobStore, Incoming
 from skyproxy_server.cuda_staging import Arriving, Staging
 
 _REMEMBERED_CANCELS = 1000
@@ -31,6 +32,7 @@ class Arrival:
         over: whether no more pieces come.
         device: the device tensor that pieces are passed on to; None for one in the host's memory.
         early: offsets and sizes of the pieces that are in `target`; the others went to `device`.
+        kept: what takes a copy of each piece, for later uploads of the same content.
     """
 
     def __init__(self, byte_count: int) -> None:
@@ -41,6 +43,7 @@ class Arrival:
         self.over = False
         self.device: Arriving | None = None
         self.early: list[tuple[int, int]] = []
+        self.kept: Incoming | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
         try:
@@ -48,6 +51,10 @@ class Arrival:
             self.view = torch_codec.byte_view(self.target)
         except (RuntimeError, MemoryError) as error:  # the operation that wanted the values fails, nothing else
             self.fail(error)
+
+    def bytes(self, offset: int, size: int) -> memoryview | None:
+        """Some of what has landed in the arrival's own memory."""
+        return self.view[offset : offset + size] if self.view is not None else None
 
     def finished(self) -> bool:
         return self._done.is_set()
@@ -84,9 +91,15 @@ class Arrival:
         self.missing -= byte_count
         if self.missing <= 0:
             self.over = True
+            kept, self.kept = self.kept, None  # a piece that came twice must not change what is hashed
+            if kept is not None:
+                kept.finish()
             self._done.set()
 
     def fail(self, error: Exception) -> None:
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.discard()
         if not self._done.is_set():
             self._error = error
             self._done.set()
@@ -116,16 +129,29 @@ class Departure:
 
 
 class Transfers:
-    """All transfers of a session. The executor announces them; the bulk connection's two threads move them."""
+    """All transfers of a session. The executor announces them; the bulk connection's two threads move them.
+
+    Attributes:
+        blobs: where uploads are kept; None for a worker that keeps none.
+    """
 
     def __init__(
-        self, chunk_bytes: int, staging: Staging | None = None, moved: Callable[[], None] = lambda: None
+        self,
+        chunk_bytes: int,
+        staging: Staging | None = None,
+        moved: Callable[[], None] = lambda: None,
+        blobs: BlobStore | None = None,
+        user: str = "",
     ) -> None:
         """Args:
         chunk_bytes: the size of the pieces that are sent.
         staging: how pieces come to devices and from there.
         moved: called for each piece that came or went.
+        blobs: where uploads are kept.
+        user: the session's name there.
         """
+        self.blobs = blobs
+        self._user = user
         self._staging = staging or Staging(chunk_bytes)
         self._moved = moved
         self._buffer: torch.Tensor | None = None
@@ -173,12 +199,18 @@ class Transfers:
         return departure
 
     def _of_chunk(self, chunk: Chunk | PackedChunk) -> Arrival:
+        arrival = self._of_size(chunk.transfer, chunk.total_bytes)
+        if chunk.offset > chunk.total_bytes:
+            raise ProtocolError(f"a chunk of transfer {chunk.transfer} does not fit")
+        return arrival
+
+    def _of_size(self, number: int, byte_count: int) -> Arrival:
         with self._lock:
-            arrival = self._arrivals.get(chunk.transfer)
+            arrival = self._arrivals.get(number)
             if arrival is None:
-                arrival = self._arrivals[chunk.transfer] = Arrival(chunk.total_bytes)
-            if arrival.byte_count != chunk.total_bytes or chunk.offset > chunk.total_bytes:
-                raise ProtocolError(f"a chunk of transfer {chunk.transfer} does not fit")
+                arrival = self._arrivals[number] = Arrival(byte_count)
+            if arrival.byte_count != byte_count:
+                raise ProtocolError(f"transfer {number} has {arrival.byte_count} bytes, not {byte_count}")
             return arrival
 
     def _tidy(self, number: int, arrival: Arrival) -> None:
@@ -208,8 +240,32 @@ class Transfers:
                 self.on_packed_chunk(message)
             elif isinstance(message, CancelTransfer):
                 self.on_cancel(message)
+            elif isinstance(message, Offer):
+                known = self.on_offer(message)
+                if message.digest:
+                    transport.send(Known(message.transfer, known))
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
+
+    def on_offer(self, offer: Offer) -> bool:
+        """An upload begins. Whether its bytes were here already, and are now where they belong; if not, they are kept.
+
+        Raises:
+            ProtocolError: this worker keeps nothing, or the transfer is under way already.
+        """
+        if self.blobs is None:
+            raise ProtocolError("an upload was offered to a worker that keeps none")
+        arrival = self._of_size(offer.transfer, offer.total_bytes)
+        if arrival.over or arrival.view is None:  # given up, or there is no memory
+            return False
+        if arrival.missing != arrival.byte_count or arrival.kept is not None:
+            raise ProtocolError(f"transfer {offer.transfer} was offered after it had begun")
+        if offer.digest and self.blobs.copy_into(offer.digest, arrival.view, self._user):
+            arrival.early.append((0, arrival.byte_count))
+            self._landed(offer.transfer, arrival, arrival.byte_count)
+            return True
+        arrival.kept = self.blobs.start(offer.total_bytes, self._user)
+        return False
 
     def on_chunk(self, chunk: Chunk) -> None:
         """A piece has landed."""
@@ -239,6 +295,10 @@ class Transfers:
     @staticmethod
     def _keep(arrival: Arrival, buffer: torch.Tensor | None, offset: int, size: int) -> None:
         """A piece has landed, in `buffer` or in the arrival's own memory."""
+        if arrival.kept is not None:
+            landed = torch_codec.byte_view(buffer)[:size] if buffer is not None else arrival.bytes(offset, size)
+            if landed is not None:
+                arrival.kept.write(offset, landed)
         if buffer is None:
             arrival.early.append((offset, size))
             return

@@ -16,6 +16,7 @@ from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server.activity import Activity
+from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.named_batches import NamedBatches
@@ -42,12 +43,19 @@ class WorkerSession:
     """One client's session: its values, and the thread that executes."""
 
     def __init__(
-        self, transport: Transport, devices: list[dict[str, Any]], settings: Settings, activity: Activity
+        self,
+        transport: Transport,
+        devices: list[dict[str, Any]],
+        settings: Settings,
+        activity: Activity,
+        blobs: BlobStore | None = None,
     ) -> None:
         self.identity = secrets.token_hex(16)
         self._transport = transport
         self._activity = activity
-        self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch)
+        self._transfers = Transfers(
+            settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity
+        )
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executing = 0
         self._bulk: Transport | None = None
@@ -82,7 +90,11 @@ class WorkerSession:
                     batch = named.resolve(message)
                     if batch is not None:
                         self._executing = 1
-                        executor.run(batch)
+                        if executor.profile is None:
+                            executor.run(batch)
+                        else:
+                            with executor.profile.batch(batch.sequence):
+                                executor.run(batch)
                         self._executing = 0
                         self._activity.touch()
                         last = batch.sequence
@@ -160,9 +172,20 @@ class WorkerHost:
     """All sessions of this process; what the listener hands connections to."""
 
     def __init__(
-        self, devices: list[dict[str, Any]], settings: Settings = SETTINGS, activity: Activity | None = None
+        self,
+        devices: list[dict[str, Any]],
+        settings: Settings = SETTINGS,
+        activity: Activity | None = None,
+        blobs: BlobStore | None = None,
     ) -> None:
+        """Args:
+        devices: what the worker offers.
+        settings: limits.
+        activity: what is told of every use.
+        blobs: where uploads are kept; None keeps none.
+        """
         self._devices = devices
+        self._blobs = blobs
         self._settings = settings
         self._software = software()
         self._activity = activity or Activity()
@@ -175,7 +198,7 @@ class WorkerHost:
         Raises:
             LimitExceededError: there are too many sessions.
         """
-        session = WorkerSession(transport, self._devices, self._settings, self._activity)
+        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs)
         with self._lock:
             if len(self._sessions) >= self._settings.max_sessions:
                 raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
@@ -210,7 +233,10 @@ class WorkerHost:
         }
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        return Welcome(0, session.identity, self._software, self._devices, {})
+        limits: dict[str, int] = {}
+        if self._blobs is not None:
+            limits = {"blob_bytes": self._blobs.max_bytes, "blobs": len(self._blobs)}
+        return Welcome(0, session.identity, self._software, self._devices, limits)
 
     def _forget(self, identity: str) -> None:
         with self._lock:

@@ -68,6 +68,13 @@ def serve_command(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A web page that may connect; can be given more than once.")
     ] = None,
+    blob_bytes: Annotated[
+        int | None,
+        typer.Option(min=0, help="How much of uploads to keep for clients that come again; 0: nothing."),
+    ] = None,
+    blob_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -84,14 +91,16 @@ def serve_command(
     """
     arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
     arguments += ["--drain-seconds", str(drain_seconds)]
-    for flag, path in (
-        ("--token-file", token_file),
-        ("--port-file", port_file),
-        ("--tls-cert", tls_cert),
-        ("--tls-key", tls_key),
-    ):
-        if path is not None:
-            arguments += [flag, str(path)]
+    paths = {
+        "--token-file": token_file,
+        "--port-file": port_file,
+        "--tls-cert": tls_cert,
+        "--tls-key": tls_key,
+        "--blob-dir": blob_dir,
+    }
+    for flag, value in {**paths, "--blob-bytes": blob_bytes}.items():
+        if value is not None:
+            arguments += [flag, str(value)]
     for origin in allow_origin or ():
         arguments += ["--allow-origin", origin]
     arguments += [flag for flag, given in (("--insecure", insecure), ("--embedded", embedded)) if given]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from skyproxy.errors import CLOSE_CODES, ProtocolError
+from skyproxy.protocol.digests import DIGEST_BYTES
 from skyproxy.protocol.messages import (
     BATCHES,
     CLIENT,
@@ -20,6 +21,7 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    Offer,
     PackedChunk,
     Sequence,
     Welcome,
@@ -285,6 +287,14 @@ def _check_range(message: Chunk | PackedChunk, size: int) -> None:
         )
 
 
+def _check_offer(connection: Connection, message: Offer) -> None:
+    if len(message.digest) not in (0, DIGEST_BYTES) or message.total_bytes < 0:
+        raise ProtocolError(
+            f"Offer of transfer {message.transfer} names {message.total_bytes} bytes and a digest of "
+            f"{len(message.digest)}; {DIGEST_BYTES} or none are right."
+        )
+
+
 def _check_goodbye(connection: Connection, message: Goodbye) -> None:
     if message.code_name not in CLOSE_CODES:
         raise ProtocolError(f"Goodbye has the code {message.code_name!r:.40}; known are {sorted(CLOSE_CODES)}.")
@@ -296,5 +306,6 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Ack: _check_ack,
     Chunk: _check_chunk,
     PackedChunk: _check_packed_chunk,
+    Offer: _check_offer,
     Goodbye: _check_goodbye,
 }

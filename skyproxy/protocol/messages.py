@@ -215,6 +215,33 @@ class CancelTransfer(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """Before an upload's first chunk: the worker may keep what comes, for uploads of the same content later on.
+
+    With a `digest` (see `protocol.digests`) it is also a question: the answer is a `Known`, and until it came, no chunk
+    leaves. Without one there is no answer. Sent only to workers whose `Welcome` has the limit "blob_bytes".
+    """
+
+    code: ClassVar[int] = 20
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    bulk: ClassVar[bool | None] = True
+    transfer: int
+    total_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Message):
+    """The answer to an `Offer`: whether the worker had the bytes already. Then it has used them, and none must come."""
+
+    code: ClassVar[int] = 21
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    bulk: ClassVar[bool | None] = True
+    transfer: int
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ping(Message):
     """Asks for a `Pong` with the same number. Answered by a thread that never executes operations."""
 
@@ -250,6 +277,8 @@ MESSAGES: dict[int, type[Message]] = {
         Chunk,
         PackedChunk,
         CancelTransfer,
+        Offer,
+        Known,
         Ping,
         Pong,
     )

@@ -36,6 +36,7 @@ from skyproxy.protocol.messages import (
     Chunk,
     Failure,
     Goodbye,
+    Known,
     Message,
     NamedBatch,
     PackedChunk,
@@ -46,7 +47,9 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.lines import describe_line
+from skyproxy.session.offers import Offers
 from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.trace import SessionTrace
 from skyproxy.session.transfers import Downloads, Uploads, wait_for_download
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
@@ -98,7 +101,13 @@ class Session:
         self._waiters = Waiters()
         self.recorder = Recorder(self._send_batch, self._unacked, settings)
         self._downloads = Downloads(self._waiters)
-        self._uploads = Uploads(bulk, settings.chunk_bytes, settings.show_progress)
+        offers = Offers(
+            settings.min_blob_bytes,
+            keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
+            had_blobs=welcome.limits.get("blobs", 0) > 0,
+        )
+        self._uploads = Uploads(bulk, settings.chunk_bytes, settings.show_progress, offers)
+        self._trace: SessionTrace | None = None
         self._signatures: dict[Any, int] = {}
         self._signature_lock = threading.RLock()
         self._failed_lines: dict[tuple[int, int], str] = {}
@@ -155,6 +164,11 @@ class Session:
     def bytes_received(self) -> int:
         return self._operations.bytes_received + self._bulk.bytes_received
 
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of uploads that the worker had already."""
+        return self._uploads.offers.saved_bytes
+
     def check(self) -> None:
         """Raises:
         SessionLostError: the session is over.
@@ -197,6 +211,7 @@ class Session:
         self.round_trips += 1
         for observer in WAIT_OBSERVERS:
             observer(purpose)
+        started_ns = time.time_ns() if self._trace is not None else 0
         try:
             target = waiter.keep_alive
             if isinstance(target, torch.Tensor) and not waiter.done:
@@ -205,6 +220,9 @@ class Session:
             return waiter.wait()
         except SessionLostError as lost:
             raise SessionLostError(str(lost)) from lost
+        finally:
+            if self._trace is not None and started_ns:
+                self._trace.add("wait", purpose, started_ns)
 
     def fetch(self, slot: int, description: Description) -> torch.Tensor:
         """The values of a slot as a new CPU tensor, in the strides of `torch_codec.packed_stride`.
@@ -305,11 +323,23 @@ class Session:
         """
         self.call("synchronize")
 
+    def start_trace(self) -> SessionTrace:
+        """From now on, what leaves and comes is noted; see `skyproxy.profiling`."""
+        self._trace = self._uploads.trace = self._downloads.trace = SessionTrace()
+        return self._trace
+
+    def stop_trace(self) -> None:
+        """Nothing is noted any more."""
+        self._trace = self._uploads.trace = self._downloads.trace = None
+
     # --- the connections ---------------------------------------------------------------------------------------------
 
     def _send_batch(self, batch: Batch | NamedBatch | Repeat) -> None:
+        started_ns = time.time_ns() if self._trace is not None else 0
         try:
             self._operations.send(batch)
+            if self._trace is not None and started_ns:
+                self._trace.add("send", batch.sequence, started_ns)
         except (ConfigurationError, LimitExceededError) as error:
             # What was recorded can never leave, and everything after it depends on it.
             self._end(f"a batch of operations cannot be sent: {error}")
@@ -336,6 +366,7 @@ class Session:
             Chunk: self._downloads.on_chunk,
             PackedChunk: self._downloads.on_packed_chunk,
             CancelTransfer: self._downloads.on_cancel,
+            Known: self._uploads.on_known,
             Ping: lambda message: self._bulk.send(Pong(message.number)),
             Pong: lambda message: None,
             Goodbye: self._on_goodbye,
@@ -355,6 +386,8 @@ class Session:
             self._end(f"an internal error on the client: {error!r}")
 
     def _on_reply(self, reply: Reply) -> None:
+        if self._trace is not None:
+            self._trace.replied(reply.request)
         waiter = self._waiters.take(reply.request)
         if waiter is not None:
             waiter.set(reply.value, tuple(bytes(buffer) for buffer in reply.buffers))

@@ -14,8 +14,10 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import RemoteError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk
+from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
+from skyproxy.session.offers import Offers, Plan
 from skyproxy.session.progress import Watch
+from skyproxy.session.trace import SessionTrace
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
@@ -29,10 +31,12 @@ class Downloads:
 
     Attributes:
         packed_chunks: how many came compressed.
+        trace: where the time of each is noted, else None.
     """
 
     def __init__(self, waiters: Waiters) -> None:
         self.packed_chunks = 0
+        self.trace: SessionTrace | None = None
         self._waiters = waiters
         self._open: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._missing: dict[int, int] = {}
@@ -40,6 +44,8 @@ class Downloads:
     def open(self, number: int, target: torch.Tensor) -> None:
         """Announces where a transfer lands. The target stays alive until its last chunk came, whoever waits or not."""
         view = torch_codec.byte_view(target)
+        if self.trace is not None:
+            self.trace.download_begins(number)
         self._missing[number] = len(view)
         self._open[number] = (target, view)
 
@@ -75,6 +81,8 @@ class Downloads:
             return
         self._missing[number] -= byte_count
         if self._missing[number] <= 0:
+            if self.trace is not None:
+                self.trace.download_ends(number, len(self._open[number][1]))
             self.forget(number)
             waiter = self._waiters.take(number)
             if waiter is not None:
@@ -100,10 +108,11 @@ class Downloads:
 
 
 class _Job:
-    __slots__ = ("cancelled", "done", "keep_alive", "sent_bytes", "transfer", "view", "width")
+    __slots__ = ("cancelled", "done", "keep_alive", "sent_bytes", "together", "transfer", "view", "width")
 
-    def __init__(self, transfer: int, view: memoryview, width: int, keep_alive: object) -> None:
+    def __init__(self, transfer: int, view: memoryview, width: int, keep_alive: object, together: bool) -> None:
         self.transfer, self.view, self.width, self.keep_alive = transfer, view, width, keep_alive
+        self.together = together
         self.done = Waiter()
         self.cancelled = False
         self.sent_bytes = 0
@@ -209,20 +218,30 @@ def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int
 class Uploads:
     """Chunks that leave, written by one thread, so that Ctrl-C can never cut a chunk in two.
 
+    Where the worker may have the bytes already, it is asked first. Nobody waits for its answer but the upload itself:
+    the thread goes on with the next ones.
+
     Attributes:
         busy: whether a transfer is under way.
         writer: what sends the chunks.
         last_progress: when the last chunk left, on the clock of `time.monotonic`.
+        offers: decides which uploads the worker is asked about.
+        trace: where the time of each is noted, else None.
     """
 
-    def __init__(self, transport: Transport, chunk_bytes: int, show_progress: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, chunk_bytes: int, show_progress: bool = False, offers: Offers | None = None
+    ) -> None:
         self.busy = False
+        self.trace: SessionTrace | None = None
+        self.offers = offers or Offers(0, keeps=False, had_blobs=False)
         self.writer = ChunkWriter(transport)
         self._show_progress = show_progress
         self.last_progress = 0.0
         self._transport = transport
         self._chunk_bytes = chunk_bytes
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Known | None] = queue.SimpleQueue()
+        self._asked: dict[int, _Job] = {}
         self._ended: SessionLostError | None = None
         self._lock = threading.Lock()
 
@@ -240,8 +259,8 @@ class Uploads:
             keep_alive: what owns them.
             announce: tells the worker that they come; called first.
         """
-        job = _Job(transfer, view, width, keep_alive)
         group = _current.group
+        job = _Job(transfer, view, width, keep_alive, group is not None)
         try:
             if group is not None:
                 group.add(self, job)  # before anything is announced: then whatever strikes, the group gives it up
@@ -264,21 +283,54 @@ class Uploads:
 
     def run(self) -> None:
         """The writing thread."""
-        while (job := self._jobs.get()) is not None:
-            if job.done.done:
-                continue  # a second time, because its sender was interrupted
-            self.last_progress = time.monotonic()
-            self.busy = True
-            try:
-                self._write(job)
-                job.done.set(None)
-            except Exception as error:
-                job.done.fail(self._ended or error)
-            finally:
-                self.busy = False
+        while (item := self._jobs.get()) is not None:
+            self._attend_to(item)
+        for job in self._asked.values():
+            job.done.fail(self._ended or SessionLostError("the session ended"))
+        self.offers.end()
+
+    def _attend_to(self, item: _Job | Known) -> None:
+        asked = self._asked.pop(item.transfer, None)
+        job = asked if isinstance(item, Known) else item
+        if job is None or job.done.done:
+            return  # it comes a second time, because its sender was interrupted
+        self.last_progress = time.monotonic()
+        self.busy = True
+        try:
+            if isinstance(item, Known):
+                self.offers.answered(len(job.view), item.known)
+                if item.known:
+                    job.sent_bytes = len(job.view)
+                    job.done.set(None)
+                    return
+            elif self._ask(job):
+                return
+            self._write(job)
+            job.done.set(None)
+        except Exception as error:
+            self._asked.pop(job.transfer, None)
+            job.done.fail(self._ended or error)
+        finally:
+            self.busy = False
+
+    def on_known(self, message: Known) -> None:
+        """The worker's answer; called by the reading thread."""
+        self._jobs.put(message)
+
+    def _ask(self, job: _Job) -> bool:
+        """Says what precedes the chunks; whether that is a question, whose answer decides."""
+        plan = Plan.PLAIN if job.cancelled else self.offers.plan(len(job.view), job.together)
+        if plan is Plan.PLAIN:
+            return False
+        digest = self.offers.digest(job.view) if plan is Plan.ASK else b""
+        if digest:
+            self._asked[job.transfer] = job
+        self._transport.send(Offer(job.transfer, len(job.view), digest))
+        return bool(digest)
 
     def _write(self, job: _Job) -> None:
         total = len(job.view)
+        started_ns = time.time_ns()
         for offset in range(0, total, self._chunk_bytes):
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
@@ -289,6 +341,8 @@ class Uploads:
             self.writer.send(job.transfer, offset, total, piece, job.width)
             job.sent_bytes = offset + len(piece)
             self.last_progress = time.monotonic()
+        if self.trace is not None:
+            self.trace.add("upload", job.transfer, started_ns, total)
 
     def end(self, error: SessionLostError) -> None:
         """Fails what waits and ends the thread."""
@@ -301,5 +355,5 @@ class Uploads:
                 except queue.Empty:
                     self._jobs.put(None)
                     return
-                if job is not None:
+                if isinstance(job, _Job):
                     job.done.fail(error)

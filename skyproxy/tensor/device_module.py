@@ -400,6 +400,7 @@ def stats() -> dict[str, int]:
         ops: operations recorded.
         batches: batches of them sent.
         bytes_sent, bytes_received: on all connections.
+        bytes_saved: of uploads that the workers had already, and that did not travel.
         round_trips: waits for an answer. Each costs at least the network's delay; see `skyproxy.debug_syncs`.
         cache_hits, cache_misses: look-ups of what an op's results look like.
         handles: values held on the workers.
@@ -412,6 +413,7 @@ def stats() -> dict[str, int]:
         "batches": sum(session.recorder.batches for session in sessions),
         "bytes_sent": sum(session.bytes_sent for session in sessions),
         "bytes_received": sum(session.bytes_received for session in sessions),
+        "bytes_saved": sum(session.bytes_saved for session in sessions),
         "round_trips": sum(session.round_trips for session in sessions),
         "cache_hits": max(0, ops - misses),
         "cache_misses": misses,

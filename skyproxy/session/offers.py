@@ -1,0 +1,89 @@
+"""Which uploads a worker is asked about before their bytes leave, and which ones it is asked to keep."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+
+from skyproxy.protocol.digests import content_digest
+
+_MISSES = 3
+"""Questions about one size that were answered with no, in a row, before that size is not asked about any more."""
+_LONE_UPLOADS = 16
+"""Uploads of one size, outside of a module's move, that are kept: more of them are a stream of data, not a state."""
+_THREADS = 4
+
+
+class Plan(Enum):
+    """What precedes the chunks of an upload."""
+
+    PLAIN = "nothing"
+    KEEP = "the request to keep them"
+    ASK = "the question whether they are there, and the request to keep them"
+
+
+class Offers:
+    """Decides by sizes and by earlier answers: hashing costs as much time as a fast network.
+
+    Nothing is hashed for a worker that cannot have the content: one that kept nothing when we came, and was given
+    nothing of this size since. Belongs to the uploading thread.
+
+    Attributes:
+        saved_bytes: what did not have to travel.
+    """
+
+    def __init__(self, least_bytes: int, *, keeps: bool, had_blobs: bool) -> None:
+        """Args:
+        least_bytes: smaller uploads are not worth a question.
+        keeps: whether the worker keeps anything, and may.
+        had_blobs: whether it had kept something already when we came.
+        """
+        self.saved_bytes = 0
+        self._least_bytes = least_bytes
+        self._keeps = keeps
+        self._had_blobs = had_blobs
+        self._kept: Counter[int] = Counter()
+        self._misses: Counter[int] = Counter()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def plan(self, byte_count: int, together: bool) -> Plan:
+        """What to do about an upload that begins.
+
+        Args:
+            byte_count: its size.
+            together: whether it is part of a module's move.
+        """
+        if not self._keeps or byte_count < self._least_bytes:
+            return Plan.PLAIN
+        if (self._had_blobs or self._kept[byte_count]) and self._misses[byte_count] < _MISSES:
+            return Plan.ASK
+        return self._to_keep(byte_count, together)
+
+    def _to_keep(self, byte_count: int, together: bool) -> Plan:
+        if not together and self._kept[byte_count] >= _LONE_UPLOADS:
+            return Plan.PLAIN
+        self._kept[byte_count] += 1
+        return Plan.KEEP
+
+    def digest(self, view: memoryview) -> bytes:
+        """The name of these bytes."""
+        if self._pool is None:
+            threads = min(_THREADS, os.cpu_count() or 1)
+            self._pool = ThreadPoolExecutor(threads, "skyproxy-hashing")
+        return content_digest(view, self._pool.map)
+
+    def answered(self, byte_count: int, known: bool) -> None:
+        """The worker has answered a question about an upload of this size."""
+        if known:
+            self.saved_bytes += byte_count
+            self._misses[byte_count] = 0
+        else:
+            self._misses[byte_count] += 1
+            self._kept[byte_count] += 1
+
+    def end(self) -> None:
+        """Ends the hashing threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)

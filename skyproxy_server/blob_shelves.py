@@ -1,0 +1,189 @@
+"""Where kept uploads lie: in this process's memory, or as files in a folder that outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.protocol.digests import DIGEST_BYTES, content_digest
+
+_SUFFIX = ".blob"
+_DRAFT_PREFIX = "draft-"
+_FORGOTTEN_DRAFT_SECONDS = 3600.0
+"""Drafts that are older belong to a worker that is gone."""
+
+
+class Kept(Protocol):
+    """Bytes under their name. They never change."""
+
+    def copy_into(self, target: memoryview, digest: bytes) -> bool:
+        """Copies them; whether they are what `digest` names."""
+
+    def remove(self) -> None:
+        """Forgets them; who reads them at the moment can finish."""
+
+
+class Draft(Protocol):
+    """Bytes that arrive and have no name yet."""
+
+    def write(self, offset: int, piece: memoryview) -> None: ...
+
+    def view(self) -> AbstractContextManager[memoryview]:
+        """All of them, to be hashed."""
+
+    def keep(self, digest: bytes) -> Kept:
+        """Gives them their name."""
+
+    def discard(self) -> None: ...
+
+
+class Shelf(Protocol):
+    """Makes drafts, and knows what lay here before."""
+
+    def draft(self, byte_count: int) -> Draft: ...
+
+    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+        """Names, bytes and sizes of what is here already; what was used longest ago comes first."""
+
+
+class _Memory:
+    """Both a draft and what becomes of it."""
+
+    def __init__(self, byte_count: int) -> None:
+        # A mapping of its own: freed, it goes back to the system at once and leaves no hole in the heap.
+        mapping = mmap.mmap(-1, byte_count)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # a fault for each 4 KiB would slow the upload down
+        self._view = memoryview(mapping)
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        self._view[offset : offset + len(piece)] = piece
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[memoryview]:
+        yield self._view
+
+    def keep(self, digest: bytes) -> _Memory:
+        return self
+
+    def copy_into(self, target: memoryview, digest: bytes) -> bool:
+        target[:] = self._view  # hashed when it came, and nobody else can reach it
+        return True
+
+    def discard(self) -> None:
+        """The memory goes with the last reader."""
+
+    remove = discard
+
+
+class MemoryShelf:
+    """Uploads in memory."""
+
+    def draft(self, byte_count: int) -> Draft:
+        return _Memory(byte_count)
+
+    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+        return ()
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def copy_into(self, target: memoryview, digest: bytes) -> bool:
+        """The bytes are hashed again, for a file can change behind our back."""
+        with self._path.open("rb", buffering=0) as file:
+            done = 0
+            while done < len(target):
+                count = file.readinto(target[done:])
+                if not count:
+                    return False
+                done += count
+        with contextlib.suppress(OSError):
+            os.utime(self._path)  # after a restart, the order of use is known
+        return content_digest(target) == digest
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class _FileDraft:
+    def __init__(self, path: Path, byte_count: int) -> None:
+        self._path = path
+        self._byte_count = byte_count
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.truncate(self._descriptor, byte_count)
+        except OSError:
+            self.discard()
+            raise
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        assert self._descriptor is not None
+        while len(piece):
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            count = os.write(self._descriptor, piece)
+            offset, piece = offset + count, piece[count:]
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[memoryview]:
+        assert self._descriptor is not None
+        with mmap.mmap(self._descriptor, self._byte_count, access=mmap.ACCESS_READ) as mapping:
+            with memoryview(mapping) as view:
+                yield view
+
+    def keep(self, digest: bytes) -> Kept:
+        self._close()
+        target = self._path.with_name(digest.hex() + _SUFFIX)
+        os.replace(self._path, target)
+        return _File(target)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def discard(self) -> None:
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+
+class FolderShelf:
+    """Uploads as files, named by their hash. They survive the worker; each is hashed again when it is used."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises:
+        ConfigurationError: the folder cannot be made or written.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--blob-dir {folder} cannot be made: {error.strerror}.") from error
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigurationError(f"--blob-dir {folder} cannot be written. Name a folder that the worker owns.")
+        self._folder = folder
+        self._numbers = itertools.count(1)
+
+    def draft(self, byte_count: int) -> Draft:
+        return _FileDraft(self._folder / f"{_DRAFT_PREFIX}{os.getpid()}-{next(self._numbers)}", byte_count)
+
+    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+        now = time.time()
+        rows: list[tuple[float, bytes, Path, int]] = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                status = path.stat()
+                if path.name.startswith(_DRAFT_PREFIX) and now - status.st_mtime > _FORGOTTEN_DRAFT_SECONDS:
+                    path.unlink()
+                elif path.suffix == _SUFFIX and len(digest := bytes.fromhex(path.stem)) == DIGEST_BYTES:
+                    rows.append((status.st_mtime, digest, path, status.st_size))
+        return [(digest, _File(path), size) for _, digest, path, size in sorted(rows)]

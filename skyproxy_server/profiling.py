@@ -1,0 +1,96 @@
+"""A session's own view of torch.profiler: which operations ran, in which batch, and when answers left."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from skyproxy.protocol.messages import Message, Reply
+
+if TYPE_CHECKING:
+    from skyproxy_server.executor import Executor
+
+_in_use = threading.Lock()
+"""Held by the session that is being profiled: the profiler is the process's."""
+
+
+class WorkerProfile:
+    """The profiler of one session, from its start to its end. Belongs to the session's thread.
+
+    Args:
+        executor: the session.
+        shapes: whether the inputs' shapes are recorded.
+        stacks: whether Python stacks are; they are the worker's own.
+
+    Raises:
+        RuntimeError: another session of this worker is being profiled.
+    """
+
+    def __init__(self, executor: Executor, *, shapes: bool, stacks: bool) -> None:
+        if not _in_use.acquire(blocking=False):
+            raise RuntimeError("another session of this worker is being profiled; try again when it is done")
+        self._executor = executor
+        self._replies: list[tuple[int, int]] = []
+        try:
+            activities = [ProfilerActivity.CPU]
+            self._cuda = any(row["type"] == "cuda" for row in executor.devices)
+            if self._cuda:
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
+            self._profiler.start()
+        except BaseException:
+            _in_use.release()
+            raise
+        self._plain_send = executor._send
+        executor._send = self._send
+
+    def _send(self, message: Message) -> None:
+        if isinstance(message, Reply):
+            self._replies.append((message.request, time.time_ns()))
+        self._plain_send(message)
+
+    @contextlib.contextmanager
+    def batch(self, sequence: int) -> Iterator[None]:
+        """Marks what is executed inside as one batch."""
+        with torch.profiler.record_function(f"batch {sequence}"):
+            yield
+
+    def stop(self) -> bytes:
+        """Waits for the device and ends the profile.
+
+        Returns:
+            Compressed JSON: "trace", as Chrome wants it, and "replies", each with its request and when it left.
+        """
+        try:
+            if self._cuda:
+                torch.cuda.synchronize()
+            self._profiler.stop()
+            with tempfile.TemporaryDirectory(prefix="skyproxy-") as folder:
+                path = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(path))
+                trace: Any = json.loads(path.read_bytes())
+        finally:
+            self._leave()
+        return gzip.compress(json.dumps({"trace": trace, "replies": self._replies}).encode(), 1)
+
+    def abandon(self) -> None:
+        """The session ends, and nobody wants to know any more."""
+        try:
+            self._profiler.stop()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._executor._send = self._plain_send
+        self._executor.profile = None
+        _in_use.release()
