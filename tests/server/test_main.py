@@ -44,10 +44,12 @@ class Session:
             pass
 
 class WorkerHost:
-    def __init__(self, devices, settings):
+    def __init__(self, devices, settings, blobs):
         self.devices = devices
     def open_session(self, hello, transport):
         return Session(transport)
+    def activity(self):
+        return {}
 
 fake = types.ModuleType("skyproxy_server.worker_session")
 fake.WorkerHost = WorkerHost
