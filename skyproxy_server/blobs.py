@@ -1,7 +1,7 @@
 """What clients uploaded, kept under the hash of its content: bounded, and shared by the sessions of this worker.
 
-The hash is the only key. A client cannot read what it does not have already, for it can only name it by a hash of all of
-it; and what stands under a hash was hashed here, whatever the client said of it.
+The hash is the only key. A client cannot read what it does not have already, for it can only name it by a hash of all
+of it; and what stands under a hash was hashed here, whatever the client said of it.
 """
 
 from __future__ import annotations

@@ -210,7 +210,9 @@ class Transfers:
             if arrival is None:
                 arrival = self._arrivals[number] = Arrival(byte_count)
             if arrival.byte_count != byte_count:
-                raise ProtocolError(f"transfer {number} has {arrival.byte_count} bytes: what has {byte_count} does not fit")
+                raise ProtocolError(
+                    f"transfer {number} has {arrival.byte_count} bytes: what has {byte_count} does not fit"
+                )
             return arrival
 
     def _tidy(self, number: int, arrival: Arrival) -> None:

@@ -53,9 +53,7 @@ class WorkerSession:
         self.identity = secrets.token_hex(16)
         self._transport = transport
         self._activity = activity
-        self._transfers = Transfers(
-            settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity
-        )
+        self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity)
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executing = 0
         self._bulk: Transport | None = None

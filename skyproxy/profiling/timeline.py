@@ -142,15 +142,13 @@ class Timeline:
                     self._arrow(f"{side.name} {name}", row, start, arrived)
                     flying.append((start, arrived["ts"]))
             elif span.name == "wait":
-                self._events.append(
-                    {**row, "ph": "X", "name": f"wait for {span.key}", "ts": start, "dur": end - start}
-                )
+                self._events.append({**row, "ph": "X", "name": f"wait for {span.key}", "ts": start, "dur": end - start})
                 self._waiting.append((start, end))
             else:
                 name = f"{span.name} {span.byte_count:,} bytes"
                 self._overlapping(wire, 3 if span.name == "upload" else 4, name, start, end)
                 flying.append((start, end))
-        left = dict(map(tuple, side.replies))  # type: ignore[arg-type]
+        left: dict[int, int] = {request: at_ns for request, at_ns in side.replies}  # noqa: C416
         for request, came_ns in side.session.replies:
             if request in left:
                 start, end = ours(left[request]), (came_ns - started_ns) / 1e3
@@ -179,7 +177,14 @@ class Timeline:
         what = "process_name" if tid is None else "thread_name"
         self._events.append({"ph": "M", "pid": pid, "tid": tid or 0, "ts": 0, "name": what, "args": {"name": name}})
         if tid is None:
-            order = {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+            order = {
+                "ph": "M",
+                "pid": pid,
+                "tid": 0,
+                "ts": 0,
+                "name": "process_sort_index",
+                "args": {"sort_index": pid},
+            }
             self._events.append(order)
 
     def _overlapping(self, pid: int, tid: int, name: str, start: float, end: float) -> None:
@@ -206,7 +211,9 @@ class Timeline:
         for name, busy in self._busy.items():
             lines.append(line(f"{name}: computing", _length(_union(busy))))
             lines.append(line(f"{name}: something is on the wire", _length(_union(self._flying.get(name, [])))))
-        lines += [f"{clock['worker']}: its clock is known to {clock['error_bound_ns'] / 1e3:.0f} us" for clock in self._clocks]
+        lines += [
+            f"{clock['worker']}: its clock is known to {clock['error_bound_ns'] / 1e3:.0f} us" for clock in self._clocks
+        ]
         heaviest = sorted(self._ops.items(), key=lambda item: -sum(item[1]))[:rows]
         if heaviest:
             lines += ["", f"{'on the workers, with what they call':<44}{'total':>12}    {'calls':>8}"]

@@ -69,8 +69,10 @@ def test_a_gibibyte_of_weights_moves_once(tmp_path: Path) -> None:
 
 def test_a_worker_that_keeps_nothing_is_offered_nothing(tmp_path: Path) -> None:
     with worker(tmp_path, "--blob-bytes", "0") as (url, token):
-        source = PROGRAM.format(url=url, token=token, mib=8).replace('row["kept"]', "pass #").replace(
-            'session.call("blob_stats")["unhashed"]', "False"
+        source = (
+            PROGRAM.format(url=url, token=token, mib=8)
+            .replace('row["kept"]', "pass #")
+            .replace('session.call("blob_stats")["unhashed"]', "False")
         )
         for _ in range(2):
             assert json.loads(succeed(source, timeout=100))["bytes_sent"] > 8 << 20
