@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Builds the control plane that the end-to-end tests run against, out of Debian's own packages, verified by Debian's keys:
+# kube-apiserver, kube-controller-manager and kube-scheduler from bookworm's source with bookworm's Go, etcd from
+# bookworm, kubectl from trixie. Nothing is installed on the machine: apt works on a private state. About six minutes on
+# two cores, once; every later call finds the result.
+#
+#   build.sh [DIRECTORY]    prints DIRECTORY/bin when all binaries are there
+#
+# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default. DEBIAN_MIRROR names another mirror.
+set -euo pipefail
+
+version=1.20.2
+source_version="1.20.5+really1.20.2-1.1+deb12u1"
+binaries=(etcd kube-apiserver kube-controller-manager kube-scheduler kubectl)
+mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+target=$(realpath -m "${1:-${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}/kubernetes-$version}")
+
+is_complete() {
+  local name
+  for name in "${binaries[@]}"; do [[ -x $target/bin/$name ]] || return 1; done
+}
+
+require() {
+  local missing=() command
+  for command in apt-get dpkg dpkg-source make gcc flock xz; do
+    command -v "$command" >/dev/null || missing+=("$command")
+  done
+  [[ -e $keyring ]] || missing+=("$keyring")
+  ((${#missing[@]} == 0)) || {
+    echo "building Kubernetes needs ${missing[*]}. On Debian: apt-get install dpkg-dev make gcc xz-utils debian-archive-keyring" >&2
+    exit 1
+  }
+}
+
+private_apt() { # private_apt DIRECTORY: sources, keys and state under DIRECTORY; the machine's own apt is not touched
+  local state=$1
+  mkdir -p "$state"/{lists/partial,cache/archives/partial,parts,preferences}
+  cat >"$state/parts/debian.sources" <<SOURCES
+Types: deb deb-src
+URIs: $mirror
+Suites: bookworm
+Components: main
+Signed-By: $keyring
+
+Types: deb
+URIs: $mirror
+Suites: trixie
+Components: main
+Signed-By: $keyring
+SOURCES
+  cat >"$state/apt.conf" <<CONF
+Dir::Etc::sourcelist "-";
+Dir::Etc::sourceparts "$state/parts";
+Dir::Etc::preferencesparts "$state/preferences";
+Dir::State::lists "$state/lists";
+Dir::Cache "$state/cache";
+APT::Default-Release "bookworm";
+APT::Sandbox::User "$(id -un)";
+Acquire::Languages "none";
+CONF
+  export APT_CONFIG=$state/apt.conf
+}
+
+build() {
+  local work=$1 package
+  private_apt "$work/apt"
+  mkdir -p "$work"/{root,kubectl,home,shim,bin}
+  cd "$work"
+  apt-get update -qq
+  apt-get download -qq golang-1.19-go golang-1.19-src golang-github-modern-go-reflect2-dev etcd-server
+  for package in *.deb; do dpkg -x "$package" root; done
+  apt-get download -qq kubectl/trixie
+  dpkg -x kubectl_*.deb kubectl
+  apt-get source -qq --download-only "kubernetes=$source_version"
+  dpkg-source --no-check -x kubernetes_*.dsc source >/dev/null # apt has checked its signature
+
+  # The vendored reflect2 1.0.1 breaks on Go 1.18 and newer; Debian ships 1.0.2.
+  rm -f source/vendor/github.com/modern-go/reflect2/*.{go,s}
+  cp root/usr/share/gocode/src/github.com/modern-go/reflect2/*.{go,s} source/vendor/github.com/modern-go/reflect2/
+  # The build uses rsync only as `rsync -pc SOURCE TARGET`, to place binaries.
+  printf '#!/bin/sh\nshift\nexec cp -p "$@"\n' >shim/rsync
+  chmod +x shim/rsync
+
+  cd source
+  mkdir -p .go/src/k8s.io
+  [[ -L .go/src/k8s.io/kubernetes ]] || ln -s ../../.. .go/src/k8s.io/kubernetes
+  env -u GOFLAGS GOROOT="$work/root/usr/lib/go-1.19" GOPATH="$PWD/.go" GOCACHE="$work/gocache" HOME="$work/home" \
+    CGO_ENABLED=0 GOGC=400 PATH="$work/shim:$work/root/usr/lib/go-1.19/bin:$PATH" \
+    make GOLDFLAGS="-s -w" WHAT="cmd/kube-apiserver cmd/kube-controller-manager cmd/kube-scheduler"
+
+  cd "$work"
+  install -m755 source/_output/bin/kube-{apiserver,controller-manager,scheduler} root/usr/bin/etcd kubectl/usr/bin/kubectl bin/
+  bin/kube-apiserver --version
+  bin/etcd --version | head -1
+  bin/kubectl version --client
+}
+
+mkdir -p "$target"
+# Two at once: the second waits here, then finds everything.
+exec 9>"$target/.lock"
+flock 9
+if ! is_complete; then
+  require
+  work=$(mktemp -d "$target/work.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  echo "building Kubernetes $version in $target; this takes about six minutes, once" >&2
+  # In the background, for in a condition `set -e` would not hold.
+  build "$work" >"$target/build.log" 2>&1 &
+  if ! wait $!; then
+    echo "the build failed; the end of $target/build.log:" >&2
+    tail -n 30 "$target/build.log" >&2
+    exit 1
+  fi
+  mkdir -p "$target/bin"
+  mv -f "$work"/bin/* "$target/bin/"
+fi
+is_complete || { echo "binaries are missing in $target/bin after the build" >&2; exit 1; }
+echo "$target/bin"
