@@ -2,6 +2,7 @@
 #
 #   make demo          train a small network on sky:0
 #   make test          the fast tests
+#   make e2e           the tests on a real Kubernetes control plane; needs root, and six minutes more the first time
 #   make check         all fast checks: lint types imports docs test
 
 VENV ?= .venv
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow conformance bench check format lint types imports docs environment clean
+.PHONY: help demo test slow conformance e2e bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,7 +36,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact number, so that nothing below can choose another one.
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,plugins]"
+	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,plugins,operator,kubernetes]"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
@@ -44,16 +45,22 @@ demo: $(READY)
 
 test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu and not e2e" $(ARGS)
 
 slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu" $(ARGS) || \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e" $(ARGS) || \
 		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
 
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
+
+# SKYPROXY_E2E_KUBECONFIG names another cluster to run against; what needs the kubelet stand-in is skipped then.
+e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+e2e: $(READY)
+	test -n "$$SKYPROXY_E2E_KUBECONFIG" || tests/e2e/control_plane/build.sh
+	$(BIN)/python -m pytest tests/e2e -m e2e $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/suite.py $(ARGS)
