@@ -1,0 +1,67 @@
+"""`python -m skyproxy_operator`: runs the operator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from skyproxy.errors import ConfigurationError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The operator's arguments; what belongs to an installation is in its environment instead."""
+    result = argparse.ArgumentParser(
+        prog="skyproxy_operator",
+        description="Run the skyproxy operator: it makes workers of Computes, and takes them away when they are done.",
+        epilog="SKYPROXY_OPERATOR_* variables set the worker images, the lease and intervals; see the documentation.",
+        allow_abbrev=False,
+    )
+    where = result.add_mutually_exclusive_group(required=True)
+    where.add_argument("-A", "--all-namespaces", action="store_true", help="look after the whole cluster")
+    where.add_argument("-n", "--namespace", action="append", default=[], help="look after this one; repeatable")
+    result.add_argument("--log-format", default="full", choices=("full", "plain", "json"), help="how to write the log")
+    result.add_argument("--log-level", default="info", choices=("debug", "info", "warning"), help="how much to log")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the operator until it is told to end.
+
+    Args:
+        argv: the arguments, by default those of the process.
+
+    Returns:
+        The exit status: 0 after an orderly end, 2 where the configuration cannot work.
+    """
+    arguments = parser().parse_args(argv)
+    # Late: kopf takes a while, and a wrong argument should not wait for it.
+    import kopf
+
+    from skyproxy_operator import handlers
+    from skyproxy_operator.options import load
+
+    try:
+        load()
+    except ConfigurationError as exc:
+        print(f"skyproxy_operator: {exc}", file=sys.stderr)
+        return 2
+    kopf.configure(
+        debug=arguments.log_level == "debug",
+        quiet=arguments.log_level == "warning",
+        log_format=kopf.LogFormat[arguments.log_format.upper()],
+    )
+    asyncio.run(
+        kopf.operator(
+            registry=handlers.REGISTRY,
+            clusterwide=arguments.all_namespaces,
+            namespaces=arguments.namespace,
+            standalone=True,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Why a pod does not run: the true cause, in words that say what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy_operator.names import CONTAINER
+
+Object = Mapping[str, Any]
+
+_INSUFFICIENT = re.compile(r"Insufficient ([\w.\-]+(?:/[\w.\-]+)?)")
+_MAX_LOG_CHARACTERS = 1000
+_IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+_CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError"}
+_VOLUME_EVENTS = {"FailedMount", "FailedAttachVolume", "FailedBinding", "ProvisioningFailed", "FailedMapVolume"}
+_NORMAL_EXIT = {"Completed", "Error", ""}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why something is not as it should be.
+
+    Attributes:
+        reason: one word, for programs.
+        message: for people: what, and what next.
+        actionable: whether it stays so until somebody does something.
+    """
+
+    reason: str
+    message: str
+    actionable: bool = False
+
+
+def pod_phase(pod: Object) -> str:
+    """Pending, Running, Succeeded, Failed or Unknown."""
+    return str((pod.get("status") or {}).get("phase") or "Pending")
+
+
+def has_ended(pod: Object) -> bool:
+    """Whether a pod's containers have ended, and will not run again."""
+    return pod_phase(pod) in ("Failed", "Succeeded")
+
+
+def condition(pod: Object, kind: str) -> Object:
+    """A condition of a pod; an empty one where it has none of that kind."""
+    found = [item for item in (pod.get("status") or {}).get("conditions") or () if item["type"] == kind]
+    return found[0] if found else {}
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod takes sessions."""
+    return condition(pod, "Ready").get("status") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
+def is_scheduled(pod: Object) -> bool:
+    """Whether a pod has found a machine."""
+    return bool((pod.get("spec") or {}).get("nodeName"))
+
+
+def waiting_cause(pod: Object, events: Iterable[Object] = ()) -> Cause:
+    """Why a pod that has not ended is not ready.
+
+    Args:
+        pod: the pod.
+        events: those about it, oldest first; they tell about volumes, which a pod's status does not.
+    """
+    name = pod["metadata"]["name"]
+    if not is_scheduled(pod):
+        return _unscheduled_cause(pod, name)
+    for status in _container_statuses(pod):
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        reason, message = waiting.get("reason", ""), waiting.get("message", "")
+        if reason in _IMAGE_REASONS:
+            return Cause(
+                "ImagePullFailed",
+                f"Pod {name} cannot pull the image {status.get('image') or '(unknown)'}: {message or reason}. Check "
+                "its name and tag, and imagePullSecrets if the registry is private.",
+                actionable=True,
+            )
+        if reason in _CONFIG_REASONS:
+            return Cause(
+                "ContainerNotCreated", f"Pod {name} cannot start its container: {message or reason}.", actionable=True
+            )
+        if reason not in ("", "ContainerCreating", "PodInitializing"):
+            return Cause(reason, f"Pod {name} waits: {message or reason}.", actionable=True)
+    troubles = [event for event in events if event.get("type") == "Warning" and event.get("reason") in _VOLUME_EVENTS]
+    if troubles and pod_phase(pod) == "Pending":
+        text = str(troubles[-1].get("message", ""))
+        return Cause("VolumeNotMounted", f"Pod {name} waits for a volume: {text}", actionable=True)
+    if condition(pod, "Ready").get("status") == "Unknown":
+        return Cause("NodeNotResponding", f"The machine of pod {name} does not answer.", actionable=True)
+    if pod_phase(pod) == "Running":
+        return Cause("WorkerStarting", f"Pod {name} runs, and its worker does not take sessions yet.")
+    return Cause("ContainerCreating", f"Pod {name} has a machine, and its container is being made.")
+
+
+def _unscheduled_cause(pod: Object, name: str) -> Cause:
+    scheduled = condition(pod, "PodScheduled")
+    message = str(scheduled.get("message", ""))
+    if scheduled.get("reason") == "SchedulingGated":
+        return Cause("SchedulingGated", f"Pod {name} waits for its scheduling gates: {message}")
+    if scheduled.get("reason") != "Unschedulable":
+        return Cause("Scheduling", f"Pod {name} waits for a machine.")
+    lacking = list(dict.fromkeys(item.rstrip(".") for item in _INSUFFICIENT.findall(message)))
+    if lacking:
+        wanted = _requests(pod)
+        amounts = ", ".join(f"{item} ({wanted[item]} asked for)" if item in wanted else item for item in lacking)
+        return Cause(
+            "Unschedulable",
+            f"Pod {name} finds no machine with enough {amounts}. Wait until some is free, ask for less, or add nodes. "
+            f"Scheduler: {message}",
+            actionable=True,
+        )
+    return Cause("Unschedulable", f"Pod {name} finds no machine. Scheduler: {message}", actionable=True)
+
+
+def _requests(pod: Object) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for container in (pod.get("spec") or {}).get("containers") or ():
+        result |= (container.get("resources") or {}).get("requests") or {}
+    return result
+
+
+def ended_cause(pod: Object) -> Cause:
+    """Why a pod has ended."""
+    name, status = pod["metadata"]["name"], pod.get("status") or {}
+    if status.get("reason") and pod_phase(pod) == "Failed":
+        # Evicted, NodeLost, Preempting, UnexpectedAdmissionError, ...: nothing that its container did.
+        message = status.get("message") or status["reason"]
+        return Cause(status["reason"], f"Pod {name} ended: {message}", actionable=True)
+    states = [item.get(key) or {} for item in _container_statuses(pod) for key in ("state", "lastState")]
+    ended = [item["terminated"] for item in states if item.get("terminated")]
+    # The first failure, for the others may have been ended because of it.
+    ended.sort(key=lambda item: (item.get("exitCode", 0) == 0, item.get("finishedAt") or ""))
+    if not ended:
+        return Cause("PodFailed", f"Pod {name} ended, and its status does not say why.", actionable=True)
+    terminated, code = ended[0], ended[0].get("exitCode", 0)
+    reason = terminated.get("reason") or ""
+    if reason == "OOMKilled":
+        return Cause(
+            "OOMKilled",
+            f"Pod {name} used more memory than it has ({_memory(pod)}) and was killed. Ask for more memory: its "
+            "tensors on the CPU, its caches and /dev/shm count.",
+            actionable=True,
+        )
+    if reason not in _NORMAL_EXIT and reason != "ContainerCannotRun":
+        return Cause(reason, f"Pod {name} ended: {terminated.get('message') or reason}", actionable=True)
+    text = f"Pod {name} ended with exit status {code}"
+    if code > 128:
+        text += f" (signal {code - 128})"
+    log = str(terminated.get("message") or "").strip()[-_MAX_LOG_CHARACTERS:]
+    return Cause("WorkerExited", f"{text}. Its last lines: {log}" if log else f"{text}.", actionable=True)
+
+
+def _memory(pod: Object) -> str:
+    for container in (pod.get("spec") or {}).get("containers") or ():
+        limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
+        if container.get("name") == CONTAINER and limit:
+            return str(limit)
+    return "that of its machine"
+
+
+def _container_statuses(pod: Object) -> Sequence[Object]:
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def refusal_cause(what: str, status: int, message: str) -> Cause:
+    """Why the API server refused what we asked for.
+
+    Args:
+        what: the object, such as "Pod dev-0".
+        status: the HTTP status.
+        message: the server's own words.
+    """
+    if status == 403 and "exceeded quota" in message:
+        return Cause("QuotaExceeded", f"{what} exceeds a quota of its namespace: {message}", actionable=True)
+    if status == 403 and "violates PodSecurity" in message:
+        return Cause("PodSecurityViolation", f"{what} is not allowed in its namespace: {message}", actionable=True)
+    if status == 403:
+        return Cause("Forbidden", f"{what} was refused: {message}", actionable=True)
+    if status in (400, 422):
+        return Cause("Invalid", f"{what} is not valid: {message}", actionable=True)
+    return Cause("ApiError", f"{what} could not be applied (HTTP {status}): {message}")

@@ -1,0 +1,340 @@
+"""What to do next for a Compute, from what is wanted and what is there. Pure: the same picture, the same plan.
+
+The plan brings the cluster one step nearer, and every step leaves a picture from which the next one follows. So it does
+not matter where an operator is interrupted, or how often it looks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy_operator import status as state
+from skyproxy_operator.causes import Cause, ended_cause, has_ended
+from skyproxy_operator.children import gateway_host
+from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
+from skyproxy_operator.options import Options
+from skyproxy_operator.pod_builder import build_pod
+from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds, reaping
+from skyproxy_operator.worker_spec import RestartPolicy, WorkerSpec
+
+Object = dict[str, Any]
+
+MAX_BACKOFF_SECONDS = 300
+_LOOK_AGAIN_SECONDS = 15.0
+"""While pods are on their way: what keeps a volume from being mounted is told by events, which we do not watch."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is there.
+
+    Attributes:
+        compute: the Compute, as the API server gave it.
+        pods: all that bear its label.
+        now: the time, with a zone.
+        reports: what its workers said just now, one for each process; empty where nobody was asked.
+        events: those about pods, oldest first, by the pod's name.
+        refusals: what the API server refused, the most important first.
+    """
+
+    compute: Object
+    pods: Sequence[Object]
+    now: datetime.datetime
+    reports: Sequence[Report] = ()
+    events: Mapping[str, Sequence[Object]] = dataclasses.field(default_factory=dict)
+    refusals: Sequence[Cause] = ()
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """An event on the Compute."""
+
+    kind: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do, in this order: write the status, delete, create, announce, and look again.
+
+    The status goes first: it remembers the failures of pods that are deleted next.
+    """
+
+    status: Object
+    delete: tuple[Object, ...] = ()
+    create: tuple[Object, ...] = ()
+    announce: tuple[Announcement, ...] = ()
+    look_again_seconds: float | None = None
+
+
+def decide(picture: Picture, spec: WorkerSpec, options: Options) -> Plan:
+    """The plan for a Compute with a spec that can be used.
+
+    Raises:
+        ValueError: the spec's podTemplate cannot be applied.
+    """
+    return _Decision(picture, spec, options).plan()
+
+
+def refuse(picture: Picture, problem: str) -> Plan:
+    """The plan for a Compute whose spec cannot be used: its pods are left alone, and it says why."""
+    carried = state.past(picture.compute.get("status") or {})
+    cause = Cause("InvalidSpec", problem, actionable=True)
+    verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
+    new = state.built(picture.compute, verdict, picture.now, carried=carried, pods=owned(picture))
+    return Plan(new, announce=announcements(picture.compute.get("status") or {}, new))
+
+
+def owned(picture: Picture) -> list[Object]:
+    """The pods that this Compute made. One of the same name, long deleted, may have left others."""
+    uid = picture.compute["metadata"]["uid"]
+    return [pod for pod in picture.pods if any(item["uid"] == uid for item in _owners(pod))]
+
+
+def _owners(item: Object) -> Sequence[Object]:
+    return item["metadata"].get("ownerReferences") or ()
+
+
+def attempt_of(pod: Object) -> int:
+    """Which start of its Compute a pod belongs to."""
+    text = (pod["metadata"].get("annotations") or {}).get(ATTEMPT, "0")
+    return int(text) if text.isdigit() else 0
+
+
+def node_of(pod: Object) -> int:
+    """The number of a pod's node; -1 where its label was spoilt."""
+    text = (pod["metadata"].get("labels") or {}).get(NODE_LABEL, "")
+    return int(text) if text.isdigit() else -1
+
+
+def is_leaving(pod: Object) -> bool:
+    """Whether a pod is being deleted."""
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def current_key(compute: Object) -> str:
+    """Names what somebody last wanted of a Compute: another spec or another wake-up is another wish."""
+    metadata = compute["metadata"]
+    return f"{metadata.get('generation', 0)}/{(metadata.get('annotations') or {}).get(WAKE, '')}"
+
+
+def backoff_seconds(policy: RestartPolicy, failures: int) -> float:
+    """The pause before the next start, after that many failures in a row."""
+    return float(min(policy.backoff_seconds * 2 ** min(failures - 1, 16), MAX_BACKOFF_SECONDS)) if failures else 0.0
+
+
+class _Decision:
+    def __init__(self, picture: Picture, spec: WorkerSpec, options: Options) -> None:
+        self._picture = picture
+        self._compute = picture.compute
+        self._now = picture.now
+        self._spec = spec
+        self._options = options
+        self._before: Object = picture.compute.get("status") or {}
+        self._carried = state.past(self._before)
+        self._pods = owned(picture)
+        self._attempt = max([int(self._carried.get("restarts", 0)), *map(attempt_of, self._pods)])
+
+    def plan(self) -> Plan:
+        if "deletionTimestamp" in self._compute["metadata"]:
+            return self._stopped(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
+        if self._carried.get("endedFor") not in (None, current_key(self._compute)):
+            self._start_over()
+        if "endedFor" in self._carried:
+            return self._ended()
+        if self._spec.suspend:
+            self._forget("startTime", "readySince", "failuresInARow", "lastFailure", "lastFailureTime")
+            return self._stopped(state.SUSPENDED, Cause("Suspended", "spec.suspend is true."), self._pods)
+        return self._running()
+
+    # --- not running -------------------------------------------------------------------------------------------------
+
+    def _start_over(self) -> None:
+        """Somebody wants something new of a Compute that had ended."""
+        self._forget("endedFor", "endedReason", "endedMessage", "expiryTime", "startTime", "readySince")
+        self._forget("failuresInARow", "lastFailure", "lastFailureTime", "lastActivityTime")
+        self._attempt += 1
+        self._carried["restarts"] = self._attempt
+
+    def _end(self, reason: str, message: str) -> Plan:
+        self._forget("readySince")
+        self._carried |= {
+            "endedFor": current_key(self._compute),
+            "endedReason": reason,
+            "endedMessage": message,
+            "expiryTime": state.timestamp(self._now),
+        }
+        return self._ended()
+
+    def _ended(self) -> Plan:
+        reason, message = self._carried.get("endedReason", ""), self._carried.get("endedMessage", "")
+        if reason in (IDLE, LIFETIME):
+            return self._stopped(state.EXPIRED, Cause(reason, message), self._pods)
+        # What has failed stays, for its log; it holds no machine any more.
+        running = [pod for pod in self._pods if not has_ended(pod)]
+        return self._stopped(state.FAILED, Cause(reason, message, actionable=True), running)
+
+    def _stopped(self, phase: str, cause: Cause, delete: Sequence[Object]) -> Plan:
+        self._forget("readySince")
+        leaving = sum(not has_ended(pod) for pod in self._pods)
+        verdict = state.stopped(phase, cause, leaving=leaving)
+        return self._planned(
+            verdict, self._pods, delete=[pod for pod in delete if not is_leaving(pod)], look_again=None
+        )
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Plan:
+        current = self._current_pods()
+        failed = [pod for pod in current if has_ended(pod) and not is_leaving(pod)]
+        if failed:
+            cause = self._note_failure(failed)
+            if self._carried["failuresInARow"] > self._spec.restart.max_restarts:
+                count = self._carried["failuresInARow"]
+                often = "It failed" if count == 1 else f"It failed {count} times in a row, the last time so"
+                return self._end(cause.reason, f"{often}: {cause.message}")
+            self._attempt += 1
+            self._carried["restarts"] = self._attempt
+            current = []
+        stale = [pod for pod in self._pods if all(pod is not item for item in current)]
+        foreign = len(self._picture.pods) > len(self._pods)
+        if stale or foreign:
+            return self._replacing(current, stale)
+        pause = self._pause_seconds()
+        if not current and pause > 0:
+            return self._pausing(pause)
+        return self._starting(current)
+
+    def _current_pods(self) -> list[Object]:
+        """The pods of this start and this spec."""
+        wanted = self._spec.pod_hash()
+        return [
+            pod
+            for pod in self._pods
+            if (pod["metadata"].get("annotations") or {}).get(SPEC_HASH) == wanted
+            and attempt_of(pod) == self._attempt
+            and 0 <= node_of(pod) < self._spec.nodes
+        ]
+
+    def _note_failure(self, failed: Sequence[Object]) -> Cause:
+        causes = [ended_cause(pod) for pod in failed]
+        # An orderly exit of one node is what the others' failure brought about, more often than the reverse.
+        causes.sort(key=lambda item: "exit status 0" in item.message)
+        since = state.moment(self._carried.get("readySince"))
+        stable = since is not None and (self._now - since).total_seconds() >= self._spec.restart.reset_seconds
+        row = 1 if stable else int(self._carried.get("failuresInARow", 0)) + 1
+        self._forget("readySince")
+        self._carried |= {
+            "failuresInARow": row,
+            "lastFailure": f"{causes[0].reason}: {causes[0].message}",
+            "lastFailureTime": state.timestamp(self._now),
+        }
+        return causes[0]
+
+    def _pause_seconds(self) -> float:
+        """For how long nothing is started yet, after failures."""
+        failure = state.moment(self._carried.get("lastFailureTime"))
+        if failure is None:
+            return 0.0
+        pause = backoff_seconds(self._spec.restart, int(self._carried.get("failuresInARow", 0)))
+        return pause - (self._now - failure).total_seconds()
+
+    def _replacing(self, current: Sequence[Object], stale: Sequence[Object]) -> Plan:
+        """Nothing is made before everything of the start before is gone: nodes of two starts must not meet."""
+        if any(attempt_of(pod) < self._attempt for pod in stale) and "lastFailure" in self._carried:
+            cause = Cause("Restarting", f"The nodes start again. {self._carried['lastFailure']}")
+        else:
+            cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, have to go first.")
+        self._forget("readySince")
+        verdict = state.Verdict(state.PROVISIONING, False, cause, True, False, self._first_refusal())
+        return self._planned(
+            verdict, current, delete=[pod for pod in stale if not is_leaving(pod)], look_again=_LOOK_AGAIN_SECONDS
+        )
+
+    def _pausing(self, pause: float) -> Plan:
+        again = state.timestamp(self._now + datetime.timedelta(seconds=pause))
+        cause = Cause("BackOff", f"It starts again at {again}. {self._carried.get('lastFailure', '')}", actionable=True)
+        verdict = state.Verdict(state.PENDING, False, cause, True, False, cause)
+        return self._planned(verdict, (), look_again=pause)
+
+    def _starting(self, current: Sequence[Object]) -> Plan:
+        """Makes what is missing, and watches over what is there."""
+        metadata = self._compute["metadata"]
+        taken = {pod["metadata"]["name"] for pod in current}
+        missing = [node for node in range(self._spec.nodes) if pod_name(metadata["name"], node) not in taken]
+        create = [build_pod(self._compute, self._spec, node, self._attempt, self._options) for node in missing]
+        verdict = state.judged(self._spec, current, self._picture.events)
+        refusal = self._first_refusal()
+        if verdict.ready:
+            now = state.timestamp(self._now)
+            self._carried = {"startTime": now, "readySince": now} | self._carried
+            verdict = dataclasses.replace(verdict, trouble=refusal)
+        else:
+            self._forget("readySince")
+            if refusal is not None:
+                verdict = dataclasses.replace(verdict, cause=refusal, trouble=refusal, progressing=False)
+        self._carried = state.with_activity(self._carried, self._picture.reports, self._now)
+        started = state.moment(self._carried.get("startTime"))
+        end = reaping(self._spec, started, self._picture.reports, self._now)
+        if end is not None:
+            return self._end(end.reason, f"The pods were removed: {end.message}.")
+        if verdict.ready:
+            again = next_check_seconds(self._spec, started, self._picture.reports, self._now, self._options)
+        else:
+            again = _LOOK_AGAIN_SECONDS
+        return self._planned(verdict, current, create=create, look_again=again)
+
+    # --- common ------------------------------------------------------------------------------------------------------
+
+    def _first_refusal(self) -> Cause | None:
+        return self._picture.refusals[0] if self._picture.refusals else None
+
+    def _forget(self, *keys: str) -> None:
+        for key in keys:
+            self._carried.pop(key, None)
+
+    def _planned(
+        self,
+        verdict: state.Verdict,
+        pods: Sequence[Object],
+        *,
+        delete: Sequence[Object] = (),
+        create: Sequence[Object] = (),
+        look_again: float | None,
+    ) -> Plan:
+        new = state.built(
+            self._compute,
+            verdict,
+            self._now,
+            carried=self._carried,
+            pods=[pod for pod in pods if node_of(pod) >= 0],
+            spec=self._spec,
+            external_host=gateway_host(self._compute, self._spec, self._options),
+        )
+        return Plan(new, tuple(delete), tuple(create), announcements(self._before, new), look_again)
+
+
+def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Announcement, ...]:
+    """What has changed so that people should be told."""
+    result = []
+    ready = {kind: _condition(new, kind) for kind in ("Ready", "Degraded")}
+    if new.get("lastFailureTime") != old.get("lastFailureTime") and new.get("lastFailure"):
+        reason, _, message = str(new["lastFailure"]).partition(": ")
+        result.append(Announcement("Warning", reason, message))
+    if new["phase"] != old.get("phase"):
+        kind = "Warning" if new["phase"] == state.FAILED else "Normal"
+        result.append(Announcement(kind, str(new["phase"]), str(ready["Ready"].get("message", ""))))
+    before, after = _condition(old, "Degraded"), ready["Degraded"]
+    news = after.get("status") == "True" and (before.get("status"), before.get("reason")) != ("True", after["reason"])
+    if news and new["phase"] != state.FAILED and after["reason"] != "BackOff":
+        result.append(Announcement("Warning", after["reason"], after["message"]))
+    return tuple(result)
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    return next((item for item in status.get("conditions") or () if item["type"] == kind), {})

@@ -1,0 +1,58 @@
+"""What the operator answers: whether it lives, whether it is ready, and what it has counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from skyproxy_operator.metrics import METRICS
+
+
+class HttpServer:
+    """Serves /healthz, /readyz and /metrics.
+
+    Attributes:
+        port: where; 0 before it was started.
+    """
+
+    def __init__(self, host: str, port: int, alive: Callable[[], bool], ready: Callable[[], bool]) -> None:
+        """Args:
+        host: the address to listen on.
+        port: the port, 0 for a free one.
+        alive: whether the operator works; if not, it should be started again.
+        ready: whether it has seen the cluster.
+        """
+        self.port = 0
+        self._host = host
+        self._wanted_port = port
+        self._alive = alive
+        self._ready = ready
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Begins to listen."""
+        application = web.Application()
+        application.router.add_get("/healthz", self._healthz)
+        application.router.add_get("/readyz", self._readyz)
+        application.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._wanted_port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Ends it; idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="alive\n") if self._alive() else web.Response(text="not working\n", status=503)
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ready\n") if self._ready() else web.Response(text="not ready\n", status=503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=METRICS.text().encode(), headers=headers)

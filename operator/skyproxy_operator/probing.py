@@ -1,0 +1,118 @@
+"""Asks workers what they are doing, over TLS and with the token of their Compute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from skyproxy_operator.metrics import METRICS
+from skyproxy_operator.reaping import Report
+
+_MAX_ANSWER_BYTES = 64 << 10
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is needed to be answered by the workers of a Compute.
+
+    Attributes:
+        token: theirs.
+        authority: the certificate (PEM) to trust.
+        server_name: what their certificate vouches for.
+    """
+
+    token: str = field(repr=False)
+    authority: str = field(repr=False)
+    server_name: str
+
+
+class Prober:
+    """Asks workers; `close` ends its connections."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._turn = asyncio.Semaphore(_AT_ONCE)
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access) -> list[Report]:
+        """The reports of several processes of a Compute, in their order.
+
+        Args:
+            addresses: host and port of each; an empty host stands for one that cannot be asked yet.
+            access: how they are reached.
+        """
+        try:
+            context = ssl.create_default_context(cadata=access.authority)
+        except ssl.SSLError as exc:
+            return [Report(problem=f"the certificate authority cannot be used: {exc}") for _ in addresses]
+        return list(await asyncio.gather(*(self._ask(host, port, access, context) for host, port in addresses)))
+
+    async def _ask(self, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
+        if not host:
+            return Report(problem="it has no address yet")
+        if self._session is None:
+            # No proxy of the environment: the token is for the worker alone.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True), trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        where = f"https://[{host}]:{port}/activity" if ":" in host else f"https://{host}:{port}/activity"
+        try:
+            async with self._turn, asyncio.timeout(self._timeout_seconds):
+                async with self._session.get(
+                    where,
+                    headers={"Authorization": f"Bearer {access.token}"},
+                    ssl=context,
+                    server_hostname=access.server_name,
+                    allow_redirects=False,
+                ) as response:
+                    text = b""
+                    async for piece in response.content.iter_any():
+                        text += piece
+                        if len(text) > _MAX_ANSWER_BYTES:
+                            return _failed("its answer is too long")
+                    status = response.status
+        except TimeoutError:
+            return _failed(f"it did not answer within {self._timeout_seconds:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
+            return _failed(f"it cannot be asked: {exc}")
+        return report_of(status, text)
+
+
+def report_of(status: int, text: bytes) -> Report:
+    """What a worker's answer says.
+
+    Args:
+        status: the HTTP status.
+        text: the body. It comes from a container that may run anything, so nothing about it is taken for granted.
+    """
+    if status != 200:
+        return _failed(f"it answered HTTP {status}")
+    try:
+        answer: Any = json.loads(text)
+        if not isinstance(answer, Mapping):
+            return _failed("its answer is no object")
+        idle, running = float(answer["idle_seconds"]), int(answer.get("calls_running", 0))
+        # NaN compares false.
+        if not 0 <= idle < float("inf"):
+            return _failed("its answer makes no sense")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _failed("its answer is no activity report")
+    METRICS.probes.add(1, result="answered")
+    return Report(0.0 if running else idle, answer)
+
+
+def _failed(problem: str) -> Report:
+    METRICS.probes.add(1, result="failed")
+    return Report(problem=problem)

@@ -1,0 +1,88 @@
+"""When pods go though nobody asked for it: nothing to do for too long, or a lifetime that is over."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy_operator.options import Options
+from skyproxy_operator.quantities import duration_text
+from skyproxy_operator.worker_spec import WorkerSpec
+
+IDLE = "IdleTimeout"
+LIFETIME = "MaxLifetime"
+_MIN_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker said when it was asked.
+
+    Attributes:
+        idle_seconds: for how long it had nothing to do; None where it did not answer.
+        answer: all of it.
+        problem: why it did not answer.
+    """
+
+    idle_seconds: float | None = None
+    answer: Mapping[str, Any] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Reaping:
+    """The pods go now.
+
+    Attributes:
+        reason: IDLE or LIFETIME.
+        message: for people.
+    """
+
+    reason: str
+    message: str
+
+
+def idle_seconds(reports: Sequence[Report]) -> float | None:
+    """For how long no node had anything to do; None as long as one of them does not say."""
+    known = [report.idle_seconds for report in reports if report.idle_seconds is not None]
+    return min(known) if known and len(known) == len(reports) else None
+
+
+def reaping(
+    spec: WorkerSpec, started: datetime.datetime | None, reports: Sequence[Report], now: datetime.datetime
+) -> Reaping | None:
+    """Whether the pods go now, and why.
+
+    Args:
+        spec: says after what time.
+        started: when all nodes were ready for the first time.
+        reports: one for each process, fresh; empty where nobody was asked. Who does not answer is not idle.
+        now: the time.
+    """
+    if spec.max_lifetime_seconds is not None and started is not None:
+        if (now - started).total_seconds() >= spec.max_lifetime_seconds:
+            return Reaping(LIFETIME, f"its lifetime of {duration_text(spec.max_lifetime_seconds)} is over")
+    idle = idle_seconds(reports)
+    if spec.idle_timeout_seconds is not None and idle is not None and idle >= spec.idle_timeout_seconds:
+        return Reaping(IDLE, f"the worker had nothing to do for {duration_text(idle)}")
+    return None
+
+
+def next_check_seconds(
+    spec: WorkerSpec,
+    started: datetime.datetime | None,
+    reports: Sequence[Report],
+    now: datetime.datetime,
+    options: Options,
+) -> float:
+    """After how many seconds the answer of `reaping` can be another one."""
+    wait = options.probe_seconds
+    if spec.idle_timeout_seconds is not None:
+        # One that was never idle for long cannot become so faster than time passes.
+        idle = idle_seconds(reports)
+        wait = min(wait, spec.idle_timeout_seconds - (idle or 0.0))
+    if spec.max_lifetime_seconds is not None and started is not None:
+        wait = min(wait, spec.max_lifetime_seconds - (now - started).total_seconds())
+    return max(wait, _MIN_CHECK_SECONDS)

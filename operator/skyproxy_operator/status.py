@@ -1,0 +1,247 @@
+"""A Compute's status: what its pods and its past make of it. Pure; the time is an argument."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, pod_phase, waiting_cause
+from skyproxy_operator.names import NODE_LABEL, server_name
+from skyproxy_operator.reaping import Report
+from skyproxy_operator.worker_spec import WorkerSpec
+
+Object = dict[str, Any]
+
+PENDING, PROVISIONING, RUNNING = "Pending", "Provisioning", "Running"
+SUSPENDED, FAILED, EXPIRED, TERMINATING = "Suspended", "Failed", "Expired", "Terminating"
+
+_PAST = (
+    "restarts",
+    "failuresInARow",
+    "lastFailure",
+    "lastFailureTime",
+    "startTime",
+    "readySince",
+    "expiryTime",
+    "endedFor",
+    "endedReason",
+    "endedMessage",
+    "lastActivityTime",
+    "worker",
+)
+"""What cannot be seen in the cluster as it is now, so that the status itself is where it is kept."""
+
+_MAX_MESSAGE = 2000
+_ACTIVITY_GRAIN_SECONDS = 20
+
+
+def timestamp(moment: datetime.datetime) -> str:
+    """A time as the API writes it, to the second."""
+    return moment.astimezone(datetime.UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+
+
+def moment(text: str | None) -> datetime.datetime | None:
+    """The time that a status tells; None for none."""
+    return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a Compute is, before it is put in the form of conditions.
+
+    Attributes:
+        phase: one of the phases.
+        ready: whether every node takes sessions.
+        cause: why it is not ready, or that it is.
+        progressing: whether something is on its way that needs nobody's help.
+        scheduled: whether every node has a machine.
+        trouble: what somebody should look at, even when it runs.
+    """
+
+    phase: str
+    ready: bool
+    cause: Cause
+    progressing: bool
+    scheduled: bool
+    trouble: Cause | None = None
+
+
+def judged(spec: WorkerSpec, pods: Sequence[Object], events: Mapping[str, Sequence[Object]]) -> Verdict:
+    """How a Compute is that should run.
+
+    Args:
+        spec: what is wanted.
+        pods: its pods of the current start.
+        events: those about pods, by the pod's name.
+    """
+    ready = sum(is_ready(pod) for pod in pods)
+    scheduled = sum(is_scheduled(pod) for pod in pods) == spec.nodes
+    if ready == spec.nodes:
+        what = "The worker takes sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes take sessions."
+        return Verdict(RUNNING, True, Cause("Ready", what), False, True)
+    waiting = [pod for pod in pods if not is_ready(pod) and not has_ended(pod)]
+    causes = [waiting_cause(pod, events.get(pod["metadata"]["name"], ())) for pod in waiting]
+    # What somebody has to see to goes before what will pass.
+    causes.sort(key=lambda item: not item.actionable)
+    cause = causes[0] if causes else Cause("CreatingPods", "The pods are being made.")
+    if spec.nodes > 1:
+        cause = Cause(cause.reason, f"{ready} of {spec.nodes} nodes are ready. {cause.message}", cause.actionable)
+    begun = any(is_scheduled(pod) or pod_phase(pod) == "Running" for pod in pods)
+    trouble = cause if cause.actionable else None
+    return Verdict(PROVISIONING if begun else PENDING, False, cause, trouble is None, scheduled, trouble)
+
+
+def stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:
+    """How a Compute is that should not run.
+
+    Args:
+        phase: SUSPENDED, EXPIRED, FAILED or TERMINATING.
+        cause: why.
+        leaving: pods that are still there.
+    """
+    if leaving:
+        cause = Cause(cause.reason, f"{cause.message} {leaving} pods are on their way out.", cause.actionable)
+    return Verdict(phase, False, cause, leaving > 0, False, cause if cause.actionable else None)
+
+
+def past(status: Mapping[str, Any]) -> Object:
+    """Of a status, what is carried on."""
+    return {key: status[key] for key in _PAST if status.get(key) is not None}
+
+
+def with_activity(carried: Object, reports: Sequence[Report], now: datetime.datetime) -> Object:
+    """`carried`, with what the workers said of themselves.
+
+    The time of the last activity moves in steps: each change is a write, and an event for everyone who watches.
+    """
+    result = dict(carried)
+    answers = [report.answer for report in reports if report.answer is not None]
+    idle = [report.idle_seconds for report in reports if report.idle_seconds is not None]
+    if idle:
+        active, before = now - datetime.timedelta(seconds=min(idle)), moment(carried.get("lastActivityTime"))
+        if before is None or (active - before).total_seconds() >= _ACTIVITY_GRAIN_SECONDS:
+            result["lastActivityTime"] = timestamp(active)
+    if answers:
+        result["worker"] = worker_facts(answers[0])
+    return result
+
+
+def worker_facts(answer: Mapping[str, Any]) -> Object:
+    """Versions and devices from a worker's report. It is what a container says, so only texts and numbers are taken."""
+    software = answer.get("software")
+    software = software if isinstance(software, Mapping) else {}
+    result: Object = {key: str(software[key])[:64] for key in ("skyproxy", "torch", "python") if key in software}
+    rows = answer.get("devices")
+    devices = []
+    for row in rows[:64] if isinstance(rows, list) else ():
+        if isinstance(row, Mapping):
+            index, memory = row.get("index"), row.get("total_memory_bytes")
+            devices.append(
+                {
+                    "type": str(row.get("type", ""))[:32],
+                    "index": index if isinstance(index, int) else 0,
+                    "name": str(row.get("name", ""))[:128],
+                    "memoryBytes": memory if isinstance(memory, int) else 0,
+                }
+            )
+    result["devices"] = devices
+    return result | {"summary": _summary(devices)}
+
+
+def _summary(devices: Sequence[Object]) -> str:
+    gpus: dict[str, int] = {}
+    for row in devices:
+        if row["type"] != "cpu":
+            gpus[row["name"]] = gpus.get(row["name"], 0) + 1
+    return ", ".join(f"{count}x {name}" for name, count in gpus.items()) or "CPU"
+
+
+def built(
+    compute: Object,
+    verdict: Verdict,
+    now: datetime.datetime,
+    *,
+    carried: Object,
+    pods: Sequence[Object] = (),
+    spec: WorkerSpec | None = None,
+    external_host: str | None = None,
+) -> Object:
+    """The whole status.
+
+    Args:
+        compute: the Compute with its status of before, from which conditions take the time of their last change.
+        verdict: how it is.
+        now: the time.
+        carried: what is kept from before, and changed since.
+        pods: those that count.
+        spec: the checked spec; None where it cannot be used.
+        external_host: the name under which it is reached from outside.
+    """
+    name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
+    result: Object = {**carried, "phase": verdict.phase, "observedGeneration": compute["metadata"].get("generation", 0)}
+    if spec is not None:
+        result["url"] = f"wss://{server_name(name, namespace)}:{spec.port}"
+        if external_host is not None:
+            result["externalUrl"] = f"wss://{external_host}"
+    nodes = sorted((_node(pod, spec) for pod in pods), key=lambda item: int(item["rank"]))
+    result |= {"nodes": nodes, "readyNodes": sum(bool(item["ready"]) for item in nodes)}
+    result["conditions"] = _conditions(compute, verdict, now)
+    return result
+
+
+def _node(pod: Object, spec: WorkerSpec | None) -> Object:
+    number = int(pod["metadata"]["labels"][NODE_LABEL])
+    status = pod.get("status") or {}
+    row = {
+        "name": str(number),
+        "podName": pod["metadata"]["name"],
+        "podIP": status.get("podIP"),
+        "nodeName": (pod.get("spec") or {}).get("nodeName"),
+        "rank": number * (spec.procs_per_node if spec else 1),
+        "ready": is_ready(pod),
+    }
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _conditions(compute: Object, verdict: Verdict, now: datetime.datetime) -> list[Object]:
+    cause, trouble = verdict.cause, verdict.trouble
+    scheduled = Cause("Scheduled", "Every node has a machine.") if verdict.scheduled else cause
+    fine = Cause("AsExpected", "Nothing needs attention.")
+    rows = {
+        "Scheduled": (verdict.scheduled, scheduled),
+        "Ready": (verdict.ready, cause),
+        "Progressing": (verdict.progressing, cause),
+        "Degraded": (trouble is not None, trouble or fine),
+    }
+    before = {item["type"]: item for item in (compute.get("status") or {}).get("conditions") or ()}
+    result = []
+    for kind, (holds, why) in rows.items():
+        text = "True" if holds else "False"
+        old = before.get(kind, {})
+        result.append(
+            {
+                "type": kind,
+                "status": text,
+                "reason": why.reason,
+                "message": why.message[:_MAX_MESSAGE],
+                "observedGeneration": compute["metadata"].get("generation", 0),
+                "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == text else timestamp(now),
+            }
+        )
+    return result
+
+
+def patch_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> Object:
+    """The merge patch that makes `old` into `new`; empty where they are the same."""
+    result: Object = {}
+    for key in {*old, *new}:
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            result[key] = patch_between(before, after)
+        else:
+            result[key] = after
+    return result
