@@ -49,6 +49,8 @@ class WorkerHost:
     def open_session(self, hello, transport):
         return Session(transport)
     def activity(self):
+        return {"sessions": 0, "idle_seconds": 0.0}
+    def activity(self):
         return {}
 
 fake = types.ModuleType("skyproxy_server.worker_session")
