@@ -1,1 +1,1 @@
-"""The command line: thin commands, which parse, call, and print."""
+"""The `skyproxy` command: thin commands over providers, contexts and the cluster. Loads no torch."""

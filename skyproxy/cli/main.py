@@ -1,135 +1,83 @@
-"""The `skyproxy` command."""
+"""The `skyproxy` command: its groups of commands, and how errors end it."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
-import subprocess
-import sys
-from enum import StrEnum
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+
+from skyproxy.cli import connecting, doctor, inspecting, installing, lifecycle, saved_contexts, serving
+from skyproxy.cli.arguments import Json
+from skyproxy.cli.exit_codes import code_of
+from skyproxy.cli.output import fail, show_json
+from skyproxy.errors import SkyproxyError
+
+
+class _Commands(TyperGroup):
+    """Ends with a message and a status of its own where skyproxy says what is wrong; no traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (SkyproxyError, KeyboardInterrupt) as error:
+            fail(str(error) or "interrupted", code_of(error))
+
 
 app = typer.Typer(
     name="skyproxy",
-    help="PyTorch tensors on a GPU somewhere else: run workers, and see what you run.",
+    cls=_Commands,
+    help="PyTorch tensors on a GPU somewhere else: get a worker, use it as sky:0, see what it does, let it go.",
     no_args_is_help=True,
-    add_completion=False,
     # Local variables in a traceback could show a token.
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_SERVER = "skyproxy_server"
+_PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
+    "Workers": [
+        ("up", lifecycle.up),
+        ("down", lifecycle.down),
+        ("list", inspecting.list_command),
+        ("status", inspecting.status),
+        ("logs", inspecting.logs),
+        ("top", inspecting.top),
+    ],
+    "Using one": [
+        ("connect", connecting.connect),
+        ("run", connecting.run),
+        ("port-forward", connecting.port_forward),
+    ],
+    "Cluster": [
+        ("gpus", inspecting.gpus),
+        ("install", installing.install),
+    ],
+    "This machine": [
+        ("serve", serving.serve_command),
+        ("doctor", doctor.doctor),
+    ],
+}
+_PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+for panel, commands in _PANELS.items():
+    for command_name, command in commands:
+        settings = _PASSES_ARGUMENTS_ON if command_name == "run" else {}
+        app.command(command_name, rich_help_panel=panel, context_settings=settings)(command)
+app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")
 
 
-class Device(StrEnum):
-    """What a worker can be asked to offer."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-class LogLevel(StrEnum):
-    """How much a worker logs."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@app.command("serve")
-def serve_command(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8765,
-    device: Annotated[Device, typer.Option(help="Devices to offer; auto: CUDA if any, then the CPU.")] = Device.AUTO,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="File with the token that clients must know."),
-    ] = None,
-    port_file: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File to write the port to, once the worker listens.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Certificate chain (PEM); clients then use wss://.")
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Private key of the certificate (PEM).")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen for other machines without TLS; for a worker behind a gateway.")
-    ] = False,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web page that may connect; can be given more than once.")
-    ] = None,
-    blob_bytes: Annotated[
-        int | None,
-        typer.Option(min=0, help="How much of uploads to keep for clients that come again; 0: nothing."),
-    ] = None,
-    blob_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
-    ] = None,
-    drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
-    log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
-    embedded: Annotated[
-        bool,
-        typer.Option(
-            "--embedded", help="Be the child of a client: token from stdin, port to stdout, exit when stdin ends."
-        ),
-    ] = False,
-) -> None:
-    """Run a worker on this machine.
-
-    The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: those are visible to everyone on the
-    machine. Without either, a new token is made, and the name of the file that holds it is printed.
-    """
-    arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
-    arguments += ["--drain-seconds", str(drain_seconds)]
-    paths = {
-        "--token-file": token_file,
-        "--port-file": port_file,
-        "--tls-cert": tls_cert,
-        "--tls-key": tls_key,
-        "--blob-dir": blob_dir,
-    }
-    for flag, value in {**paths, "--blob-bytes": blob_bytes}.items():
-        if value is not None:
-            arguments += [flag, str(value)]
-    for origin in allow_origin or ():
-        arguments += ["--allow-origin", origin]
-    arguments += [flag for flag, given in (("--insecure", insecure), ("--embedded", embedded)) if given]
-    run_server(arguments)
-
-
-def run_server(arguments: list[str]) -> NoReturn:
-    """Becomes the worker's program; the client's code never imports it.
-
-    Args:
-        arguments: those of `python -m skyproxy_server`.
-    """
-    for module, remedy in ((_SERVER, "pip install 'skyproxy[server]'"), ("torch", "pip install 'skyproxy[server]'")):
-        if importlib.util.find_spec(module) is None:
-            fail(f"A worker needs {module}, which is not installed here. Install it: {remedy}")
-    # -P: a module of the user's in the current directory must not take the place of one of ours.
-    command = [sys.executable, "-P", "-m", _SERVER, *arguments]
-    if os.name == "posix":
-        # In our place, so that signals and the exit status are the worker's own.
-        os.execv(sys.executable, command)
-    sys.exit(subprocess.call(command))
-
-
-@app.command("version")
-def version_command() -> None:
-    """Show the versions of skyproxy and of what it stands on."""
-    for name in ("skyproxy", "torch", "websockets", "msgpack"):
-        typer.echo(f"{name:<11} {_version_of(name)}")
-    typer.echo(f"{'python':<11} {platform.python_version()} on {platform.system()} {platform.machine()}")
+@app.command("version", rich_help_panel="This machine")
+def version_command(as_json: Json = False) -> None:
+    """Print the versions of skyproxy and of what it stands on."""
+    rows = {name: _version_of(name) for name in ("skyproxy", "torch", "websockets", "msgpack")}
+    rows["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if as_json:
+        show_json(rows)
+        return
+    for name, text in rows.items():
+        typer.echo(f"{name:<11} {text}")
 
 
 def _version_of(distribution: str) -> str:
@@ -137,12 +85,6 @@ def _version_of(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "not installed"
-
-
-def fail(message: str) -> NoReturn:
-    """Ends the command with a message and exit status 2."""
-    typer.secho(f"Error: {message}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(2)
 
 
 def main() -> None:

@@ -48,7 +48,13 @@ class Way:
 
 
 async def reach(
-    client: ClusterClient, compute: Manifest, *, node: int = 0, local_rank: int = 0, via: str = "auto"
+    client: ClusterClient,
+    compute: Manifest,
+    *,
+    node: int = 0,
+    local_rank: int = 0,
+    via: str = "auto",
+    local_port: int = 0,
 ) -> Way:
     """A way to a worker process of a Compute that runs.
 
@@ -59,6 +65,7 @@ async def reach(
         local_rank: which process of the node; each has a port of its own.
         via: one of `VIA`; "auto" takes the Service from inside the cluster, else a gateway that answers, else a
             port-forward.
+        local_port: where a port-forward listens; 0 takes a free one.
 
     Raises:
         ConnectError: the way that was asked for does not exist.
@@ -82,7 +89,7 @@ async def reach(
     elif via == "gateway":
         raise ConnectError(f"{name} has no gateway url. Leave --via out, or enable spec.gateway of the Compute.")
     pod = next((row["podName"] for row in status.get("nodes", ()) if row.get("rank") == node), f"{name}-{node}")
-    forward = await asyncio.to_thread(PortForward, client.address, pod, port)
+    forward = await asyncio.to_thread(PortForward, client.address, pod, port, local_port=local_port)
     return Way(f"{scheme}://127.0.0.1:{forward.port}", token, authority, server_name, "port-forward", forward.close)
 
 

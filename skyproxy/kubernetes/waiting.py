@@ -5,17 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from skyproxy.errors import ClusterError, WorkerStartError
-from skyproxy.kubernetes.client import ClusterClient, Manifest
+from skyproxy.kubernetes.client import GROUP, ClusterClient, Manifest
 from skyproxy.kubernetes.explain import Explanation, explain
 
+WAKE = f"{GROUP}/wake"
+"""On a Compute: any new value starts one that has expired or failed."""
 _LOOK_SECONDS = 2.0
 _SHOWN_LOG_LINES = 20
 
 
+async def apply_and_wake(client: ClusterClient, manifest: Manifest) -> str | None:
+    """Applies a Compute, and starts it again where it had expired or failed.
+
+    Returns:
+        What its status says about the end that it is woken from, for `wait_until_ready`; None where it had not ended.
+    """
+    name = manifest["metadata"]["name"]
+    status = ((before := await client.get(name)) or {}).get("status", {})
+    ended = status.get("phase") in ("Expired", "Failed")
+    # What we set and then leave out would be taken away, and that would be one more change.
+    wake = ((before or {}).get("metadata", {}).get("annotations") or {}).get(WAKE)
+    if ended:
+        wake = datetime.now(UTC).isoformat(timespec="microseconds")
+    if wake:
+        metadata = {**manifest["metadata"], "annotations": {**manifest["metadata"].get("annotations", {}), WAKE: wake}}
+        manifest = {**manifest, "metadata": metadata}
+    await client.apply(manifest)
+    return str(status.get("endedFor", "")) if ended else None
+
+
 async def wait_until_ready(
-    client: ClusterClient, name: str, timeout_seconds: float, report: Callable[[Explanation], None]
+    client: ClusterClient,
+    name: str,
+    timeout_seconds: float,
+    report: Callable[[Explanation], None],
+    *,
+    woken_from: str | None = None,
 ) -> Manifest:
     """Waits until a Compute takes clients.
 
@@ -24,6 +52,7 @@ async def wait_until_ready(
         name: of the Compute.
         timeout_seconds: after which it counts as failed.
         report: told whenever it is somewhere else, or for another reason.
+        woken_from: what `apply_and_wake` returned: that end is no news.
 
     Returns:
         The object as the server has it then.
@@ -31,7 +60,7 @@ async def wait_until_ready(
     Raises:
         WorkerStartError: it failed, was deleted, or was not ready in time; with the true cause.
     """
-    looker = _Looker(client, name, report)
+    looker = _Looker(client, name, report, woken_from)
     try:
         async with asyncio.timeout(timeout_seconds):
             return await looker.run()
@@ -45,11 +74,14 @@ async def wait_until_ready(
 
 
 class _Looker:
-    def __init__(self, client: ClusterClient, name: str, report: Callable[[Explanation], None]) -> None:
+    def __init__(
+        self, client: ClusterClient, name: str, report: Callable[[Explanation], None], woken_from: str | None
+    ) -> None:
         self.last: Explanation | None = None
         self._client = client
         self._name = name
         self._report = report
+        self._woken_from = woken_from
 
     async def run(self) -> Manifest:
         changes = self._client.watch(self._client.computes_path(), field_selector=f"metadata.name={self._name}")
@@ -69,7 +101,7 @@ class _Looker:
                     compute = item
                 if compute is not None and (found := await self._look(compute)).ready:
                     return compute
-                if compute is not None and found.failed:
+                if compute is not None and found.failed and not self._is_old(compute):
                     raise WorkerStartError(
                         f"the worker {self._name!r} did not come up: {found.text}. {found.hint}".strip()
                         + await last_words(self._client, self._name)
@@ -80,6 +112,10 @@ class _Looker:
                 with contextlib.suppress(asyncio.CancelledError, ClusterError, StopAsyncIteration):
                     await upcoming
             await changes.aclose()
+
+    def _is_old(self, compute: Manifest) -> bool:
+        status = compute.get("status", {})
+        return self._woken_from is not None and str(status.get("endedFor", "")) == self._woken_from
 
     async def _look(self, compute: Manifest) -> Explanation:
         found = explain(compute, [], [])

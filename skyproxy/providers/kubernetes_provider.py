@@ -14,7 +14,7 @@ from skyproxy.kubernetes.explain import Explanation
 from skyproxy.kubernetes.gpus import placement
 from skyproxy.kubernetes.reach import VIA, Way, reach
 from skyproxy.kubernetes.resources import compute_manifest
-from skyproxy.kubernetes.waiting import wait_until_ready
+from skyproxy.kubernetes.waiting import apply_and_wake, wait_until_ready
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
 from skyproxy.providers.image import Image
 
@@ -72,12 +72,16 @@ class Kubernetes:
         """
         async with ClusterClient(self.address) as client:
             manifest = await self._manifest(client, spec)
-            made = await self._make(client, manifest, spec)
+            made, woken_from = await self._make(client, manifest, spec)
             launched = KubernetesLaunched(client.address, spec, self._via, own=made and not spec.keep)
             try:
                 report(Progress("provisioning", None, f"made Compute {spec.name} in {client.address}"))
                 compute = await wait_until_ready(
-                    client, spec.name, spec.timeout_seconds, lambda found: report(_progress(found))
+                    client,
+                    spec.name,
+                    spec.timeout_seconds,
+                    lambda found: report(_progress(found)),
+                    woken_from=woken_from,
                 )
                 report(Progress("bootstrapping", None, "connecting to its worker processes"))
                 await launched.connect(client, compute)
@@ -111,11 +115,10 @@ class Kubernetes:
             **more,
         )
 
-    async def _make(self, client: ClusterClient, manifest: Manifest, spec: WorkerSpec) -> bool:
-        """Whether there was no Compute of that name before."""
+    async def _make(self, client: ClusterClient, manifest: Manifest, spec: WorkerSpec) -> tuple[bool, str | None]:
+        """Whether there was no Compute of that name before, and what `wait_until_ready` should know of its past."""
         if spec.keep and await client.get(spec.name) is not None:
-            await client.apply(manifest)
-            return False
+            return False, await apply_and_wake(client, manifest)
         try:
             await client.create(manifest)
         except ClusterError as error:
@@ -125,7 +128,7 @@ class Kubernetes:
                 f"a worker {spec.name!r} exists already in {client.address}. Use another name; or keep=True, to use it "
                 f"and leave it there; or end it: skyproxy down {spec.name}"
             ) from error
-        return True
+        return True, None
 
 
 class KubernetesLaunched:

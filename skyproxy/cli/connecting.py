@@ -1,0 +1,230 @@
+"""`skyproxy connect`, `run` and `port-forward`: using a worker as `sky:0`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skyproxy.cli.arguments import (
+    Kubeconfig,
+    KubeContext,
+    Namespace,
+    Provider,
+    WorkerName,
+    address_of,
+    complete_worker,
+)
+from skyproxy.cli.fleets import Access, Fleet, locate, not_found
+from skyproxy.cli.output import note, progress
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, state_folder, write_private
+from skyproxy.errors import ConfigurationError
+
+_SCHEMES = ("ws://", "wss://")
+
+
+def connect(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|URL]",
+            help="A worker's name, or its url; the current context's by default.",
+            autocompletion=complete_worker,
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="For a url: the name to keep it under.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="For a url: the file with the worker's token.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="For a url: whom to trust (PEM).")
+    ] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="For a url: the name in the certificate, where it is another.")
+    ] = None,
+    print_environment: Annotated[
+        bool, typer.Option("--env", help='Change nothing; print variables for: eval "$(skyproxy connect NAME --env)"')
+    ] = False,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Try to reach a worker, and make it what sky:0 is."""
+    if target is not None and target.startswith(_SCHEMES):
+        _connect_url(target, name, token_file, certificate, server_name, print_environment)
+        return
+    if name or token_file or certificate or server_name:
+        raise ConfigurationError(
+            "--name, --token-file, --certificate and --server-name belong to a url: ws:// or wss://"
+        )
+    address = address_of(namespace, context, kubeconfig)
+
+    async def work() -> tuple[str, Context, Access]:
+        worker, fleet = await locate(target, provider, address)
+        return worker, await fleet.context(worker), await fleet.access(worker)
+
+    with progress("Connecting"):
+        worker, saved, access = asyncio.run(work())
+        try:
+            report = access.report()
+        finally:
+            access.close()
+    if print_environment:
+        if access.via == "port-forward":
+            raise ConfigurationError(
+                f"{worker} is reached through a port-forward, which must go on as long as it is used. "
+                f"Run: skyproxy port-forward {worker}"
+            )
+        _print_environment(access.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
+        return
+    ContextStore().save(saved)
+    software = report.get("software", {})
+    note(f"sky:0 is now {worker}, by {access.via} at {access.url} (torch {software.get('torch', 'unknown')}).")
+
+
+def _connect_url(
+    url: str,
+    name: str | None,
+    token_file: Path | None,
+    certificate: Path | None,
+    server_name: str | None,
+    print_environment: bool,
+) -> None:
+    if token_file is None:
+        raise ConfigurationError("a worker at a url needs --token-file, the file with the token it was started with.")
+    options = {"url": url, "token_file": str(token_file.absolute())}
+    options |= {"certificate_file": str(certificate.absolute())} if certificate else {}
+    options |= {"server_name": server_name} if server_name else {}
+    trusted = certificate.read_text(encoding="ascii") if certificate else None
+    access = Access(url, token_file.read_text(encoding="ascii").strip(), trusted, server_name)
+    report = access.report()
+    if print_environment:
+        _print_environment(url, f'"$(cat {shlex.quote(options["token_file"])})"', access, name or "url")
+        return
+    store = ContextStore()
+    kept = checked_name(name) if name else "remote"
+    store.save(Context(kept, "remote", options))
+    note(f"sky:0 is now {url}, kept as {kept} (torch {report.get('software', {}).get('torch', 'unknown')}).")
+
+
+def connection_files(worker: str) -> tuple[Path, Path]:
+    """Where a worker's token and certificate are kept for the environment of programs; both may be missing."""
+    return state_folder() / "connections" / f"{worker}.token", state_folder() / "connections" / f"{worker}.pem"
+
+
+def _token_file(worker: str, access: Access) -> Path:
+    """A file with the token that only we can read: a token in a command line or a history is everybody's."""
+    path, _ = connection_files(worker)
+    write_private(path, access.token + "\n")
+    return path
+
+
+def _print_environment(url: str, token: str, access: Access, worker: str) -> None:
+    typer.echo(f"export SKYPROXY_URL={shlex.quote(url)}")
+    typer.echo(f"export SKYPROXY_TOKEN={token}")
+    if access.certificate:
+        _, path = connection_files(worker)
+        write_private(path, access.certificate)
+        typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(str(path))}")
+    if access.server_name:
+        typer.echo(f"export SKYPROXY_SERVER_NAME={shlex.quote(access.server_name)}")
+
+
+def port_forward(
+    name: WorkerName = None,
+    local_port: Annotated[int, typer.Option(min=0, max=65535, help="On this machine; 0 takes a free one.")] = 0,
+    node: Annotated[int, typer.Option(min=0, help="Which node of the worker.")] = 0,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Lead a port of this machine to a worker in the cluster, until Ctrl-C; prints the variables to use it with.
+
+    Programs need it only where they cannot connect themselves: sky:0 makes its own port-forward.
+    """
+    from skyproxy.kubernetes.client import ClusterClient
+    from skyproxy.kubernetes.reach import DEFAULT_PORT, Way, reach
+
+    address = address_of(namespace, context, kubeconfig)
+
+    async def work() -> tuple[str, Way]:
+        worker, fleet = await locate(name, None, address)
+        if fleet.provider != "kubernetes":
+            raise ConfigurationError(f"{worker} runs with the provider {fleet.provider}; it needs no port-forward.")
+        saved = ContextStore().get(worker)
+        where = address
+        if saved is not None and saved.provider == "kubernetes" and not address.options:
+            where = type(address).of_options(saved.options)
+        async with ClusterClient(where) as client:
+            compute = await client.get(worker)
+            if compute is None:
+                raise not_found(worker, "kubernetes")
+            return worker, await reach(client, compute, node=node, via="port-forward", local_port=local_port)
+
+    worker, way = asyncio.run(work())
+    access = Access(way.url, way.token, way.certificate, way.server_name, way.via, way.close)
+    try:
+        _print_environment(way.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
+        sys.stdout.flush()
+        note(f"Port {way.url.rpartition(':')[2]} leads to port {DEFAULT_PORT} of {worker}. Ctrl-C ends it.")
+        _wait_for_a_signal()
+    finally:
+        way.close()
+
+
+def _wait_for_a_signal() -> None:
+    """Until SIGTERM or Ctrl-C, which both end the command in order."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        # In slices, for on Windows a signal does not end a wait.
+        while not ended.wait(1.0):
+            pass
+    except KeyboardInterrupt:
+        pass
+
+
+def run(
+    ctx: typer.Context,
+    script: Annotated[str, typer.Argument(help="The script; with --module, a module's name.")],
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="The worker; the current context's by default.", autocompletion=complete_worker),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Run a Python script with sky:0 bound to a worker. What follows the script's name is for the script."""
+    address = address_of(namespace, context, kubeconfig)
+
+    async def find() -> tuple[str, Fleet]:
+        return await locate(on, None, address)
+
+    store = ContextStore()
+    saved = store.chosen() if on is None else store.get(checked_name(on))
+    if saved is None:
+        if on is None:
+            raise ConfigurationError("no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT")
+        worker, fleet = asyncio.run(find())
+        saved = asyncio.run(fleet.context(worker))
+        store.save(saved, make_current=False)
+    if not module and not Path(script).is_file():
+        raise ConfigurationError(f"there is no script {script!r}. For a module: skyproxy run -m {script}")
+    environment = {key: value for key, value in os.environ.items() if key not in ("SKYPROXY_URL", "SKYPROXY_TOKEN")}
+    environment[CONTEXT_VARIABLE] = saved.name
+    command = [sys.executable, *(["-m"] if module else []), script, *ctx.args]
+    if os.name == "posix":
+        # In our place, so that signals and the exit status are the script's own.
+        os.execve(sys.executable, command, environment)
+    sys.exit(subprocess.call(command, env=environment))

@@ -1,0 +1,232 @@
+"""`skyproxy doctor`: what is in order on the way from here to a worker, what is not, and how to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import typer
+
+from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, ProviderName, address_of
+from skyproxy.cli.exit_codes import ExitCode
+from skyproxy.cli.fleets import Access, fleet_of
+from skyproxy.cli.output import console, progress, show_json
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore
+from skyproxy.errors import SkyproxyError
+from skyproxy.kubernetes.address import ClusterAddress
+
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)
+_SLOW_SECONDS = 0.1
+_MARKS = {
+    "ok": "[green]ok[/]",
+    "warning": "[yellow]warning[/]",
+    "broken": "[red]broken[/]",
+    "skipped": "[dim]skipped[/]",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        check: what was looked at.
+        state: "ok", "warning", "broken" or "skipped".
+        message: what was found.
+        hint: how to mend it; empty where nothing is to be done.
+    """
+
+    check: str
+    state: str
+    message: str
+    hint: str = ""
+
+
+def doctor(
+    namespace: Namespace = None, context: KubeContext = None, kubeconfig: Kubeconfig = None, as_json: Json = False
+) -> None:
+    """Check this machine, the chosen worker and the cluster, and say how to mend what is broken; ends with 1 then."""
+    findings = []
+    with progress("Looking") as say:
+        for finding in examine(address_of(namespace, context, kubeconfig), say):
+            findings.append(finding)
+    if as_json:
+        show_json([asdict(finding) for finding in findings])
+    else:
+        out = console()
+        width = max(len(finding.check) for finding in findings)
+        for finding in findings:
+            mark = _MARKS[finding.state] + " " * (8 - len(finding.state))
+            out.print(f"{mark}{finding.check:<{width}}  ", end="")
+            out.print(finding.message, markup=False)
+            if finding.hint:
+                out.print(" " * (10 + width) + finding.hint, markup=False, style="dim")
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def examine(address: ClusterAddress, say: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """All checks, in the order in which things depend on one another."""
+    yield _python()
+    yield _torch()
+    yield _library("kubernetes_asyncio", "kubernetes", "for clusters")
+    yield _library("psutil", "server", "for workers on this machine")
+    say("Looking for a worker")
+    yield from _context()
+    yield from _worker()
+    yield from _local_workers()
+    say("Asking the cluster")
+    from skyproxy.cli.cluster_checks import examine_cluster
+
+    yield from asyncio.run(examine_cluster(address))
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> Finding:
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return Finding("torch", "broken", "not installed", "pip install 'skyproxy[torch]'")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
+        return Finding(
+            "torch", "broken", f"{found} is not supported", "Versions 2.11 to 2.13 are: pip install torch==2.13.0"
+        )
+    return Finding("torch", "ok", found)
+
+
+def _library(name: str, extra: str, purpose: str) -> Finding:
+    try:
+        return Finding(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Finding(name, "skipped", f"not installed; needed {purpose}", f"pip install 'skyproxy[{extra}]'")
+
+
+def _context() -> Iterator[Finding]:
+    if url := os.environ.get("SKYPROXY_URL"):
+        if os.environ.get("SKYPROXY_TOKEN"):
+            yield Finding("sky:0", "ok", f"the worker at SKYPROXY_URL={url}")
+        else:
+            yield Finding(
+                "sky:0", "broken", f"SKYPROXY_URL={url} without a token", "Set SKYPROXY_TOKEN, or unset both."
+            )
+        return
+    try:
+        context = ContextStore().chosen()
+    except SkyproxyError as error:
+        yield Finding("sky:0", "broken", str(error), f"Unset {CONTEXT_VARIABLE}, or: skyproxy context list")
+        return
+    if context is None:
+        yield Finding("sky:0", "ok", "an embedded worker: nothing else is chosen")
+        return
+    yield Finding("sky:0", "ok", f"the saved context {context.name!r} ({context.provider})")
+    if path := context.options.get("token_file"):
+        yield _private("token file", Path(path))
+
+
+def _private(check: str, path: Path) -> Finding:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return Finding(
+            check, "broken", f"{path}: {error.strerror}", "Connect anew: skyproxy connect URL --token-file FILE"
+        )
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return Finding(check, "warning", f"others can read {path}", f"chmod 600 {path}")
+    return Finding(check, "ok", str(path))
+
+
+def _worker() -> Iterator[Finding]:
+    """Whether the worker that sky:0 means answers, and fits."""
+    access: Access | None = None
+    try:
+        access = _chosen_access()
+        if access is None:
+            return
+        report = access.report()
+        began = time.monotonic()
+        access.report()
+        seconds = time.monotonic() - began
+    except (SkyproxyError, OSError) as error:
+        yield Finding(
+            "worker", "broken", str(error), "See: skyproxy status; or choose another: skyproxy context use NAME"
+        )
+        return
+    finally:
+        if access is not None:
+            access.close()
+    state = "warning" if seconds > _SLOW_SECONDS else "ok"
+    hint = "Each value that is read waits that long; see docs/topics/performance.md." if state == "warning" else ""
+    yield Finding("worker", state, f"answers by {access.via} within {seconds * 1000:.0f} ms", hint)
+    yield from _versions(report.get("software", {}))
+
+
+def _chosen_access() -> Access | None:
+    if url := os.environ.get("SKYPROXY_URL"):
+        path = os.environ.get("SKYPROXY_CERTIFICATE")
+        trusted = Path(path).read_text(encoding="ascii") if path else None
+        return Access(
+            url, os.environ.get("SKYPROXY_TOKEN", ""), trusted, os.environ.get("SKYPROXY_SERVER_NAME") or None
+        )
+    context = ContextStore().chosen()
+    return None if context is None else access_of(context)
+
+
+def access_of(context: Context) -> Access:
+    """A way to the worker of a saved context.
+
+    Raises:
+        ConnectError: it cannot be reached.
+    """
+    if context.provider == "remote":
+        options = context.options
+        trusted = options.get("certificate_file")
+        return Access(
+            options["url"],
+            Path(options["token_file"]).read_text(encoding="ascii").strip(),
+            Path(trusted).read_text(encoding="ascii") if trusted else None,
+            options.get("server_name"),
+        )
+    fleet = fleet_of(context.provider, ClusterAddress.of_options(context.options))
+    return asyncio.run(fleet.access(context.name))
+
+
+def _versions(theirs: dict[str, str]) -> Iterator[Finding]:
+    for name, parts, consequence in (
+        ("skyproxy", 2, "the protocol may differ"),
+        ("torch", 2, "operations that differ between them fail"),
+    ):
+        try:
+            own = version(name)
+        except PackageNotFoundError:
+            continue
+        other = theirs.get(name, "unknown")
+        same = own.split("+")[0].split(".")[:parts] == other.split("+")[0].split(".")[:parts]
+        hint = "" if same else f"Use the same on both sides: {consequence}."
+        yield Finding(f"worker's {name}", "ok" if same else "warning", f"{other}, here {own}", hint)
+
+
+def _local_workers() -> Iterator[Finding]:
+    rows = asyncio.run(fleet_of(ProviderName.LOCAL, ClusterAddress()).rows())
+    lost = [row.name for row in rows if row.phase == "Lost"]
+    if lost:
+        names = ", ".join(lost)
+        yield Finding(
+            "local workers",
+            "warning",
+            f"ended by themselves: {names}",
+            f"skyproxy logs {lost[0]}; skyproxy down {lost[0]}",
+        )
+    elif rows:
+        yield Finding("local workers", "ok", ", ".join(f"{row.name} ({row.phase})" for row in rows))

@@ -1,0 +1,231 @@
+"""`skyproxy up` and `skyproxy down`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated, Any
+
+import typer
+
+from skyproxy.cli.arguments import (
+    Json,
+    Kubeconfig,
+    KubeContext,
+    Namespace,
+    Provider,
+    ProviderName,
+    WorkerName,
+    address_of,
+    duration_seconds,
+    variables_of,
+    volume_of,
+)
+from skyproxy.cli.connecting import connection_files
+from skyproxy.cli.fleets import Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
+from skyproxy.cli.output import note, progress, show_json
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
+from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.address import ClusterAddress
+
+PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
+_GPU = "nvidia.com/gpu"
+
+
+def up(
+    name: Annotated[str, typer.Argument(help="Name of the worker: small letters, digits and hyphens.")],
+    provider: Annotated[
+        ProviderName | None,
+        typer.Option(help="Who runs it; by default SKYPROXY_PROVIDER, else the cluster of a kubeconfig, else local."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs for each node; 0: none.")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, such as A100; see: skyproxy gpus.")] = None,
+    cpu: Annotated[str | None, typer.Option(help="CPUs for each node, such as 4 or 500m.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory for each node, such as 16Gi.")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image; the operator's by default.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, each in a Pod of its own.")] = 1,
+    volume: Annotated[list[str] | None, typer.Option(help="Storage that stays, NAME:SIZE:PATH; repeatable.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the worker, or NAME for yours; repeatable.")
+    ] = None,
+    env_from_secret: Annotated[
+        list[str] | None, typer.Option(help="A Secret whose every key becomes a variable; repeatable.")
+    ] = None,
+    idle_timeout: Annotated[str | None, typer.Option(help="It goes after being idle for so long, such as 30m.")] = None,
+    max_lifetime: Annotated[str | None, typer.Option(help="It goes after so long in any case, such as 8h.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it takes clients.")] = True,
+    timeout: Annotated[str, typer.Option(help="How long to wait for it.")] = "15m",
+    use: Annotated[bool, typer.Option("--use/--no-use", help="Make it what sky:0 is.")] = True,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """Get a worker, or change the one of that name, and make it what sky:0 is.
+
+    With the provider local it is a process of this machine that outlives this command; with kubernetes, a Pod that
+    skyproxy's operator makes.
+    """
+    checked_name(name)
+    address = address_of(namespace, context, kubeconfig)
+    given = {
+        "gpu_type": gpu_type,
+        "memory": memory,
+        "image": image,
+        "volume": volume,
+        "idle_timeout": idle_timeout,
+        "max_lifetime": max_lifetime,
+        "env_from_secret": env_from_secret,
+    }
+    chosen, why = asyncio.run(_choose(provider, address, name))
+    if why:
+        note(f"Provider: {chosen.value}, {why}.")
+    variables = variables_of(env or ())
+    if chosen is ProviderName.LOCAL:
+        _refuse({key: value for key, value in given.items() if value} | ({"nodes": nodes} if nodes > 1 else {}))
+        fleet = _up_local(name, gpus, cpu, variables, wait)
+    else:
+        manifest_options: dict[str, Any] = {
+            "image": image,
+            "resources": _resources(gpus, gpu_type, cpu, memory),
+            "nodes": nodes,
+            "volumes": [volume_of(text) for text in volume or ()],
+            "env": variables,
+            "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,
+            "idle_timeout_seconds": duration_seconds(idle_timeout),
+            "max_lifetime_seconds": duration_seconds(max_lifetime),
+        }
+        seconds = duration_seconds(timeout) if wait else None
+        fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
+    found = asyncio.run(_finish(fleet, name, use))
+    if as_json:
+        show_json(found.row)
+        return
+    state = "is ready" if found.ready else f"is being made: {found.message}" if found.message else "is being made"
+    typer.echo(f"{name} {state}" + (f" ({found.devices})" if found.devices else ""))
+    if use:
+        note("sky:0 is now this worker. End it: skyproxy down " + name)
+        for variable in ("SKYPROXY_URL", CONTEXT_VARIABLE):
+            if os.environ.get(variable) not in (None, name):
+                note(f"In this shell {variable} is set, and goes first; unset it to use {name}.")
+
+
+def down(
+    name: WorkerName = None,
+    provider: Provider = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is gone.")] = True,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """End a worker. Its tensors are gone; volumes go or stay as their reclaimPolicy says."""
+    address = address_of(namespace, context, kubeconfig)
+
+    async def work() -> str:
+        worker, fleet = await locate(name, provider, address)
+        with progress(f"Ending {worker}"):
+            there = await fleet.down(worker, wait=wait)
+        forgotten = _forget(worker, await fleet.context(worker))
+        if not there and not forgotten:
+            raise not_found(worker, fleet.provider)
+        return worker
+
+    typer.echo(f"{asyncio.run(work())} is gone" if wait else "it is going")
+
+
+def _forget(name: str, context: Context) -> bool:
+    """Removes the worker's own context, but not one of the same name that means another; whether there was one."""
+    store = ContextStore()
+    forgotten = store.get(name) == context and store.remove(name)
+    if forgotten:
+        for path in connection_files(name):
+            path.unlink(missing_ok=True)
+    return forgotten
+
+
+async def _choose(provider: ProviderName | None, address: ClusterAddress, name: str) -> tuple[ProviderName, str]:
+    """The provider, and why, where the user did not say."""
+    if provider is not None:
+        return provider, ""
+    if asks_for_cluster(address):
+        return ProviderName.KUBERNETES, ""
+    if named := os.environ.get(PROVIDER_VARIABLE):
+        try:
+            return ProviderName(named), f"as {PROVIDER_VARIABLE} says"
+        except ValueError:
+            known = ", ".join(ProviderName)
+            raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is none of: {known}.") from None
+    if await has_cluster(address):
+        return ProviderName.KUBERNETES, f"in {await address.resolved()}"
+    return ProviderName.LOCAL, "on this machine, because no cluster is configured"
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    if given:
+        flags = ", ".join("--" + key.replace("_", "-") for key in given)
+        raise ConfigurationError(
+            f"a worker on this machine is a process and cannot have {flags}. Leave it out, or take another --provider."
+        )
+
+
+def _up_local(name: str, gpus: int | None, cpu: str | None, env: dict[str, str], wait: bool) -> Fleet:
+    from skyproxy.providers.detached import find, start_detached
+
+    fleet = fleet_of(ProviderName.LOCAL, ClusterAddress())
+    existing = find(name)
+    if existing is not None and existing.alive and existing.url:
+        note(f"{name} runs already; its arguments stay as they are.")
+        return fleet
+    variables = dict(env)
+    if gpus:
+        variables.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    if cpu:
+        if not cpu.isdigit():
+            raise ConfigurationError(f"--cpu {cpu!r}: a worker on this machine takes a whole number of threads.")
+        variables.setdefault("OMP_NUM_THREADS", cpu)
+    device = "auto" if gpus is None else "cuda" if gpus else "cpu"
+    with progress(f"Starting {name} on this machine"):
+        start_detached(name, device=device, env=variables, wait=wait)
+    return fleet
+
+
+async def _up_in_cluster(
+    name: str, address: ClusterAddress, gpu_type: str | None, options: dict[str, Any], timeout_seconds: float | None
+) -> Fleet:
+    from skyproxy.kubernetes.client import ClusterClient
+    from skyproxy.kubernetes.gpus import placement
+    from skyproxy.kubernetes.resources import compute_manifest
+    from skyproxy.kubernetes.waiting import apply_and_wake, wait_until_ready
+
+    async with ClusterClient(address) as client:
+        with progress(f"Asking for {name} in {client.address}") as say:
+            if gpu_type:
+                options["affinity"] = await placement(client, gpu_type)
+            # An `up` wakes what was suspended, has expired or failed.
+            manifest = compute_manifest(name, namespace=client.namespace, suspend=False, **options)
+            woken_from = await apply_and_wake(client, manifest)
+            if timeout_seconds is not None:
+                await wait_until_ready(
+                    client,
+                    name,
+                    timeout_seconds,
+                    lambda found: say(f"{name}: {found.text}"),
+                    woken_from=woken_from,
+                )
+        return fleet_of(ProviderName.KUBERNETES, client.address)
+
+
+async def _finish(fleet: Fleet, name: str, use: bool) -> WorkerRow:
+    ContextStore().save(await fleet.context(name), make_current=use)
+    found = await fleet.row(name)
+    if found is None:
+        raise not_found(name, fleet.provider)
+    return found
+
+
+def _resources(gpus: int | None, gpu_type: str | None, cpu: str | None, memory: str | None) -> dict[str, str]:
+    count = gpus if gpus is not None else 1 if gpu_type else 0
+    if gpu_type and not count:
+        raise ConfigurationError("--gpu-type was given with --gpus 0. Leave one of them out.")
+    wanted = {"cpu": cpu, "memory": memory, _GPU: str(count) if count else None}
+    return {key: value for key, value in wanted.items() if value}

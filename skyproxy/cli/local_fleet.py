@@ -1,0 +1,118 @@
+"""The workers on this machine that outlive the command which started them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.output import bytes_text
+from skyproxy.contexts import Context
+from skyproxy.errors import ConnectError
+from skyproxy.providers.detached import DetachedWorker, find, list_detached
+from skyproxy.providers.saved import local_address
+
+_POLL_SECONDS = 0.2
+
+
+class LocalFleet:
+    """Workers as processes of this machine.
+
+    Attributes:
+        provider: "local".
+    """
+
+    provider = "local"
+
+    async def rows(self) -> list[WorkerRow]:
+        """All of them, by name."""
+        return list(await asyncio.gather(*(asyncio.to_thread(_row, worker) for worker in list_detached())))
+
+    async def row(self, name: str) -> WorkerRow | None:
+        """One of them; None where there is none."""
+        worker = find(name)
+        return await asyncio.to_thread(_row, worker) if worker is not None else None
+
+    async def down(self, name: str, *, wait: bool) -> bool:
+        """Ends one; whether there was one."""
+        worker = find(name)
+        if worker is None:
+            return False
+        await asyncio.to_thread(worker.stop)
+        return True
+
+    async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
+        """The lines it wrote; while it follows, until the worker ends."""
+        worker = find(name)
+        if worker is None or not worker.log.exists():
+            return
+        with worker.log.open(encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+            for line in lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]:
+                yield line
+            rest = ""
+            while follow:
+                alive = worker.alive
+                rest += file.read()
+                *lines, rest = rest.split("\n")
+                for line in lines:
+                    yield line
+                if not alive:
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def context(self, name: str) -> Context:
+        """How to find it again."""
+        return Context(name, self.provider)
+
+    async def access(self, name: str) -> Access:
+        """Its address and token."""
+        return Access(*local_address(name))
+
+
+def _row(worker: DetachedWorker) -> WorkerRow:
+    age = (datetime.now(UTC) - datetime.fromisoformat(worker.started)).total_seconds()
+    alive, url = worker.alive, worker.url
+    phase, message, hint = "Running", "", ""
+    report = {}
+    if not alive:
+        last = worker.log_tail().rpartition("\n")[2]
+        phase, message = (
+            "Lost",
+            f"the process {worker.process_id} has ended" + (f"; last it wrote: {last}" if last else ""),
+        )
+        hint = f"See why: skyproxy logs {worker.name}. Start it again: skyproxy up {worker.name} --provider local"
+    elif url is None:
+        phase, message = "Provisioning", "it does not listen yet"
+    else:
+        try:
+            report = Access(url, worker.token()).report()
+        except ConnectError as error:
+            phase, message = "Failed", str(error)
+    return WorkerRow(
+        name=worker.name,
+        provider="local",
+        where="this machine",
+        phase=phase,
+        ready=bool(report),
+        devices=devices_text(report.get("devices", ())),
+        age_seconds=age,
+        idle_seconds=report.get("idle_seconds"),
+        url=url,
+        reason="" if report else phase,
+        message=message,
+        hint=hint,
+        software=dict(report.get("software", {})),
+    )
+
+
+def devices_text(devices: object) -> str:
+    """A worker's devices in words: "2 x NVIDIA H200 (139.8 GiB), cpu"."""
+    counts: dict[str, int] = {}
+    for row in devices if isinstance(devices, list | tuple) else ():
+        memory = bytes_text(row.get("total_memory_bytes"))
+        counts[f"{row['name']} ({memory})" if row["type"] != "cpu" else "cpu"] = (
+            counts.get(f"{row['name']} ({memory})" if row["type"] != "cpu" else "cpu", 0) + 1
+        )
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())

@@ -1,0 +1,101 @@
+"""What commands show: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from skyproxy.cli.exit_codes import ExitCode
+
+Row = dict[str, Any]
+
+
+def console() -> Console:
+    """Where results go; found anew each time, for tests and notebooks replace the streams."""
+    return Console(file=sys.stdout, highlight=False)
+
+
+def note(message: str) -> None:
+    """Something a person should know, beside the result."""
+    typer.echo(message, err=True)
+
+
+def warn(message: str) -> None:
+    """Something a person should look into, beside the result."""
+    typer.secho(f"Warning: {message}", fg=typer.colors.YELLOW, err=True)
+
+
+def fail(message: str, code: ExitCode = ExitCode.USAGE) -> NoReturn:
+    """Ends the command with a message."""
+    typer.secho(f"Error: {message}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(int(code))
+
+
+def show_json(value: Any) -> None:
+    """The result for programs."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Row], empty: str) -> None:
+    """The result for people.
+
+    Args:
+        columns: keys of the rows, which are the headings too.
+        rows: what to show; a key that is missing shows as nothing.
+        empty: what to say in place of an empty table.
+    """
+    if not rows:
+        note(empty)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " ").upper(), overflow="fold")
+    for row in rows:
+        table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
+    console().print(table)
+
+
+@contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """A line that says what is being waited for; silent where standard error is no terminal.
+
+    Args:
+        first: what it says at the beginning.
+
+    Yields:
+        A function that changes the line.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with Console(file=sys.stderr).status(first) as status:
+        yield lambda message: status.update(message.replace("[", r"\["))
+
+
+def age_text(seconds: float | None) -> str:
+    """A length of time in its largest unit: "3h"."""
+    if seconds is None:
+        return ""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(max(seconds, 0))}s"
+
+
+def bytes_text(count: int | None) -> str:
+    """A size in binary units: "79.2 GiB"."""
+    if count is None:
+        return ""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

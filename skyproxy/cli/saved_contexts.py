@@ -1,0 +1,76 @@
+"""`skyproxy context`: which worker `sky:0` is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from skyproxy.cli.arguments import Json, complete_worker
+from skyproxy.cli.exit_codes import NotFoundError
+from skyproxy.cli.output import note, show_json, show_table
+from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
+
+app = typer.Typer(help="See and choose which worker sky:0 is.", no_args_is_help=True)
+_Name = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=complete_worker)]
+
+
+@app.command("list")
+def list_contexts(as_json: Json = False) -> None:
+    """List the saved contexts; the current one has a star."""
+    store = ContextStore()
+    chosen = store.chosen({}) if store.current_name() else None
+    rows = []
+    for name in store.names():
+        context = store.get(name)
+        if context is not None:
+            rows.append({**asdict(context), "current": chosen is not None and chosen.name == name})
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        {
+            "current": "*" if row["current"] else "",
+            "name": row["name"],
+            "provider": row["provider"],
+            "details": ", ".join(f"{key}={value}" for key, value in row["options"].items()),
+        }
+        for row in rows
+    ]
+    show_table(("current", "name", "provider", "details"), shown, "No context is saved. Make one: skyproxy up NAME")
+
+
+@app.command("current")
+def current(as_json: Json = False) -> None:
+    """Print the context that sky:0 means here and now."""
+    context = ContextStore().chosen()
+    if as_json:
+        show_json(asdict(context) if context is not None else None)
+    elif context is None:
+        note("No context is chosen: sky:0 is an embedded worker, unless SKYPROXY_URL is set.")
+    else:
+        typer.echo(context.name)
+
+
+@app.command("use")
+def use(name: _Name) -> None:
+    """Make a context the current one."""
+    store = ContextStore()
+    if store.get(name) is None:
+        raise NotFoundError(f"there is no context {name!r}. Saved are: {', '.join(store.names()) or 'none'}.")
+    store.use(name)
+    note(f"sky:0 is now the worker {name}, wherever {CONTEXT_VARIABLE} and SKYPROXY_URL do not say otherwise.")
+
+
+@app.command("clear")
+def clear() -> None:
+    """Choose none: sky:0 is an embedded worker again. The contexts stay."""
+    ContextStore().use(None)
+
+
+@app.command("remove")
+def remove(name: _Name) -> None:
+    """Forget a context. Its worker stays."""
+    if not ContextStore().remove(name):
+        raise NotFoundError(f"there is no context {name!r}. See: skyproxy context list")

@@ -1,0 +1,113 @@
+"""`skyproxy serve`: becomes a worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from skyproxy.cli.output import fail
+
+_SERVER = "skyproxy_server"
+
+
+class Device(StrEnum):
+    """What a worker can be asked to offer."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class LogLevel(StrEnum):
+    """How much a worker logs."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def serve_command(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8765,
+    device: Annotated[Device, typer.Option(help="Devices to offer; auto: CUDA if any, then the CPU.")] = Device.AUTO,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="File with the token that clients must know."),
+    ] = None,
+    port_file: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File to write the port to, once the worker listens.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Certificate chain (PEM); clients then use wss://.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Private key of the certificate (PEM).")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen for other machines without TLS; for a worker behind a gateway.")
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page that may connect; can be given more than once.")
+    ] = None,
+    blob_bytes: Annotated[
+        int | None,
+        typer.Option(min=0, help="How much of uploads to keep for clients that come again; 0: nothing."),
+    ] = None,
+    blob_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
+    log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded", help="Be the child of a client: token from stdin, port to stdout, exit when stdin ends."
+        ),
+    ] = False,
+) -> None:
+    """Run a worker on this machine.
+
+    The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: those are visible to everyone on the
+    machine. Without either, a new token is made, and the name of the file that holds it is printed.
+    """
+    arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
+    arguments += ["--drain-seconds", str(drain_seconds)]
+    paths = {
+        "--token-file": token_file,
+        "--port-file": port_file,
+        "--tls-cert": tls_cert,
+        "--tls-key": tls_key,
+        "--blob-dir": blob_dir,
+    }
+    for flag, value in {**paths, "--blob-bytes": blob_bytes}.items():
+        if value is not None:
+            arguments += [flag, str(value)]
+    for origin in allow_origin or ():
+        arguments += ["--allow-origin", origin]
+    arguments += [flag for flag, given in (("--insecure", insecure), ("--embedded", embedded)) if given]
+    run_server(arguments)
+
+
+def run_server(arguments: list[str]) -> NoReturn:
+    """Becomes the worker's program; the client's code never imports it.
+
+    Args:
+        arguments: those of `python -m skyproxy_server`.
+    """
+    for module, remedy in ((_SERVER, "pip install 'skyproxy[server]'"), ("torch", "pip install 'skyproxy[server]'")):
+        if importlib.util.find_spec(module) is None:
+            fail(f"A worker needs {module}, which is not installed here. Install it: {remedy}")
+    # -P: a module of the user's in the current directory must not take the place of one of ours.
+    command = [sys.executable, "-P", "-m", _SERVER, *arguments]
+    if os.name == "posix":
+        # In our place, so that signals and the exit status are the worker's own.
+        os.execv(sys.executable, command)
+    sys.exit(subprocess.call(command))
