@@ -99,6 +99,8 @@ async def start(settings: kopf.OperatorSettings, memo: Any, **_: object) -> None
     settings.posting.enabled = False
     # Secrets are in the answers that this logger writes at its most talkative.
     logging.getLogger("kubernetes_asyncio.client.rest").setLevel(logging.INFO)
+    # A line for each event that says that nothing was wrong with it.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     memo.operator = Operator(load())
     await memo.operator.start()
 
