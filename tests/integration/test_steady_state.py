@@ -53,14 +53,10 @@ def look():
 
 for number in range(early):
     last = step(number)
-    if number % 100 == 0:
-        last.item()  # so that both parts run equally far ahead of the worker
 look()
 trips = torch.sky.stats()["round_trips"]
 for number in range(early, steps):
     last = step(number)
-    if number % 100 == 0:
-        last.item()
 print(json.dumps(torch.sky.stats()["round_trips"] - trips), flush=True)
 look()
 print(json.dumps([last.item(), len(session._waiters), len(session._failed_lines)]), flush=True)
@@ -71,10 +67,10 @@ MIB = 1 << 20
 def check(early_steps: int, steps: int) -> None:
     lines = succeed(PROGRAM, timeout=30 + steps * 0.1, EARLY=str(early_steps), STEPS=str(steps))
     early, trips, late, (loss, waiters, failures) = map(json.loads, lines.splitlines())
-    assert trips == (steps - early_steps) // 100
+    assert trips == 0
     for exact in ("handles", "held", "bytes", "misses"):
         assert late[exact] == early[exact], (exact, early, late)
-    # The allocators of both processes settle a little after the first steps.
+    # The allocators of both processes settle a little after the first steps: by 1 to 2 MiB of 300.
     assert late["client"] - early["client"] < 8 * MIB, (early, late)
     assert late["worker"] - early["worker"] < 8 * MIB, (early, late)
     assert 0 < loss < 2
@@ -88,7 +84,7 @@ def test_500_steps_leave_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_10_000_steps_leave_nothing_behind() -> None:
-    check(1_000, 10_000)
+    check(100, 10_000)
 
 
 def test_a_training_step_waits_for_nothing_and_printing_waits_once(sky: str) -> None:
