@@ -51,8 +51,8 @@ def shielded(function: _F) -> _F:
 def _park() -> None:
     """Parks the error that C++ left set, if there is one; to return to C++ with it would be an error in itself."""
     try:
-        # The interpreter checks results of calls with unpacked arguments: this one fails if an error is set.
-        str(*_no_arguments)
+        # The interpreter checks the result of this kind of call (by `tp_call`): it fails if an error is set.
+        object(*_no_arguments)
     except SystemError as error:
         if PARKED.error is None:
             PARKED.error = error.__cause__
