@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("control_plane")
 
 _SERVER = (
     "import http.server, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));"
+    "http.server.SimpleHTTPRequestHandler.protocol_version = 'HTTP/1.1';"
     "http.server.ThreadingHTTPServer(('0.0.0.0', 8080), http.server.SimpleHTTPRequestHandler).serve_forever()"
 )
 
@@ -127,6 +128,20 @@ def test_volumes_are_where_the_pod_mounts_them_and_nowhere_else(cluster: Cluster
     cluster.wait(f"/api/v1/persistentvolumes/{volume}", lambda found: found is None, "the volume is removed")
 
 
+def test_a_container_runs_as_the_user_it_asks_for(cluster: Cluster, namespace: str) -> None:
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+    cluster.create(path, {"metadata": {"name": "data"}, "spec": claim})
+    pod = {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10002, "fsGroup": 10003},
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+    }
+    script = "id -u; id -g; id -G; echo x > /data/file && echo written; touch /root/x 2>/dev/null || echo refused"
+    mounts = [{"name": "data", "mountPath": "/data"}]
+    made = run_pod(cluster, namespace, "user", "sh", "-c", script, pod=pod, volumeMounts=mounts)
+    assert output(cluster, made).splitlines() == ["10001", "10002", "10002 10003", "written", "refused"]
+
+
 def test_a_pod_without_its_secret_waits_for_it(cluster: Cluster, namespace: str) -> None:
     volumes = {"volumes": [{"name": "secret", "secret": {"secretName": "late"}}]}
     mounts = [{"name": "secret", "mountPath": "/secret"}]
@@ -207,9 +222,9 @@ def test_port_forward_reaches_the_pod_through_the_api_server(cluster: Cluster, n
     with unix_connect(str(cluster.socket), uri, **_TUNNEL) as tunnel:
         assert tunnel.recv(10) == b"\x00" + struct.pack("<H", 8080)
         assert tunnel.recv(10) == b"\x01" + struct.pack("<H", 8080)
-        tunnel.send(b"\x00GET /etc/hostname HTTP/1.0\r\n\r\n")
+        tunnel.send(b"\x00GET /etc/hostname HTTP/1.1\r\nHost: web\r\n\r\n")
         answer = tunnel.recv(10)
-        assert answer.startswith(b"\x00HTTP/1.0 200 OK")
+        assert answer.startswith(b"\x00HTTP/1.1 200 OK")
     uri = f"ws://localhost{path}/portforward?ports=9"
     with unix_connect(str(cluster.socket), uri, **_TUNNEL) as tunnel:
         assert [tunnel.recv(10)[:1], tunnel.recv(10)[:1]] == [b"\x00", b"\x01"]

@@ -50,13 +50,39 @@ class Mount:
 
 
 def image_mounts(masked: Sequence[Path]) -> list[Mount]:
-    """What every container needs and may not see: the overlay covers the root's own file system only."""
-    device = os.stat("/").st_dev
+    """What every container needs, wherever it is on this machine, and what it may not see."""
     parts = {_REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}
     return [
         *(Mount("mask", path, str(path)) for path in masked),
-        *(Mount("ro", path, str(path)) for path in sorted(parts) if path.stat().st_dev != device),
+        *(Mount("ro", path, str(path)) for path in sorted(parts)),
     ]
+
+
+@dataclass(frozen=True)
+class User:
+    """Who a container's processes are.
+
+    They may read everything all the same: the interpreter may be where only root looks. Writing is as in a cluster.
+
+    Attributes:
+        uid: the user.
+        gid: the group.
+        groups: more groups.
+    """
+
+    uid: int = 0
+    gid: int = 0
+    groups: tuple[int, ...] = ()
+
+    def command(self) -> list[str]:
+        """What goes before the container's command."""
+        if self == User():
+            return []
+        groups = ",".join(map(str, self.groups)) or str(self.gid)
+        return [
+            *("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", f"--groups={groups}"),
+            *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search", "--no-new-privs", "--"),
+        ]
 
 
 class Sandbox:
@@ -153,6 +179,7 @@ class Container:
         environment: Mapping[str, str],
         mounts: Sequence[Mount],
         directory: str,
+        user: User,
         read_only: bool,
         scratch: Path,
         log: Path,
@@ -166,7 +193,9 @@ class Container:
         overlay, message, table = scratch / "overlay", scratch / "message", scratch / "mounts"
         overlay.mkdir(parents=True)
         message.touch()
-        everything = [*mounts, Mount("rw", message, "/dev/termination-log")]
+        message.chmod(0o666)
+        # A mount hides what is below it, so what is below comes later.
+        everything = sorted([*mounts, Mount("rw", message, "/dev/termination-log")], key=lambda m: m.target)
         table.write_text("".join(f"{m.mode}\t{m.source}\t{m.target}\n" for m in everything), encoding="utf-8")
         log.parent.mkdir(parents=True, exist_ok=True)
         receiver, sender = os.pipe()
@@ -175,6 +204,7 @@ class Container:
                 *bound(["nsenter", f"--net={sandbox.namespace}"]),
                 *("unshare", "--mount", "--uts", "--ipc", "--pid", "/bin/sh", "-c", _FIRST),
                 *(str(_SETUP), str(overlay), hostname, "yes" if read_only else "no", directory, str(table)),
+                *user.command(),
                 *argv,
                 stdin=begun,  # container.sh writes to it, then takes /dev/null instead
                 stdout=output,

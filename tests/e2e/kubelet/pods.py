@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
+import os
 import re
 import shutil
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.e2e.kubelet import probes
 from tests.e2e.kubelet.api import Api, ApiError, Object
-from tests.e2e.kubelet.containers import Container, Mount, Sandbox
+from tests.e2e.kubelet.containers import Container, Mount, Sandbox, User
 from tests.e2e.kubelet.environment import MissingError, References, container_mounts, expand
 from tests.e2e.kubelet.network import Network, ServiceProxy
 
@@ -171,10 +172,15 @@ class Pod:
             await self._event("Warning", "FailedCreatePodSandBox", "the stand-in failed; see its log")
 
     async def _volumes(self, references: References) -> dict[str, Path]:
-        return {
-            volume["name"]: await references.volume(volume, self._directory / "volumes")
-            for volume in self._spec.get("volumes") or []
-        }
+        result = {}
+        group = self._spec.get("securityContext", {}).get("fsGroup")
+        for volume in self._spec.get("volumes") or []:
+            path = result[volume["name"]] = await references.volume(volume, self._directory / "volumes")
+            if group is not None and "hostPath" not in volume:
+                for part in [path, *path.rglob("*")]:
+                    os.chown(part, -1, group)
+                path.chmod(path.stat().st_mode | 0o2070)
+        return result
 
     async def _retried(self, attempt: Any) -> Any:
         told = ""
@@ -192,6 +198,12 @@ class Pod:
         self, state: ContainerState, references: References, volumes: dict[str, Path], to_success: bool = False
     ) -> bool:
         """Runs a container as often as the Pod's policy wants; whether its last run succeeded."""
+        if (self._spec.get("securityContext") or {}).get("runAsNonRoot") and not self._user(state.spec).uid:
+            # Every image here runs as root if nobody says otherwise.
+            message = "container has runAsNonRoot and image will run as root"
+            state.state = {"waiting": {"reason": "CreateContainerConfigError", "message": message}}
+            await self._publish()
+            await asyncio.Event().wait()
         if _UNPULLABLE.search(state.spec["image"]):
             await self._refuse_image(state)
         policy = self._spec.get("restartPolicy", "Always")
@@ -255,6 +267,7 @@ class Pod:
             environment=environment,
             mounts=[*self.node.masked, *names, *container_mounts(spec, volumes, read_only)],
             directory=spec.get("workingDir") or "/",
+            user=self._user(spec),
             read_only=bool(spec.get("securityContext", {}).get("readOnlyRootFilesystem")),
             scratch=self._directory / "containers" / f"{spec['name']}.{state.restarts}",
             log=self._log(state, state.restarts),
@@ -281,6 +294,11 @@ class Pod:
             terminated["message"] = message
         state.state = {"terminated": terminated}
         return code
+
+    def _user(self, container: Object) -> User:
+        context = {**self._spec.get("securityContext", {}), **container.get("securityContext", {})}
+        groups = [*context.get("supplementalGroups", []), *([context["fsGroup"]] if "fsGroup" in context else [])]
+        return User(int(context.get("runAsUser", 0)), int(context.get("runAsGroup", 0)), tuple(groups))
 
     async def _refuse_image(self, state: ContainerState) -> None:
         image = state.spec["image"]
