@@ -12,10 +12,12 @@ SkyproxyError
 ├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
 ├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; one exception a rank
 ├── ProtocolError                         the peer broke the rules; that connection is closed
+├── RemoteTraceback                       a worker's traceback, as the cause of what a function raised there
 └── RemoteError (RuntimeError)            something failed on the worker
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
     ├── InferenceMismatchError            the worker's result has other metadata than we announced
-    └── LimitExceededError                a bound of the worker was hit
+    ├── LimitExceededError                a bound of the worker was hit
+    └── RemoteFunctionError               a function raised what cannot be made again here
 
 An op that fails on the worker with an exception that PyTorch users know (RuntimeError, IndexError, ValueError,
 TypeError, NotImplementedError, torch.OutOfMemoryError, ...) raises a class that is both `RemoteError` and that
@@ -139,6 +141,18 @@ class InferenceMismatchError(RemoteError):
 
 class LimitExceededError(RemoteError):
     """A bound was hit: handles, bytes in flight, sessions or the size of a message."""
+
+
+class RemoteFunctionError(RemoteError):
+    """A function on a worker raised an exception that cannot be made again here; names its type and its text."""
+
+
+class RemoteTraceback(SkyproxyError):
+    """Never raised: it is the `__cause__` of an exception that a function raised on a worker, and its text is the
+    traceback there."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0]) if self.args else ""
 
 
 CLOSE_CODES = frozenset(

@@ -49,6 +49,20 @@ class Settings:
     """Op signatures that one session may define."""
     max_cached_shapes: int = 65_536
     """Entries in the client's cache of inferred metadata, a device; the oldest quarter goes when it is full."""
+    max_calls: int = 1024
+    """Functions that one worker runs at a time."""
+    max_kept_calls: int = 1024
+    """Calls that have ended and that a worker keeps until their caller has taken the result; the oldest go first."""
+    max_kept_result_bytes: int = 1 << 30
+    """What the results of those calls may hold in the worker's memory, tensors not counted."""
+    max_payload_bytes: int = 64 << 30
+    """What one call may send: function and arguments in one direction, the result in the other."""
+    max_waiting_output_bytes: int = 1 << 20
+    """What a function may print ahead of its caller before it waits; without a caller, the oldest text is dropped."""
+    max_waiting_items: int = 64
+    """Items that a generator function may yield ahead of its caller before it waits."""
+    call_grace_seconds: float = 300.0
+    """How long a worker keeps the calls of a client that is gone, running or ended."""
     connect_timeout_seconds: float = 10.0
     handshake_timeout_seconds: float = 10.0
     worker_start_timeout_seconds: float = 60.0

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "with --embedded nothing, for nobody comes again)",
     )
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
+    add("--no-functions", action="store_true", help="run tensor operations only, no code of clients")
     add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
     add(
@@ -100,9 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(argv)
     stop_watching()
-    logging.basicConfig(
-        level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     try:
         stop = _stop_event(arguments.embedded)
@@ -125,6 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if made is not None:
             made.unlink(missing_ok=True)
     return 0
+
+
+def _log_to_stderr(level: str) -> None:
+    """The worker's own log. Not the root logger's, which belongs to the functions that clients run here."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    own = logging.getLogger("skyproxy")
+    own.handlers[:] = [handler]
+    own.propagate = False
+    own.setLevel(level)
 
 
 def _stop_event(embedded: bool) -> threading.Event:
@@ -193,7 +202,9 @@ def _session_host(arguments: argparse.Namespace) -> SessionHost:
     from skyproxy_server.worker_session import WorkerHost
 
     logger.info("devices: %s", ", ".join(_named(row) for row in devices))
-    host: SessionHost = WorkerHost(devices=devices, settings=SETTINGS, blobs=_blob_store(arguments))
+    host: SessionHost = WorkerHost(
+        devices=devices, settings=SETTINGS, blobs=_blob_store(arguments), functions=not arguments.no_functions
+    )
     return host
 
 

@@ -229,23 +229,27 @@ def cuda_hands(device: torch.device) -> Hands | None:
 
 
 @contextlib.contextmanager
-def own_streams(devices: list[dict[str, Any]]) -> Iterator[None]:
+def own_streams(devices: list[dict[str, Any]]) -> Iterator[list[Any]]:
     """Everything that this thread computes inside the block runs on streams of its own, one a CUDA device.
 
     Sessions so do not wait for one another. In the end the memory that belonged to those streams is given back, for no
     later session could use it.
+
+    Yields:
+        The streams, by the order of `devices`.
     """
     indices = [row["index"] or 0 for row in devices if row["type"] == "cuda"]
     if not indices:
-        yield
+        yield []
         return
     with contextlib.ExitStack() as stack:
         current = torch.cuda.current_device()
-        for index in indices:
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(index)))  # type: ignore[no-untyped-call,unused-ignore]
+        streams: list[Any] = [torch.cuda.Stream(index) for index in indices]  # type: ignore[no-untyped-call,unused-ignore]
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
         torch.cuda.set_device(current)  # entering a stream makes its device the current one
         try:
-            yield
+            yield streams
         finally:
             for index in indices:
                 with contextlib.suppress(RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from skyproxy_server.random_state import RandomState
 from skyproxy_server.signatures import Handler, Signature
 from skyproxy_server.transfers import TransferCancelledError, Transfers
 
+if TYPE_CHECKING:
+    from skyproxy_server.functions.registry import Calls
+
 _REMEMBERED_FAILURES = 100
 _CONFORMED_SHAPES = 65_536
 
@@ -40,6 +43,9 @@ class Executor:
         profile: what watches the session, else None.
         replaying: the number of the graph that is being replayed, else None; `values` is its scope then.
         handlers, signatures: by number, what runs each command, and what is known of each op.
+        session: the name of the session; empty in tests.
+        calls: the functions of this worker; None where it runs none.
+        streams: the CUDA streams that the ops run on, one a device.
     """
 
     def __init__(
@@ -54,6 +60,9 @@ class Executor:
         self.graphs = Graphs(self)
         self.replaying: int | None = None
         self.profile: WorkerProfile | None = None
+        self.session = ""
+        self.calls: Calls | None = None
+        self.streams: list[Any] = []
         self._on_cpu = all(row["type"] == "cpu" for row in devices)
         self._send = send
         self._transfers = transfers
@@ -188,12 +197,16 @@ class Executor:
         """What stands for a value that is not there, and fails whoever asks for it; until then, nobody is told."""
         return Failed(error, "", self._sequence, 0)
 
-    def deliver(self, request: int, failed: Failed) -> None:
-        """Answers a question with this failure."""
+    def told(self, failed: Failed) -> None:
+        """The client knows of this failure, or is just about to."""
         failed.delivered = True
         if failed in self.unseen:
             self.unseen.remove(failed)
         self.gates.delivered(failed)
+
+    def deliver(self, request: int, failed: Failed) -> None:
+        """Answers a question with this failure."""
+        self.told(failed)
         self._send(Failure(RequestId(request), failed.record))
 
     def _answer(self, request: int, position: int, op: str, answer: Callable[[], None]) -> None:

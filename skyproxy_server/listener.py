@@ -19,8 +19,7 @@ from skyproxy.errors import (
     SessionLostError,
     VersionMismatchError,
 )
-from skyproxy.protocol.connection import OPERATIONS
-from skyproxy.protocol.messages import WORKER, Hello, Welcome
+from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.protocol.versions import choose_version
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
@@ -64,6 +63,13 @@ class SessionHost(Protocol):
 
         Raises:
             LookupError: there is no such session.
+        """
+
+    def join_functions(self, session_id: str, transport: Transport) -> Served:
+        """Gives a session a functions connection, in place of the one that it had.
+
+        Raises:
+            LookupError: there is no such session, or this worker runs no functions.
         """
 
     def activity(self) -> Mapping[str, Any]:
@@ -195,8 +201,10 @@ class Listener:
                 return
             if hello.role == OPERATIONS:
                 served = self._host.open_session(hello, transport)
-            else:
+            elif hello.role == BULK:
                 served = self._host.join_bulk(hello.session, transport)
+            else:
+                served = self._host.join_functions(hello.session, transport)
         except VersionMismatchError as exc:
             transport.close("version", str(exc))
         except LimitExceededError as exc:

@@ -19,6 +19,9 @@ from skyproxy_server.activity import Activity
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
+from skyproxy_server.functions import controls, output
+from skyproxy_server.functions.connection import FunctionsConnection
+from skyproxy_server.functions.registry import Calls
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.transfers import Transfers
 
@@ -49,14 +52,19 @@ class WorkerSession:
         settings: Settings,
         activity: Activity,
         blobs: BlobStore | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self.identity = secrets.token_hex(16)
         self._transport = transport
         self._activity = activity
         self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity)
         self._executor = Executor(devices, transport.send, self._transfers, settings)
+        self._executor.session, self._executor.calls = self.identity, calls
+        self._calls = calls
         self._executing = 0
         self._bulk: Transport | None = None
+        self._functions: FunctionsConnection | None = None
+        self._ended = False
 
     @property
     def executing(self) -> bool:
@@ -70,13 +78,21 @@ class WorkerSession:
         self._bulk = transport
         return True
 
+    def take_functions(self, connection: FunctionsConnection) -> None:
+        """From now on this is the session's functions connection; the one before, if any, is over."""
+        before, self._functions = self._functions, connection
+        if before is not None:
+            before.close()
+        if self._ended:  # after the assignment, so that `end` cannot miss it
+            connection.close()
+
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
         transport, executor = self._transport, self._executor
         named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.
-        with torch._C._AutoDispatchBelowADInplaceOrView(), own_streams(executor.devices):
+        with torch._C._AutoDispatchBelowADInplaceOrView(), own_streams(executor.devices) as executor.streams:
             try:
                 while True:
                     try:
@@ -132,11 +148,16 @@ class WorkerSession:
             self._transport.close("done", "the bulk connection ended")
 
     def end(self) -> None:
-        """Forgets every value."""
+        """Forgets every value. The session's calls go on for a while."""
+        self._ended = True
+        if self._calls is not None:
+            self._calls.session_ended(self.identity)
         self._transfers.end()
         self._executor.end()
         if self._bulk is not None:
             self._bulk.close("done", "the session ended")
+        if self._functions is not None:
+            self._functions.close()
 
 
 class _Operations:
@@ -166,8 +187,31 @@ class _Bulk:
         self._session.run_bulk(self._transport)
 
 
+class _Functions:
+    """The functions connection of a session, as the listener runs it."""
+
+    def __init__(self, welcome: Welcome, connection: FunctionsConnection) -> None:
+        self.welcome = welcome
+        self._connection = connection
+
+    def run(self) -> None:
+        self._connection.run()
+
+
 class WorkerHost:
-    """All sessions of this process; what the listener hands connections to."""
+    """All sessions of this process; what the listener hands connections to.
+
+    Args:
+        devices: what this worker offers.
+        settings: limits.
+        activity: what is told of every use.
+        blobs: where uploads are kept; None keeps none.
+        functions: whether clients may run functions. Then the process's output streams are replaced by some that
+            know whose function prints.
+
+    Attributes:
+        calls: the functions of all clients; None if there may be none.
+    """
 
     def __init__(
         self,
@@ -175,13 +219,9 @@ class WorkerHost:
         settings: Settings = SETTINGS,
         activity: Activity | None = None,
         blobs: BlobStore | None = None,
+        *,
+        functions: bool = False,
     ) -> None:
-        """Args:
-        devices: what the worker offers.
-        settings: limits.
-        activity: what is told of every use.
-        blobs: where uploads are kept; None keeps none.
-        """
         self._devices = devices
         self._blobs = blobs
         self._settings = settings
@@ -189,6 +229,11 @@ class WorkerHost:
         self._activity = activity or Activity()
         self._sessions: dict[str, WorkerSession] = {}
         self._lock = threading.Lock()
+        self.calls: Calls | None = None
+        if functions:
+            self.calls = Calls(devices, settings, self._activity)
+            controls.install()
+            output.install()
 
     def open_session(self, hello: Hello, transport: Transport) -> _Operations:
         """A new session whose operations travel on `transport`.
@@ -196,7 +241,9 @@ class WorkerHost:
         Raises:
             LimitExceededError: there are too many sessions.
         """
-        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs)
+        session = WorkerSession(
+            transport, self._devices, self._settings, self._activity, self._blobs, self.calls
+        )
         with self._lock:
             if len(self._sessions) >= self._settings.max_sessions:
                 raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
@@ -230,10 +277,24 @@ class WorkerHost:
             "software": self._software,
         }
 
+    def join_functions(self, session_id: str, transport: Transport) -> _Functions:
+        """Gives a session a functions connection, in place of the one that it had.
+
+        Raises:
+            LookupError: there is no such session, or this worker runs no functions.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+        if session is None or self.calls is None:
+            raise LookupError("no session of this name, or no functions")
+        connection = FunctionsConnection(self.calls, session_id, transport, self._settings)
+        session.take_functions(connection)
+        return _Functions(self._welcome(session), connection)
+
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits: dict[str, int] = {}
+        limits = {"functions": int(self.calls is not None)}
         if self._blobs is not None:
-            limits = {"blob_bytes": self._blobs.max_bytes, "blobs": len(self._blobs)}
+            limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         return Welcome(0, session.identity, self._software, self._devices, limits)
 
     def _forget(self, identity: str) -> None:

@@ -11,12 +11,18 @@ from skyproxy.errors import CLOSE_CODES, ProtocolError
 from skyproxy.protocol.digests import DIGEST_BYTES
 from skyproxy.protocol.messages import (
     BATCHES,
+    BULK,
+    CALL_EVENTS,
     CLIENT,
+    FUNCTIONS,
     MAX_ELEMENT_BYTES,
     MAX_PACKED_BYTES,
     MESSAGES,
+    OPERATIONS,
     WORKER,
     Ack,
+    CallData,
+    CallEvent,
     Chunk,
     Goodbye,
     Hello,
@@ -27,8 +33,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 
-OPERATIONS = "operations"
-BULK = "bulk"
+ROLES = (OPERATIONS, BULK, FUNCTIONS)
 
 
 class State(enum.Enum):
@@ -56,9 +61,7 @@ class SentBatch(NamedTuple):
 
 def _allowed(role: str, kind: str) -> frozenset[type[Message]]:
     return frozenset(
-        cls
-        for cls in MESSAGES.values()
-        if role in cls.senders and cls.bulk in (None, kind == BULK) and cls not in (Hello, Welcome)
+        cls for cls in MESSAGES.values() if role in cls.senders and kind in cls.roles and cls not in (Hello, Welcome)
     )
 
 
@@ -70,7 +73,7 @@ _BEFORE_OPEN: dict[tuple[str, State], frozenset[type[Message]]] = {
     (CLIENT, State.GREETED): _ONLY_GOODBYE,
     (WORKER, State.GREETED): frozenset({Welcome, Goodbye}),
 }
-_WHILE_OPEN = {(role, kind): _allowed(role, kind) for role in (CLIENT, WORKER) for kind in (OPERATIONS, BULK)}
+_WHILE_OPEN = {(role, kind): _allowed(role, kind) for role in (CLIENT, WORKER) for kind in ROLES}
 
 
 class Connection:
@@ -102,7 +105,7 @@ class Connection:
 
     @property
     def kind(self) -> str:
-        """`OPERATIONS` or `BULK`; the former until the Hello has said so."""
+        """One of `ROLES`; the first until the Hello has said so."""
         return OPERATIONS if self.hello is None else self.hello.role
 
     @property
@@ -239,10 +242,12 @@ class Connection:
 
 
 def _check_hello(connection: Connection, message: Hello) -> None:
-    if message.role not in (OPERATIONS, BULK):
-        raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {OPERATIONS} and {BULK} exist.")
-    if bool(message.session) != (message.role == BULK):
-        raise ProtocolError(f"Hello for {message.role} names the session {message.session!r:.80}; only bulk names one.")
+    if message.role not in ROLES:
+        raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {', '.join(ROLES)} exist.")
+    if bool(message.session) == (message.role == OPERATIONS):
+        raise ProtocolError(
+            f"Hello for {message.role} names the session {message.session!r:.80}; all but {OPERATIONS} must name one."
+        )
 
 
 def _check_welcome(connection: Connection, message: Welcome) -> None:
@@ -295,6 +300,18 @@ def _check_offer(connection: Connection, message: Offer) -> None:
         )
 
 
+def _check_call_data(connection: Connection, message: CallData) -> None:
+    if len(message.buffers) != 1 or message.piece < 0 or message.offset < 0:
+        raise ProtocolError(
+            f"CallData has {len(message.buffers)} buffers, for byte {message.offset} of piece {message.piece}."
+        )
+
+
+def _check_call_event(connection: Connection, message: CallEvent) -> None:
+    if message.kind not in CALL_EVENTS or (message.number == 0) != (message.kind == "unknown"):
+        raise ProtocolError(f"CallEvent {message.number} cannot be of the kind {message.kind!r:.40}.")
+
+
 def _check_goodbye(connection: Connection, message: Goodbye) -> None:
     if message.code_name not in CLOSE_CODES:
         raise ProtocolError(f"Goodbye has the code {message.code_name!r:.40}; known are {sorted(CLOSE_CODES)}.")
@@ -307,5 +324,7 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Chunk: _check_chunk,
     PackedChunk: _check_packed_chunk,
     Offer: _check_offer,
+    CallData: _check_call_data,
+    CallEvent: _check_call_event,
     Goodbye: _check_goodbye,
 }

@@ -27,6 +27,9 @@ MAX_ELEMENT_BYTES = 16
 Buffer = bytes | bytearray | memoryview
 CLIENT = "client"
 WORKER = "worker"
+OPERATIONS = "operations"
+BULK = "bulk"
+FUNCTIONS = "functions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +39,25 @@ class Message:
     Attributes:
         code: the first byte of the frame.
         senders: which sides may send it.
-        bulk: whether it belongs on the bulk connection (True), the operations connection (False) or either (None).
+        roles: the kinds of connection that it belongs on.
     """
 
     code: ClassVar[int]
     senders: ClassVar[frozenset[str]]
-    bulk: ClassVar[bool | None] = False
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS})
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
     """The first message on a connection. `session` is empty on an operations connection, and names the session that
-    a bulk connection joins."""
+    a bulk or functions connection joins."""
 
     code: ClassVar[int] = 1
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    bulk: ClassVar[bool | None] = None
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
     versions: list[int]
     role: str
-    """"operations" or "bulk"."""
+    """`OPERATIONS`, `BULK` or `FUNCTIONS`."""
     session: str
     software: dict[str, str]
     """Names and versions for people and for checks: "skyproxy", "python", "torch"."""
@@ -66,7 +69,7 @@ class Welcome(Message):
 
     code: ClassVar[int] = 2
     senders: ClassVar[frozenset[str]] = frozenset({WORKER})
-    bulk: ClassVar[bool | None] = None
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
     version: int
     session: str
     software: dict[str, str]
@@ -81,7 +84,7 @@ class Goodbye(Message):
 
     code: ClassVar[int] = 3
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = None
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
     code_name: str
     reason: str
 
@@ -178,7 +181,7 @@ class Chunk(Message):
 
     code: ClassVar[int] = 8
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     offset: int
     total_bytes: int
@@ -194,7 +197,7 @@ class PackedChunk(Message):
 
     code: ClassVar[int] = 14
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     offset: int
     total_bytes: int
@@ -209,7 +212,7 @@ class CancelTransfer(Message):
 
     code: ClassVar[int] = 9
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     reason: str
 
@@ -224,7 +227,7 @@ class Offer(Message):
 
     code: ClassVar[int] = 20
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     total_bytes: int
     digest: bytes
@@ -236,7 +239,7 @@ class Known(Message):
 
     code: ClassVar[int] = 21
     senders: ClassVar[frozenset[str]] = frozenset({WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     known: bool
 
@@ -247,7 +250,7 @@ class Ping(Message):
 
     code: ClassVar[int] = 10
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     number: int
 
 
@@ -257,9 +260,102 @@ class Pong(Message):
 
     code: ClassVar[int] = 11
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    bulk: ClassVar[bool | None] = True
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
     number: int
     load: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart(Message):
+    """Run a function. Its payload is a list of pieces of these `sizes`: here as buffers where all of it is small, else
+    in `CallData` messages that follow.
+
+    A call that the worker knows already is not started again. `call` is the client's own, and a secret: whoever knows
+    it can fetch the result. `task` has the fields of `payloads.Task`.
+    """
+
+    code: ClassVar[int] = 15
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    task: dict[str, Any]
+    sizes: list[int]
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallData(Message):
+    """Bytes of a payload: `buffers[0]` belongs at byte `offset` of piece `piece`.
+
+    `number` is 0 for the payload of a `CallStart`, else that of the `CallEvent`.
+    """
+
+    code: ClassVar[int] = 16
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    number: int
+    piece: int
+    offset: int
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent(Message):
+    """Something happened to a call: its events have numbers from 1, without gaps, and come in that order.
+
+    `kind` is one of `CALL_EVENTS`. Those with a payload have `sizes`, as a `CallStart` has. Number 0 stands for no
+    event: the worker does not know the call, for the reason in `value`.
+    """
+
+    code: ClassVar[int] = 17
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    number: int
+    kind: str
+    value: dict[str, Any]
+    sizes: list[int]
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallAck(Message):
+    """Outputs up to the event `outputs` were shown, items up to the event `items` were taken: more may come."""
+
+    code: ClassVar[int] = 18
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    outputs: int
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallCancel(Message):
+    """The caller gives a call up; it is told the end at once, whenever the function really ends."""
+
+    code: ClassVar[int] = 19
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallAttach(Message):
+    """Events of this call come here from now on, those behind `number` that were sent before once more."""
+
+    code: ClassVar[int] = 22
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
+    call: str
+    number: int
+
+
+CALL_EVENTS = frozenset({"started", "output", "stream", "item", "result", "error", "unknown"})
+"""What can happen to a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
+last."""
 
 
 MESSAGES: dict[int, type[Message]] = {
@@ -281,5 +377,11 @@ MESSAGES: dict[int, type[Message]] = {
         Known,
         Ping,
         Pong,
+        CallStart,
+        CallData,
+        CallEvent,
+        CallAck,
+        CallCancel,
+        CallAttach,
     )
 }

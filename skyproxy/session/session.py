@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -74,6 +74,20 @@ WAIT_OBSERVERS: list[Callable[[str], None]] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
+class Further(Protocol):
+    """What a session needs to know of a connection that others opened for it."""
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...
+
+    def keep_alive(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
 class Session:
     """One client's conversation with one worker.
 
@@ -82,6 +96,8 @@ class Session:
         welcome: what the worker said of itself.
         round_trips: waits for an answer so far.
         recordings: captured graphs, by number: commands, and the lines that recorded them.
+        further: connections that others opened for this session; counted here, and kept alive.
+        at_end: called with the reason when the session is over.
     """
 
     def __init__(
@@ -98,6 +114,8 @@ class Session:
         self._operations = operations
         self._bulk = bulk
         self._on_end = on_end
+        self.further: list[Further] = []
+        self.at_end: list[Callable[[SessionLostError], object]] = []
         self._waiters = Waiters()
         self.recorder = Recorder(self._send_batch, self._unacked, settings)
         self._downloads = Downloads(self._waiters)
@@ -153,16 +171,16 @@ class Session:
         self.recorder.abandon(self._ended)
         self._waiters = Waiters()
         self._waiters.end(self._ended)
-        for transport in (self._operations, self._bulk):
+        for transport in (self._operations, self._bulk, *self.further):
             transport.abandon()
 
     @property
     def bytes_sent(self) -> int:
-        return self._operations.bytes_sent + self._bulk.bytes_sent
+        return sum(item.bytes_sent for item in (self._operations, self._bulk, *self.further))
 
     @property
     def bytes_received(self) -> int:
-        return self._operations.bytes_received + self._bulk.bytes_received
+        return sum(item.bytes_received for item in (self._operations, self._bulk, *self.further))
 
     @property
     def bytes_saved(self) -> int:
@@ -208,9 +226,7 @@ class Session:
 
     def wait(self, waiter: Waiter, purpose: str) -> Any:
         """The answer of a request, counted as a round trip."""
-        self.round_trips += 1
-        for observer in WAIT_OBSERVERS:
-            observer(purpose)
+        self.count_wait(purpose)
         started_ns = time.time_ns() if self._trace is not None else 0
         try:
             target = waiter.keep_alive
@@ -223,6 +239,12 @@ class Session:
         finally:
             if self._trace is not None and started_ns:
                 self._trace.add("wait", purpose, started_ns)
+
+    def count_wait(self, purpose: str) -> None:
+        """Somebody is about to wait for the worker."""
+        self.round_trips += 1
+        for observer in WAIT_OBSERVERS:
+            observer(purpose)
 
     def fetch(self, slot: int, description: Description) -> torch.Tensor:
         """The values of a slot as a new CPU tensor, in the strides of `torch_codec.packed_stride`.
@@ -392,8 +414,11 @@ class Session:
         if waiter is not None:
             waiter.set(reply.value, tuple(bytes(buffer) for buffer in reply.buffers))
 
-    def _on_failure(self, failure: Failure) -> None:
-        record = failure.error
+    def failure(self, record: dict[str, Any]) -> RemoteError:
+        """The error that a command's failure on the worker is here; names the line that recorded the command."""
+        return self._remote_error(record, self._line_of(record))
+
+    def _line_of(self, record: dict[str, Any]) -> str:
         graph = record.get("graph")  # then the position is in that graph's stream
         place = (record["sequence"] if graph is None else -graph, record["position"])
         if place not in self._failed_lines:
@@ -402,10 +427,14 @@ class Session:
             sent = self.recorder.sent(record["sequence"]) if graph is None else self.recordings.get(graph)
             line = describe_line(sent, record["position"], self.recorder.widths) if sent is not None else ""
             self._failed_lines[place] = line
+        return self._failed_lines[place]
+
+    def _on_failure(self, failure: Failure) -> None:
+        line = self._line_of(failure.error)
         self._downloads.forget(failure.request)
         waiter = self._waiters.take(failure.request)
         if waiter is not None:
-            waiter.fail(self._remote_error(record, self._failed_lines[place]))
+            waiter.fail(self._remote_error(failure.error, line))
 
     def _on_goodbye(self, goodbye: Goodbye) -> None:
         self._end(f"the worker ended the session: {goodbye.reason or goodbye.code_name}")
@@ -458,7 +487,8 @@ class Session:
                     moved, silent_since = moved_now, now
                 elif now - silent_since >= interval:
                     silent_since = now
-                    self._operations.keep_alive()  # gateways cut connections that are silent for long
+                    for transport in (self._operations, *self.further):
+                        transport.keep_alive()  # gateways cut connections that are silent for long
                 if now - max(self._last_heard, self._uploads.last_progress) > patience + interval:
                     self._end(f"the worker answered nothing for {patience:g} s")
             except SessionLostError as error:
@@ -481,6 +511,8 @@ class Session:
         for transport in (self._operations, self._bulk):
             with contextlib.suppress(Exception):
                 transport.close()
+        for observer in self.at_end:
+            observer(self._ended)
         if not self._closing:
             logger.debug("skyproxy: session ended: %s", reason)
         self._on_end()

@@ -7,8 +7,8 @@ from collections import deque
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol import framing
-from skyproxy.protocol.connection import OPERATIONS, Connection, State
-from skyproxy.protocol.messages import CLIENT, WORKER, Goodbye, Hello, Message, Welcome
+from skyproxy.protocol.connection import Connection, State
+from skyproxy.protocol.messages import CLIENT, OPERATIONS, WORKER, Goodbye, Hello, Message, Welcome
 from skyproxy.protocol.versions import PROTOCOL_VERSION
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import PayloadSink, Transport
@@ -169,7 +169,7 @@ def memory_transport_pair(
     """A client's and a worker's transport, joined.
 
     Args:
-        kind: "operations" or "bulk".
+        kind: "operations", "bulk" or "functions".
         handshake: whether Hello and Welcome were exchanged already; without, the caller sends them.
         session: the name of the session in that handshake.
         settings: the limits of both ends.

@@ -14,7 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
 CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]}
-SHARED_WITH_SERVER = {"errors", "protocol", "runtime", "settings", "torch_codec", "torch_watcher", "transport"}
+SHARED_WITH_SERVER = {
+    "errors",
+    "payloads",
+    "protocol",
+    "runtime",
+    "settings",
+    "torch_codec",
+    "torch_watcher",
+    "transport",
+}
 FACADES = {"client"}
 """Alias modules that only hand on the public names."""
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 
 from skyproxy.errors import ProtocolError
-from skyproxy.protocol.connection import BULK, OPERATIONS, Connection, State
+from skyproxy.protocol.connection import Connection, State
 from skyproxy.protocol.messages import (
+    BULK,
     CLIENT,
+    FUNCTIONS,
+    OPERATIONS,
     WORKER,
     Ack,
     Batch,
+    CallAck,
+    CallAttach,
+    CallCancel,
+    CallData,
+    CallEvent,
+    CallStart,
     CancelTransfer,
     Chunk,
     Failure,
@@ -30,7 +39,7 @@ from skyproxy.protocol.messages import (
 
 
 def hello(kind: str = OPERATIONS) -> Hello:
-    return Hello([1], kind, "s1" if kind == BULK else "", {})
+    return Hello([1], kind, "" if kind == OPERATIONS else "s1", {})
 
 
 WELCOME = Welcome(1, "s1", {}, [], {})
@@ -50,12 +59,20 @@ SAMPLES: list[Message] = [
     CancelTransfer(1, ""),
     Ping(1),
     Pong(1),
+    CallStart("c", {}, []),
+    CallData("c", 0, 0, 0, (b"ab",)),
+    CallEvent("c", 1, "started", {}, []),
+    CallAck("c", 1, 0),
+    CallCancel("c", ""),
+    CallAttach("c", 0),
 ]
 LEGAL = {
     (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Goodbye},
     (WORKER, OPERATIONS): {Ack, Reply, Failure, Goodbye},
     (CLIENT, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
     (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
+    (CLIENT, FUNCTIONS): {CallStart, CallData, CallAck, CallCancel, CallAttach, Goodbye},
+    (WORKER, FUNCTIONS): {CallData, CallEvent, Goodbye},
 }
 
 
@@ -77,7 +94,7 @@ def accepts(act: object, message: Message) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", [OPERATIONS, BULK])
+@pytest.mark.parametrize("kind", [OPERATIONS, BULK, FUNCTIONS])
 @pytest.mark.parametrize("role", [CLIENT, WORKER])
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
 def test_legality_while_open(role: str, kind: str, message: Message) -> None:
@@ -117,7 +134,7 @@ def test_handshake_states() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [Hello([1], "other", "", {}), Hello([1], OPERATIONS, "s1", {}), Hello([1], BULK, "", {})],
+    [Hello([1], "other", "", {}), Hello([1], OPERATIONS, "s1", {}), Hello([1], BULK, "", {}), Hello([1], FUNCTIONS, "", {})],
 )
 def test_bad_hello(bad: Hello) -> None:
     with pytest.raises(ProtocolError, match="Hello"):
@@ -260,3 +277,20 @@ def test_goodbye_reasons_are_ours_to_keep_and_theirs_to_extend() -> None:
     with pytest.raises(ProtocolError, match="'whatever'"):
         opened(CLIENT).on_send(Goodbye("whatever", ""))
     assert accepts(opened(CLIENT).on_receive, Goodbye("from-the-future", ""))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        CallData("c", 0, 0, 0),
+        CallData("c", 0, -1, 0, (b"a",)),
+        CallData("c", 0, 0, -1, (b"a",)),
+        CallEvent("c", 1, "other", {}, []),
+        CallEvent("c", 0, "result", {}, []),
+        CallEvent("c", 1, "unknown", {}, []),
+    ],
+    ids=repr,
+)
+def test_bad_news_of_a_call(bad: Message) -> None:
+    with pytest.raises(ProtocolError, match=type(bad).__name__):
+        opened(CLIENT, FUNCTIONS).on_receive(bad)

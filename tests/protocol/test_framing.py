@@ -18,6 +18,12 @@ from skyproxy.protocol.messages import (
     MESSAGES,
     Ack,
     Batch,
+    CallAck,
+    CallAttach,
+    CallCancel,
+    CallData,
+    CallEvent,
+    CallStart,
     CancelTransfer,
     Chunk,
     Failure,
@@ -80,6 +86,12 @@ CASES: list[tuple[Message, bytes]] = [
     (CancelTransfer(1, "no"), raw_frame(9, b"\x92\x01\xa2no")),
     (Ping(-5), raw_frame(10, b"\x91\xfb")),
     (Pong(0, {"queued_batches": 3}), raw_frame(11, b"\x92\x00\x81\xaequeued_batches\x03")),
+    (CallStart("c", {"name": "f"}, [2], (b"ab",)), raw_frame(15, b"\x94\xa1c\x81\xa4name\xa1f\x91\x02\x91\x02", b"ab")),
+    (CallData("c", 0, 1, 2, (b"ab",)), raw_frame(16, b"\x95\xa1c\x00\x01\x02\x91\x02", b"ab")),
+    (CallEvent("c", 1, "started", {}, []), raw_frame(17, b"\x96\xa1c\x01\xa7started\x80\x90\x90")),
+    (CallAck("c", 4, 0), raw_frame(18, b"\x93\xa1c\x04\x00")),
+    (CallCancel("c", "no"), raw_frame(19, b"\x92\xa1c\xa2no")),
+    (CallAttach("c", 7), raw_frame(22, b"\x92\xa1c\x07")),
 ]
 
 

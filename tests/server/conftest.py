@@ -59,6 +59,9 @@ class EchoHost:
         self.sessions[session_id]
         return EchoSession(session_id, transport)
 
+    def join_functions(self, session_id: str, transport: Transport) -> EchoSession:
+        return self.join_bulk(session_id, transport)
+
     def activity(self) -> dict[str, object]:
         return {"sessions": len(self.sessions), "idle_seconds": 1.5}
 

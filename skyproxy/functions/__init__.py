@@ -1,0 +1,8 @@
+"""Functions that run on a worker: sending them, their calls, their results. What a `Node` offers as `submit`."""
+
+from __future__ import annotations
+
+from skyproxy.functions.call import Call
+from skyproxy.functions.payload import Payload
+
+__all__ = ["Call", "Payload"]

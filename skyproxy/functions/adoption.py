@@ -1,0 +1,81 @@
+"""Results that come home while their tensors stay away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.payloads.pickling import REFERENCE, Row, Unpickler, dressed
+from skyproxy.session.session import Session
+from skyproxy.tensor.devices import Handle, SkyDevice
+from skyproxy.tensor.metadata import intern_meta
+from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.storage import Memory, memory_of
+
+
+class Adopter:
+    """Makes values of what one call sends.
+
+    Args:
+        call: the call's name.
+        session: the session that the tensors will belong to.
+        devices: its devices.
+        arguments: the remote tensors that were handed in; a result that is one of them comes back as that very object.
+    """
+
+    def __init__(
+        self, call: str, session: Session, devices: Sequence[SkyDevice], arguments: Sequence[RemoteTensor]
+    ) -> None:
+        self._call = call
+        self._session = session
+        self._devices = {(device.row["type"], device.row["index"] or 0): device for device in devices}
+        self._arguments = arguments
+
+    def value(self, number: int, tables: dict[str, Any], pieces: Sequence[Any]) -> Any:
+        """The value that came with the event `number`.
+
+        Raises:
+            Exception: it cannot be made here, for want of a module mostly.
+        """
+        for changed in tables.get("changed", ()):
+            if changed < len(self._arguments):
+                torch.autograd.graph.increment_version(self._arguments[changed])
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE])
+            return Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle()
+
+    def drop(self, number: int, tables: dict[str, Any]) -> None:
+        """The value is not wanted; its tensors are let go."""
+        count = sum(row[0] == REFERENCE for row in tables["tensors"])
+        if count:
+            self._session.do("adopt_results", self._call, number, [0] * count)
+
+    def _adopt(self, number: int, rows: list[Row]) -> list[torch.Tensor]:
+        if not rows:
+            return []
+        roots: dict[int, Handle] = {}
+        slots: list[int] = []
+        tensors: list[torch.Tensor] = []
+        for row in rows:
+            _, fields, _, _, (kind, index), group, storage_bytes, argument, argument_root = row
+            if 0 <= argument < len(self._arguments):
+                slots.append(0)
+                tensors.append(self._arguments[argument])
+                continue
+            root = roots.get(group)
+            if root is None and 0 <= argument_root < len(self._arguments):
+                shared = self._arguments[argument_root]._sky
+                memory_of(shared)
+                root = roots[group] = shared.root or shared
+            meta = intern_meta(torch_codec.decode_description(fields))
+            handle = self._devices[kind, index].new_handle(meta, root)
+            if root is None and group >= 0:
+                roots[group] = handle
+                handle.memory = Memory(storage_bytes)  # type: ignore[attr-defined]
+            slots.append(handle.slot)
+            tensors.append(dressed(make_tensor(meta, handle), row))
+        self._session.do("adopt_results", self._call, number, slots)
+        return tensors

@@ -1,0 +1,351 @@
+"""A call: what a caller holds while its function runs on a worker, and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import logging
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from skyproxy.errors import LimitExceededError, RemoteFunctionError, RemoteTraceback
+from skyproxy.functions.items import Items
+from skyproxy.payloads.pickling import Unpickler
+from skyproxy.protocol import commands
+
+if TYPE_CHECKING:
+    from skyproxy.functions.adoption import Adopter
+    from skyproxy.functions.channel import Channel
+    from skyproxy.functions.payload import Payload
+
+logger = logging.getLogger("skyproxy")
+
+OnOutput = Callable[[str, str], object]
+_ACK_OUTPUT_CHARACTERS = 128 << 10
+_CANCELLED = "cancelled"
+
+
+class Came(NamedTuple):
+    """Something that came from the worker: an item, a result, an error, or the news that items follow ("stream")."""
+
+    kind: str
+    number: int = 0
+    value: dict[str, Any] = {}
+    pieces: list[Any] = []
+
+
+class Call:
+    """A function that runs on a worker, or ran.
+
+    It is a future: `result()`, `exception()`, `done()`, `cancel()`, `await call`. If the function is a generator, the
+    result is an iterator, and `for item in call` and `async for item in call` take the items as they come; the worker
+    runs ahead by a bounded number of items only. Whoever stops early cancels the call.
+
+    A call that nobody holds any more runs to its end; its result is then dropped on the worker.
+
+    Attributes:
+        id: names the call on its worker, see `Node.reattach`. It is a secret: whoever knows it can fetch the result.
+        name: the function's name.
+    """
+
+    def __init__(
+        self, identity: str, name: str, channel: Channel, adopter: Adopter, on_output: OnOutput | None
+    ) -> None:
+        self.id = identity
+        self.name = name
+        self.payload: Payload | None = None
+        self.task: dict[str, Any] = {}
+        self.received = 0
+        self.attempts = 0
+        self._channel = channel
+        self._adopter = adopter
+        self._on_output = on_output or _Streams()
+        # The caller's context, by which Jupyter knows the cell that output belongs to.
+        self._context = contextvars.copy_context()
+        self._future: concurrent.futures.Future[Came] = concurrent.futures.Future()
+        self._items = Items()
+        self._ended = False
+        self._forgotten = False
+        self._unacked = 0
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._taken = False
+        self._taking = threading.RLock()
+
+    # --- the future --------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether `result()` would not wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the function returned; waits for it. For a generator function, an iterator over its items.
+
+        Args:
+            timeout: seconds to wait. The call goes on when they are over.
+
+        Raises:
+            TimeoutError: the call did not end in time, by this wait's timeout or by the call's own.
+            concurrent.futures.CancelledError: the call was cancelled.
+            SessionLostError: the worker is gone.
+            Exception: whatever the function raised; `__cause__` holds the worker's traceback.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error.with_traceback(None)
+        return _Iterator(self) if self._is_stream else self._value
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._future.result().kind == "stream"
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the function raised, None if it returned; waits for its end.
+
+        Raises:
+            TimeoutError, concurrent.futures.CancelledError: as `result`.
+        """
+        if not self._future.done():
+            self._channel.session.count_wait("call")
+        came = self._future.result(timeout)
+        with self._taking:
+            if not self._taken:
+                if came.kind != "stream":
+                    try:
+                        self._value = self._made(came)
+                    except BaseException as error:
+                        self._error = error
+                    self.forget()
+                self._taken = True
+        return self._error
+
+    def cancel(self) -> bool:
+        """Gives the call up; whoever waits for it is told at once.
+
+        The function is interrupted at its next step in Python. Code that does not return to Python, a long kernel or
+        `time.sleep`, runs to its end first; its result is dropped.
+
+        Returns:
+            Whether there was anything to cancel.
+        """
+        if self._ended:
+            return False
+        self._ended = True
+        self._future.cancel()
+        self._items.put(Came(_CANCELLED))
+        self._channel.cancel(self)
+        return True
+
+    def cancelled(self) -> bool:
+        """Whether the call was cancelled before it had a result."""
+        return self._future.cancelled()
+
+    def add_done_callback(self, callback: Callable[[Call], object]) -> None:
+        """Calls `callback` with this call once it is done, on a thread of the session; at once if it is."""
+        self._future.add_done_callback(lambda future: callback(self))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        if not self._future.done():
+            self._channel.session.count_wait("call")
+        try:
+            await asyncio.wrap_future(self._future)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        # Unpickling may take long, and adopting tensors may wait for a slow connection.
+        return self.result() if self._taken else await asyncio.to_thread(self.result)
+
+    # --- items -------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self.result()
+        if not isinstance(iterator, _Iterator):
+            raise TypeError(f"{self.name} returned a {type(iterator).__name__}; only generators can be iterated over")
+        return iterator
+
+    def next_item(self) -> Any:
+        """The next item; waits for it.
+
+        Raises:
+            StopIteration: there are no more; with the generator's return value.
+        """
+        came = self._items.get().result()
+        if came.kind == "item":
+            return self._item(came)
+        raise StopIteration(self._last(came))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            came = await asyncio.wrap_future(self._future)
+            if came.kind != "stream":
+                await self
+                raise TypeError(f"{self.name} did not return a generator; only those can be iterated over")
+            while (came := await asyncio.wrap_future(self._items.get())).kind == "item":
+                yield self._item(came)
+            self._last(came)
+        finally:
+            self.cancel()
+
+    def give_up(self) -> None:
+        """`cancel`, from a destructor: left to another thread."""
+        if not self._ended:
+            self._channel.post(self.cancel)
+
+    def _item(self, came: Came) -> Any:
+        try:
+            return self._adopter.value(came.number, came.value, came.pieces)
+        finally:
+            self._channel.ack(self, 0, came.number)
+
+    def _last(self, came: Came) -> Any:
+        if came.kind == _CANCELLED:
+            raise concurrent.futures.CancelledError
+        try:
+            return self._made(came)
+        finally:
+            self.forget()
+
+    # --- what comes, on the channel's delivering thread --------------------------------------------------------------
+
+    def deliver(self, came: Came) -> None:
+        """Takes note of an event."""
+        if came.kind == "started":
+            self.payload = None
+        elif came.kind == "output":
+            self._print(came)
+        elif self._ended:
+            pass  # cancelled
+        elif came.kind == "stream":
+            self._settle(came)
+        elif came.kind == "item":
+            self._items.put(came)
+        else:
+            self._ended = True
+            if not self._settle(came):
+                self._items.put(came)
+        if came.kind in ("result", "error"):
+            self._ended = True
+            self.payload = None
+            self._channel.remove(self)
+            if self._future.cancelled():
+                self.forget()
+
+    def _settle(self, came: Came) -> bool:
+        """Whether nobody had settled the future before."""
+        if self._future.done():
+            return False
+        try:
+            self._future.set_result(came)
+        except concurrent.futures.InvalidStateError:  # cancelled a moment ago
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more comes, for this reason."""
+        self.deliver(Came("error", 0, {"exception": error}))
+
+    def _print(self, came: Came) -> None:
+        text = came.value["text"]
+        if came.value.get("lost"):
+            text = f"[{came.value['lost']} characters of output were lost while the connection was down]\n" + text
+        try:
+            self._context.run(self._on_output, came.value["stream"], text)
+        except Exception:
+            logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
+        self._unacked += len(text)
+        if self._unacked >= _ACK_OUTPUT_CHARACTERS:
+            self._unacked = 0
+            self._channel.ack(self, came.number, 0)
+
+    # --- values and errors -------------------------------------------------------------------------------------------
+
+    def _made(self, came: Came) -> Any:
+        if came.kind == "error":
+            raise self._exception(came)
+        try:
+            return self._adopter.value(came.number, came.value, came.pieces)
+        except (ImportError, AttributeError) as error:
+            error.add_note(
+                f"{self.name} returned an object of a class that cannot be imported here. Install its package, or "
+                "return plain data."
+            )
+            raise
+
+    def _exception(self, came: Came) -> BaseException:
+        words = came.value
+        if "exception" in words:
+            known: BaseException = words["exception"]
+            return known
+        if words.get("failed"):
+            return self._channel.session.failure(words)
+        if words["type"] == LimitExceededError.__name__:
+            return LimitExceededError(words["message"])
+        error: BaseException | None = None
+        if came.pieces:
+            try:
+                error = Unpickler(came.pieces, words, lambda row, number: None).unpickle()  # type: ignore[arg-type,return-value]
+            except Exception as problem:
+                logger.debug("skyproxy: the exception of %s cannot be made here: %r", self.name, problem)
+        if not isinstance(error, BaseException):
+            error = RemoteFunctionError(f"{words['type']}: {words['message']}")
+            error.remote_traceback = words["traceback"]
+        error.add_note(f"raised by {self.name} on the worker; its traceback there is above")
+        error.__cause__ = RemoteTraceback(words["traceback"])
+        return error
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The worker need not keep anything of this call. Safe in a destructor: appends to a list, and does no more."""
+        if not self._forgotten:
+            self._forgotten = True
+            session = self._channel.session
+            if session.lost is None:
+                session.recorder.stream.extend((commands.DO, "forget_call", [self.id]))
+
+    def __del__(self) -> None:
+        # An interrupt may have struck before all attributes were there.
+        if getattr(self, "_forgotten", True) is False and sys is not None:
+            self.forget()
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "running"
+        return f"<Call {self.id[:8]} of {self.name}: {state}>"
+
+
+class _Iterator(Iterator[Any]):
+    """The items of a call. Whoever lets go of it early cancels the call."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __next__(self) -> Any:
+        return self._call.next_item()
+
+    def close(self) -> None:
+        """Cancels the call, unless it has ended."""
+        self._call.cancel()
+
+    def __del__(self) -> None:
+        self._call.give_up()
+
+
+class _Streams:
+    """Writes to the `sys.stdout` and `sys.stderr` that the caller had."""
+
+    def __init__(self) -> None:
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+
+    def __call__(self, stream: str, text: str) -> None:
+        target = self._streams[stream]
+        if target is None or getattr(target, "closed", False):
+            target = getattr(sys, stream)
+        if target is not None:
+            target.write(text)
+            target.flush()

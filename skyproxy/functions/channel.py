@@ -1,0 +1,296 @@
+"""The functions connection of a session, on the client's side: opened by the first call, and again when it is lost."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
+from skyproxy.functions.call import Came
+from skyproxy.payloads.pickling import memory_for
+from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
+from skyproxy.protocol.messages import (
+    CallAck,
+    CallAttach,
+    CallCancel,
+    CallData,
+    CallEvent,
+    CallStart,
+    Goodbye,
+    Message,
+)
+from skyproxy.session.session import Further, Session
+from skyproxy.transport.base import Transport
+
+if TYPE_CHECKING:
+    from skyproxy.functions.call import Call
+
+logger = logging.getLogger("skyproxy")
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 5.0
+_MAX_ATTEMPTS = 3
+_NEVER_BEGUN = "never begun"
+
+
+class Channel:
+    """All calls of a session, and their connection.
+
+    Three threads once it is open: one reads, one hands out what came (so that a slow `on_output` does not stop the
+    reading), one sends short messages (so that no caller waits behind a large payload).
+
+    Args:
+        session: whose calls these are.
+        open_connection: makes a functions connection for it.
+    """
+
+    def __init__(self, session: Session, open_connection: Callable[[], Transport]) -> None:
+        self.session = session
+        self._open_connection = open_connection
+        self._settings = session.settings
+        self._calls: dict[str, Call] = {}
+        self._coming: dict[str, tuple[CallEvent, Assembly[Any]]] = {}
+        self._transport: Transport | None = None
+        self._lost_bytes = [0, 0]
+        self._to_deliver: queue.SimpleQueue[tuple[Call, Came] | None] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+        self._opening = threading.Lock()
+        session.at_end.append(self._on_session_end)
+
+    # --- what calls ask for ------------------------------------------------------------------------------------------
+
+    def start(self, call: Call) -> None:
+        """Sends a call's payload; the call's events come from now on.
+
+        Raises:
+            SessionLostError: the worker is gone.
+            ConnectError: it does not take the connection.
+        """
+        self._ensure_open()
+        self._calls[call.id] = call
+        self.session.check()
+        try:
+            self._send_start(call)
+        except SessionLostError:
+            # The reading thread is at it: it connects again, asks for the call, and sends it if it never arrived.
+            logger.debug("skyproxy: call %s waits for the connection", call.id[:8])
+
+    def _send_start(self, call: Call) -> None:
+        payload, transport = call.payload, self._transport
+        if payload is not None and transport is not None:
+            head = partial(_start_message, call)
+            send_payload(transport.send, head, call.id, 0, payload.pickled.pieces, self._settings.chunk_bytes)
+
+    def attach(self, call: Call) -> None:
+        """Asks for the events of a call that was begun before, perhaps by another process."""
+        self._ensure_open()
+        self._calls[call.id] = call
+        self._say(CallAttach(call.id, call.received))
+
+    def cancel(self, call: Call) -> None:
+        """Tells the worker that nobody waits for this call."""
+        self._say(CallCancel(call.id, "the caller cancelled it"))
+
+    def ack(self, call: Call, outputs: int, items: int) -> None:
+        """Tells the worker how far the caller has come."""
+        self._say(CallAck(call.id, outputs, items))
+
+    def remove(self, call: Call) -> None:
+        """The call has ended; nobody but its holder keeps it from now on."""
+        self._calls.pop(call.id, None)
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Has a short job done on the sending thread. Safe in destructors."""
+        self._to_do.put(job)
+
+    def _say(self, message: Message) -> None:
+        self.post(partial(self._send, message))
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None:
+            self._transport.send(message)
+
+    # --- its connection ----------------------------------------------------------------------------------------------
+
+    def _ensure_open(self) -> None:
+        with self._opening:
+            self.session.check()
+            if self._transport is not None:
+                return
+            self._use(self._open_connection())
+            for name, body in (("calls", self._read), ("output", self._deliver), ("acks", self._do)):
+                thread = threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _use(self, transport: Transport) -> None:
+        before, self._transport = self._transport, transport
+        further = self.session.further
+        if before is None:
+            further.append(_Counted(transport, self._lost_bytes))
+        else:
+            self._lost_bytes[0] += before.bytes_sent
+            self._lost_bytes[1] += before.bytes_received
+            before.close()
+            further[:] = [item for item in further if not isinstance(item, _Counted)]
+            further.append(_Counted(transport, self._lost_bytes))
+
+    def _read(self) -> None:
+        handlers: dict[type[Message], Callable[[Any], None]] = {
+            CallEvent: self._on_event,
+            CallData: self._on_data,
+            Goodbye: lambda message: None,
+        }
+        while not self._stop.is_set():
+            assert self._transport is not None
+            try:
+                message = self._transport.recv()
+                handlers[type(message)](message)
+            except SessionLostError as error:
+                if not self._connect_again(error):
+                    return
+            except ProtocolError as error:  # once more would be no better
+                self._fail_all(f"the connection for functions ended: {error}")
+                self._calls.clear()
+                if not self._connect_again(error):
+                    return
+            except Exception as error:  # the thread's last line of defence: whoever waits must learn of it
+                logger.exception("skyproxy: the thread that reads calls failed")
+                self._fail_all(f"an internal error on the client: {error!r}")
+                return
+
+    def _connect_again(self, error: Exception) -> bool:
+        """Whether there is a connection again; every call is attached to it."""
+        pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + self._settings.call_grace_seconds
+        while not self._stop.is_set() and self.session.lost is None:
+            try:
+                transport = self._open_connection()
+            except (ConnectError, SessionLostError) as problem:
+                if time.monotonic() > until:
+                    self._fail_all(f"the connection for functions was lost ({error}) and did not come back ({problem})")
+                    return False
+                self._stop.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                continue
+            self._use(transport)
+            self._coming.clear()
+            for call in list(self._calls.values()):
+                self._say(CallAttach(call.id, call.received))
+            logger.info("skyproxy: the connection for functions is back; %d calls go on", len(self._calls))
+            return True
+        return False
+
+    # --- what comes --------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: CallEvent) -> None:
+        call = self._calls.get(event.call)
+        if call is None or (event.number and event.number <= call.received):
+            return
+        if event.kind == "unknown":
+            self._on_unknown(call, str(event.value.get("reason")))
+            return
+        count = len(event.sizes)
+        allocate = memory_for(event.value, count) if "bases" in event.value else plain_memory
+        assembly: Assembly[Any] = Assembly(event.sizes, event.buffers, allocate, self._settings.max_payload_bytes)
+        if assembly.complete:
+            self._pass_on(call, event, assembly)
+        else:
+            self._coming[event.call] = event, assembly
+
+    def _on_data(self, data: CallData) -> None:
+        coming, call = self._coming.get(data.call), self._calls.get(data.call)
+        if coming is None or call is None or coming[0].number != data.number:
+            return
+        event, assembly = coming
+        assembly.add(data)
+        if assembly.complete:
+            del self._coming[data.call]
+            self._pass_on(call, event, assembly)
+
+    def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[Any]) -> None:
+        call.received = event.number
+        self._to_deliver.put((call, Came(event.kind, event.number, event.value, assembly.pieces)))
+
+    def _on_unknown(self, call: Call, reason: str) -> None:
+        if reason == _NEVER_BEGUN and call.payload is not None and not call.received:
+            call.attempts += 1
+            if call.attempts <= _MAX_ATTEMPTS:
+                self.post(partial(self._send_start, call))
+                return
+            text = f"the connection for functions broke {call.attempts} times while {call.name} was sent. It never began."
+            self._to_deliver.put((call, Came("error", 0, {"exception": SessionLostError(text)})))
+            return
+        text = (
+            f"the worker has no call {call.id[:8]}...: it has ended and its result was taken or dropped, or never was"
+        )
+        self._to_deliver.put((call, Came("error", 0, {"exception": LookupError(text)})))
+
+    def _deliver(self) -> None:
+        while (entry := self._to_deliver.get()) is not None:
+            call, came = entry
+            try:
+                call.deliver(came)
+            except Exception:
+                logger.exception("skyproxy: an event of %s could not be delivered", call.name)
+            del call, entry, came  # else the last call would live until the next event
+
+    def _do(self) -> None:
+        while (job := self._to_do.get()) is not None:
+            try:
+                job()
+            except SessionLostError as error:
+                logger.debug("skyproxy: not sent on the functions connection: %s", error)
+            except Exception:
+                logger.exception("skyproxy: a job of the functions connection failed")
+            del job
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _fail_all(self, reason: str) -> None:
+        for call in list(self._calls.values()):
+            again = (
+                "" if "node was closed" in reason else f" The call may still run: node.reattach({call.id!r}) finds it."
+            )
+            error = SessionLostError(f"{reason.rstrip('.')}.{again}")
+            self._to_deliver.put((call, Came("error", 0, {"exception": error})))
+
+    def _on_session_end(self, error: SessionLostError) -> None:
+        self._stop.set()
+        self._fail_all(str(error))
+        self._to_deliver.put(None)
+        self._to_do.put(None)
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _start_message(call: Call, sizes: list[int], buffers: tuple[Any, ...]) -> Message:
+    return CallStart(call.id, call.task, sizes, buffers)
+
+
+class _Counted(Further):
+    """A connection whose figures include those of the connections that it replaced."""
+
+    def __init__(self, transport: Transport, before: list[int]) -> None:
+        self._transport = transport
+        self._before = before
+
+    def keep_alive(self) -> None:
+        self._transport.keep_alive()
+
+    def abandon(self) -> None:
+        self._transport.abandon()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._before[0] + self._transport.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._before[1] + self._transport.bytes_received

@@ -1,0 +1,102 @@
+"""A function and its arguments, ready to be sent."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError, VersionMismatchError
+from skyproxy.payloads.pickling import Pickled, Pickler
+from skyproxy.session.session import Session
+from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.remote_tensor import RemoteTensor
+
+
+class Payload:
+    """A function and its arguments as bytes: made once, sent to one worker or to many.
+
+    Attributes:
+        name: the function's name, for people.
+        pickled: the bytes, and what goes beside them.
+        session: the session whose tensors are among the arguments; None if there are none.
+    """
+
+    def __init__(self, name: str, pickled: Pickled, session: Session | None) -> None:
+        self.name = name
+        self.pickled = pickled
+        self.session = session
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Payload:
+        """Pickles a call.
+
+        Large arrays and CPU tensors are not copied before they are sent: leave them as they are until then.
+
+        Raises:
+            ConfigurationError: `fn` cannot be called, tensors of several workers are among the arguments, or something
+                in there cannot be pickled.
+        """
+        if not callable(fn):
+            raise ConfigurationError(f"{fn!r:.80} cannot be called. Pass a function, and its arguments behind it.")
+        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        name = name.rpartition("<locals>.")[2]
+        sessions: list[Session] = []
+
+        def meet(session: Session) -> None:
+            if session not in sessions:
+                sessions.append(session)
+            if len(sessions) > 1:
+                raise ConfigurationError(
+                    f"the arguments of {name} hold tensors of two workers, and a function runs on one. "
+                    "Move them first: x.to(node.device(...))."
+                )
+
+        def refer(tensor: torch.Tensor) -> list[Any] | None:
+            if type(tensor) is not RemoteTensor:
+                return None
+            meet(tensor._sky.device.session)
+            return []
+
+        def refer_device(device: torch.device) -> list[Any] | None:
+            if device.type != "sky":
+                return None
+            chosen = DEVICES.of(device)
+            meet(chosen.session)
+            return chosen.place
+
+        try:
+            pickled = Pickler(refer, refer_device).pickle((fn, tuple(args), dict(kwargs or {})))
+        except ConfigurationError:
+            raise
+        except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
+            raise ConfigurationError(
+                f"{name} cannot be sent to a worker: {error}. Its arguments and what it refers to must be picklable; "
+                "open files, locks and the like are made inside the function instead."
+            ) from error
+        return cls(name, pickled, sessions[0] if sessions else None)
+
+    @property
+    def tensors(self) -> list[RemoteTensor]:
+        """The remote tensors among the arguments."""
+        return self.pickled.references  # type: ignore[return-value]
+
+    def check(self, session: Session, own_python: str) -> None:
+        """Raises:
+        ConfigurationError: the arguments hold tensors of another worker.
+        VersionMismatchError: the function's code cannot run on the worker's Python.
+        """
+        if self.session is not None and self.session is not session:
+            raise ConfigurationError(
+                f"the arguments of {self.name} hold tensors of another worker. Run it there, or move them first: "
+                "x.to(node.device(...))."
+            )
+        theirs = session.welcome.software.get("python", own_python)
+        if self.pickled.by_value and theirs.split(".")[:2] != own_python.split(".")[:2]:
+            raise VersionMismatchError(
+                f"{self.pickled.by_value} travels as bytecode, and the worker runs Python {theirs}, this process "
+                f"{own_python}. Use the same Python on both sides (3.{theirs.split('.')[1]} here, or another image "
+                "there), or a function that the worker can import from an installed package."
+            )

@@ -1,0 +1,128 @@
+"""What a node offers to run functions: the thin layer between its methods and the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import platform
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import cloudpickle
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.functions.adoption import Adopter
+from skyproxy.functions.call import Call, OnOutput
+from skyproxy.functions.channel import Channel
+from skyproxy.functions.payload import Payload
+from skyproxy.protocol import commands
+from skyproxy.session.session import Session
+from skyproxy.tensor.devices import SkyDevice
+from skyproxy.transport.base import Transport
+
+Results = Literal["remote", "value"]
+
+
+class Runner:
+    """Runs functions on the worker of one session.
+
+    Args:
+        session: the session.
+        devices: its devices.
+        open_connection: makes a functions connection for it.
+    """
+
+    def __init__(
+        self, session: Session, devices: Sequence[SkyDevice], open_connection: Callable[[], Transport]
+    ) -> None:
+        self.session = session
+        self.devices = devices
+        self._channel = Channel(session, open_connection)
+
+    def submit(
+        self,
+        payload: Payload,
+        *,
+        on_output: OnOutput | None = None,
+        timeout: float | None = None,
+        name: str | None = None,
+        results: Results = "remote",
+        context: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Begins a call; see `Node.submit_payload`."""
+        self._check()
+        if results not in ("remote", "value"):
+            raise ConfigurationError(f'results={results!r} is neither "remote" nor "value".')
+        if timeout is not None and not timeout > 0:
+            raise ConfigurationError(f"timeout={timeout!r} is not a positive number of seconds. None waits forever.")
+        payload.check(self.session, platform.python_version())
+        call = self._call(name or payload.name, payload.tensors, on_output)
+        call.payload = payload
+        call.task = {
+            "name": call.name,
+            "results": results,
+            "context": cloudpickle.dumps(dict(context)) if context else b"",
+            "timeout": None if timeout is None else float(timeout),
+            "bound": bool(payload.tensors),
+            **payload.pickled.tables,
+        }
+        if payload.tensors:
+            slots = [tensor._sky.slot for tensor in payload.tensors]
+            self.session.recorder.append(commands.DO, "bind_call", [call.id, slots])
+            self.session.recorder.flush()
+        self._channel.start(call)
+        return call
+
+    def reattach(self, identity: str, on_output: OnOutput | None = None) -> Call:
+        """A call that was begun before; see `Node.reattach`."""
+        self._check()
+        call = self._call("the call", [], on_output, identity)
+        self._channel.attach(call)
+        return call
+
+    def _call(self, name: str, tensors: Sequence[Any], on_output: OnOutput | None, identity: str | None = None) -> Call:
+        identity = identity or secrets.token_hex(16)
+        adopter = Adopter(identity, self.session, self.devices, tensors)
+        return Call(identity, name, self._channel, adopter, on_output)
+
+    def _check(self) -> None:
+        self.session.check()
+        if not self.session.welcome.limits.get("functions"):
+            raise ConfigurationError(
+                "this worker runs no functions: it was started with --no-functions, or is older than they are. Tensor "
+                "operations work; for functions, start the worker without that option."
+            )
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a function and waits; see `Node.run`."""
+        call = self.submit(Payload.of(fn, args, kwargs))
+        try:
+            return call.result()
+        except BaseException:
+            call.cancel()  # Ctrl-C; nothing to do where the call has ended
+            raise
+
+    async def execute(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a function and waits without blocking the event loop; see `Node.execute`."""
+        begun: concurrent.futures.Future[Call] = concurrent.futures.Future()
+
+        def begin() -> None:
+            if begun.set_running_or_notify_cancel():
+                try:
+                    begun.set_result(self.submit(Payload.of(fn, args, kwargs)))
+                except BaseException as error:
+                    begun.set_exception(error)
+
+        try:
+            await asyncio.to_thread(begin)
+        except asyncio.CancelledError:
+            if not begun.cancel():
+                begun.add_done_callback(_cancel_begun)  # the thread cannot be stopped, but its call can
+            raise
+        return await begun.result()
+
+
+def _cancel_begun(begun: concurrent.futures.Future[Call]) -> None:
+    if begun.exception() is None:
+        begun.result().cancel()

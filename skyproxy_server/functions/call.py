@@ -1,0 +1,439 @@
+"""One call: its thread, the events that its caller is told of, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from skyproxy.errors import SessionLostError
+from skyproxy.payloads.pickling import Pickled, Row, Unpickler, dressed
+from skyproxy.payloads.pieces import flat_size
+from skyproxy.runtime.calls import CallContext, entered_call
+from skyproxy.settings import Settings
+from skyproxy_server.activity import Activity
+from skyproxy_server.functions import output
+from skyproxy_server.functions.results import REMOTE, Returning, describe_error
+
+_LAST = ("result", "error")
+_OUTPUT_PIECE = 8192
+"""Characters of one output event; a line is sent when it is whole, a longer one in parts."""
+
+
+class CallInterrupt(BaseException):
+    """Raised inside a function that its caller has given up. Not an `Exception`, so that few functions catch it."""
+
+
+class Event:
+    """What the caller is told, kept until it is sure to know."""
+
+    __slots__ = ("keep", "kept", "kind", "number", "pieces", "size", "value")
+
+    def __init__(
+        self, number: int, kind: str, value: dict[str, Any], pickled: Pickled | None, kept: list[torch.Tensor]
+    ) -> None:
+        self.number, self.kind, self.value, self.kept = number, kind, value, kept
+        self.pieces: Sequence[Any] | None = [] if pickled is None else pickled.pieces
+        self.keep = pickled
+        self.size = sum(map(flat_size, self.pieces or ())) + len(value.get("text", ""))
+
+
+class Listener(Protocol):
+    """The connection on which a call's events go."""
+
+    def send_event(self, call: str, event: Event) -> None:
+        """Raises:
+        SessionLostError: the connection is gone.
+        """
+
+
+class FunctionCall:
+    """A call on the worker's side.
+
+    Attributes:
+        identity: its name, the client's secret.
+        session: the session that began it.
+        ended: whether its caller was told the end; the thread may still run.
+        running: whether its thread runs.
+    """
+
+    def __init__(
+        self, identity: str, session: str, devices: list[dict[str, Any]], settings: Settings, activity: Activity
+    ) -> None:
+        self.identity = identity
+        self.session = session
+        self.ended = False
+        self.running = False
+        self.name = ""
+        self._devices = devices
+        self._settings = settings
+        self._activity = activity
+        self._task: dict[str, Any] | None = None
+        self._pieces: Sequence[Any] = ()
+        self._arguments: list[Any] | None = None
+        self._streams: Sequence[Any] = ()
+        self._on_thread: Callable[[bool], None] = lambda begins: None
+        self._listener: Listener | None = None
+        self._log: deque[Event] = deque()
+        self._number = 0
+        self._lost_bytes = 0
+        self._pending: dict[str, str] = {}
+        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
+        self._interrupts: list[Callable[[], object]] = []
+        # Re-entrant, for a destructor that prints may run anywhere.
+        self._changed = threading.Condition(threading.RLock())
+
+    # --- its beginning -----------------------------------------------------------------------------------------------
+
+    def start(self, task: dict[str, Any], pieces: Sequence[Any], on_thread: Callable[[bool], None]) -> None:
+        """The payload is here; the function runs as soon as its tensor arguments are, too.
+
+        Args:
+            task: as in `CallStart`.
+            pieces: the payload.
+            on_thread: told when the thread begins (True) and ends (False).
+        """
+        with self._changed:
+            if self._task is None and not self.ended:
+                self._task, self._pieces, self._on_thread, self.name = task, pieces, on_thread, task["name"]
+                self._begin()
+
+    def bind(self, arguments: list[Any], streams: Sequence[Any]) -> None:
+        """The tensor arguments are here.
+
+        Args:
+            arguments: one for each reference in the payload.
+            streams: the CUDA streams that their values are computed on.
+        """
+        with self._changed:
+            if self._arguments is None and not self.ended:
+                self._arguments, self._streams = arguments, streams
+                self._begin()
+
+    def _begin(self) -> None:
+        if self._task is None or self._thread is not None or (self._task["bound"] and self._arguments is None):
+            return
+        self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
+        self.running = True
+        self.emit("started", {})
+        timeout = self._task["timeout"]
+        if timeout is not None:
+            text = f"{self.name} did not finish within {timeout:g} s, the timeout of this call."
+            self._timer = threading.Timer(timeout, self.interrupt, (TimeoutError(text),))
+            self._timer.daemon = True
+            self._timer.start()
+        self._on_thread(True)
+        self._thread.start()
+
+    # --- its thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        task, pieces, arguments = self._task, self._pieces, self._arguments or []
+        assert task is not None
+        self._task, self._pieces, self._arguments = {"bound": False}, (), None
+        try:
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(self._activity.running())
+                    for stream in reversed(self._streams):  # entering one makes its device the current one
+                        stack.enter_context(torch.cuda.stream(stream))
+                    values = pickle.loads(task["context"]) if task["context"] else {}
+                    stack.enter_context(entered_call(CallContext(self.identity, self.name, values)))
+                    stack.enter_context(output.printing_to(self))
+                    self._execute(task, pieces, arguments)
+            except BaseException as error:
+                if not self.ended:
+                    self._flush()
+                    self._fail(error)
+            finally:
+                self._leave()
+        except CallInterrupt:
+            pass  # it struck after the function had ended
+        finally:
+            self._on_thread(False)
+
+    def _leave(self) -> None:
+        """From now on, nothing is raised in this thread from outside."""
+        with self._changed:
+            self.running = False
+            self._streams = ()
+            _raise_in(threading.get_ident(), None)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._changed.notify_all()
+
+    def _execute(self, task: dict[str, Any], pieces: Sequence[Any], arguments: list[Any]) -> None:
+        given: dict[int, torch.Tensor] = {}
+
+        def referred(row: Row, number: int) -> torch.Tensor:
+            # An alias of its own: an ordinary tensor for the function, and metadata of its own for the client.
+            given[number] = dressed(arguments[number].detach(), row)
+            return given[number]
+
+        try:
+            function, args, kwargs = Unpickler(pieces, task, referred, _device).unpickle()
+        except (ImportError, AttributeError) as error:
+            error.add_note(
+                f"{self.name} could not be loaded on the worker. What it imports must be installed there; modules of "
+                "your own project travel along only if they are files outside of site-packages."
+            )
+            raise
+        del pieces
+        returning = Returning(self._devices, task["results"] == REMOTE, given)
+        result = function(*args, **kwargs)
+        del args, kwargs
+        if inspect.iscoroutine(result):
+            result = self._await(result)
+        if inspect.isgenerator(result):
+            self.emit("stream", {})
+            while True:
+                try:
+                    item = next(result)
+                except StopIteration as stop:
+                    result = stop.value
+                    break
+                self._emit_value("item", item, returning)
+        elif inspect.isasyncgen(result):
+            self.emit("stream", {})
+            result = self._await(self._drain(result, returning))
+        self._flush()
+        self._emit_value("result", result, returning)
+
+    async def _drain(self, generator: Any, returning: Returning) -> None:
+        async for item in generator:
+            # In this very thread: one call, one line of events.
+            self._emit_value("item", item, returning)
+
+    def _await(self, coroutine: Any) -> Any:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            task = loop.create_task(coroutine)
+            stop = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
+            self._interrupts.append(stop)
+            try:
+                return loop.run_until_complete(task)
+            finally:
+                self._interrupts.remove(stop)
+
+    def _emit_value(self, kind: str, value: Any, returning: Returning) -> None:
+        try:
+            pickled, kept = returning.pickle(value)
+        except Exception as error:
+            what = "an item" if kind == "item" else "the result"
+            raise TypeError(
+                f"{what} of {self.name} cannot be sent back: a {type(value).__qualname__} cannot be pickled ({error}). "
+                "Return what can, or keep it on the worker in a module that you import there."
+            ) from error
+        if kind == "item":
+            self._wait_for_items()
+        self.emit(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
+
+    def _fail(self, error: BaseException) -> None:
+        words, pickled = describe_error(error, hidden_frames=2)
+        if pickled is not None:
+            words.update(pickled.tables)
+        self.emit("error", words, pickled)
+
+    # --- what it prints ----------------------------------------------------------------------------------------------
+
+    def write(self, stream: str, text: str) -> None:
+        """A call to `write` of `sys.stdout` or `sys.stderr`."""
+        with self._changed:
+            text = self._pending.pop(stream, "") + text
+            end = max(text.rfind("\n"), text.rfind("\r")) + 1
+            if len(text) - end > _OUTPUT_PIECE:
+                end = len(text)
+            whole, rest = text[:end], text[end:]
+            if rest:
+                self._pending[stream] = rest
+        for start in range(0, len(whole), _OUTPUT_PIECE):
+            self._print(stream, whole[start : start + _OUTPUT_PIECE])
+
+    def flush(self, stream: str) -> None:
+        with self._changed:
+            text = self._pending.pop(stream, "")
+        if text:
+            self._print(stream, text)
+
+    def _flush(self) -> None:
+        for stream in ("stdout", "stderr"):
+            self.flush(stream)
+
+    def _print(self, stream: str, text: str) -> None:
+        with self._changed:
+            while self._listener is not None and not self.ended and self._unseen_output() > self._limit:
+                self._changed.wait()
+            value: dict[str, Any] = {"stream": stream, "text": text}
+            if self._lost_bytes:
+                value["lost"], self._lost_bytes = self._lost_bytes, 0
+            self.emit("output", value)
+
+    @property
+    def _limit(self) -> int:
+        return self._settings.max_waiting_output_bytes
+
+    def _unseen_output(self) -> int:
+        return sum(event.size for event in self._log if event.kind == "output")
+
+    def _wait_for_items(self) -> None:
+        with self._changed:
+            while not self.ended and self._waiting_items() >= self._settings.max_waiting_items:
+                self._changed.wait()
+
+    def _waiting_items(self) -> int:
+        return sum(event.kind == "item" for event in self._log)
+
+    # --- its events --------------------------------------------------------------------------------------------------
+
+    def emit(
+        self,
+        kind: str,
+        value: dict[str, Any],
+        pickled: Pickled | None = None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Tells the caller, now or when it is there again. Nothing follows the end of a call."""
+        with self._changed:
+            if self.ended:
+                return
+            self._number += 1
+            event = Event(self._number, kind, value, pickled, kept or [])
+            self.ended = kind in _LAST
+            self._log.append(event)
+            if self._listener is None and kind == "output":
+                self._drop_output()
+            self._send(event)
+
+    def _send(self, event: Event) -> None:
+        if self._listener is not None:
+            try:
+                self._listener.send_event(self.identity, event)
+            except SessionLostError:
+                self._listener = None
+                self._changed.notify_all()
+
+    def _drop_output(self) -> None:
+        """Nobody listens: what is oldest of the output goes."""
+        excess = self._unseen_output() - self._limit
+        for event in [event for event in self._log if event.kind == "output"]:
+            if excess <= 0:
+                return
+            excess -= event.size
+            self._lost_bytes += event.size
+            self._log.remove(event)
+
+    def attach(self, listener: Listener, number: int) -> None:
+        """Events go to `listener` from now on, those behind `number` first."""
+        with self._changed:
+            self._listener = listener
+            for event in [event for event in self._log if event.number > number]:
+                if event.pieces is None:
+                    words = {"type": "LimitExceededError", "traceback": "", "message": _SHED}
+                    event = Event(event.number, "error", words, None, [])
+                self._send(event)
+            self._changed.notify_all()
+
+    def detach(self, listener: Listener) -> None:
+        """Nobody listens any more, if it was this one who did."""
+        with self._changed:
+            if self._listener is listener:
+                self._listener = None
+                self._changed.notify_all()
+
+    @property
+    def attached(self) -> bool:
+        """Whether somebody listens."""
+        return self._listener is not None
+
+    def ack(self, outputs: int, items: int) -> None:
+        """The caller has seen outputs and taken items up to these events."""
+        with self._changed:
+            seen = {"output": outputs, "item": items, "started": outputs}
+            # An item is kept while its tensors are: the client takes those by an operation of their own.
+            self._log = deque(
+                event
+                for event in self._log
+                if event.number > seen.get(event.kind, 0) or (event.kind == "item" and event.kept)
+            )
+            self._changed.notify_all()
+
+    def take(self, number: int) -> list[torch.Tensor] | None:
+        """The tensors of an event, which are the client's from now on; None if they are not here."""
+        with self._changed:
+            for event in self._log:
+                if event.number == number and event.pieces is not None:
+                    kept, event.kept = event.kept, []
+                    if event.kind == "item":
+                        self._log.remove(event)
+                        self._changed.notify_all()
+                    return kept
+        return None
+
+    @property
+    def result_bytes(self) -> int:
+        """What the last event holds, its tensors not counted."""
+        with self._changed:
+            return self._log[-1].size if self._log and self.ended and self._log[-1].pieces is not None else 0
+
+    def shed(self) -> None:
+        """Lets go of the last event's payload, which its caller has received, to make room."""
+        with self._changed:
+            if self._log and self.ended and self._log[-1].pieces and not self._log[-1].kept:
+                self._log[-1].pieces = self._log[-1].keep = None
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def fail(self, words: dict[str, Any]) -> None:
+        """The call ends with an error before its function began."""
+        self.emit("error", words)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Ends the call with `error`, at once for the caller; the function is interrupted where Python can do that."""
+        with self._changed:
+            if self.ended:
+                return
+            self._fail(error)
+            self._stop_thread()
+
+    def discard(self) -> None:
+        """Nobody will ask for this call again: an end is of no interest, and a function that runs is interrupted."""
+        with self._changed:
+            self.ended = True
+            self._log.clear()
+            self._task, self._pieces, self._arguments = {"bound": True}, (), None
+            self._stop_thread()
+
+    def _stop_thread(self) -> None:
+        self._changed.notify_all()
+        if self._thread is not None and self.running and self._thread.ident is not None:
+            for stop in self._interrupts:
+                with contextlib.suppress(RuntimeError):  # the loop has just ended
+                    stop()
+            if not self._interrupts:
+                _raise_in(self._thread.ident, CallInterrupt)
+
+
+_SHED = (
+    "this call has ended, and its result was dropped to make room for others. Fetch results sooner, or raise "
+    "SKYPROXY_MAX_KEPT_RESULT_BYTES on the worker."
+)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Has an exception raised in another thread at its next step in Python; None takes back one not raised yet."""
+    target = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)
+
+
+def _device(fields: Any) -> torch.device:
+    kind, index = fields
+    return torch.device(kind, index) if index is not None else torch.device(kind)

@@ -1,0 +1,113 @@
+"""The functions connection of a session: payloads in, events out."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.payloads.pickling import memory_for
+from skyproxy.payloads.pieces import Assembly, send_payload
+from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
+from skyproxy.settings import Settings
+from skyproxy.transport.base import Transport
+from skyproxy_server.functions.call import Event
+from skyproxy_server.functions.registry import Calls
+
+logger = logging.getLogger("skyproxy.server")
+
+_TASK = {"name": str, "results": str, "context": bytes, "bound": bool, "tensors": list, "bases": list}
+
+
+class FunctionsConnection:
+    """One connection; reads on the thread that calls `run`, and sends events on the threads of the calls."""
+
+    def __init__(self, calls: Calls, session: str, transport: Transport, settings: Settings) -> None:
+        self._calls = calls
+        self._session = session
+        self._transport = transport
+        self._settings = settings
+        self._coming: dict[str, tuple[CallStart, Assembly[object]]] = {}
+
+    def run(self) -> None:
+        """Serves the connection until it ends. The calls go on."""
+        handlers = {
+            CallStart: self._on_start,
+            CallData: self._on_data,
+            CallAck: lambda message: self._calls.ack(message.call, message.outputs, message.items),
+            CallCancel: self._on_cancel,
+            CallAttach: self._on_attach,
+        }
+        try:
+            while True:
+                message = self._transport.recv()
+                handlers[type(message)](message)  # type: ignore[operator]
+        except SessionLostError:
+            pass
+        except ProtocolError as error:
+            logger.warning("functions connection of session %s ended: %s", self._session[:8], error)
+            self._transport.close("protocol", str(error))
+        except Exception as error:
+            logger.exception("functions connection of session %s ended by an internal error", self._session[:8])
+            self._transport.close("protocol", f"internal error on the worker: {error!r:.500}")
+        finally:
+            self._calls.detach(self)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._transport.close("done", "the session ended, or made another functions connection")
+
+    def _on_start(self, message: CallStart) -> None:
+        task = message.task
+        if any(type(task.get(name)) is not kind for name, kind in _TASK.items()) or len(task["bases"]) >= len(
+            message.sizes
+        ):
+            raise ProtocolError(f"the task of call {message.call:.8} is malformed")
+        if len(self._coming) >= self._settings.max_calls:
+            raise ProtocolError(f"more than {self._settings.max_calls} payloads are on their way at once")
+        allocate = memory_for(task, len(message.sizes))
+        assembly = Assembly(message.sizes, message.buffers, allocate, self._settings.max_payload_bytes)
+        self._coming[message.call] = message, assembly
+        self._begin_if_complete(message.call)
+
+    def _on_data(self, data: CallData) -> None:
+        coming = self._coming.get(data.call)
+        if coming is not None and data.number == 0:
+            coming[1].add(data)
+            self._begin_if_complete(data.call)
+
+    def _begin_if_complete(self, call: str) -> None:
+        message, assembly = self._coming[call]
+        if assembly.complete:
+            del self._coming[call]
+            self._calls.start(self._session, self, call, message.task, assembly.pieces)
+
+    def _on_cancel(self, message: CallCancel) -> None:
+        self._coming.pop(message.call, None)
+        # The caller knows that it is cancelled, and needs no other word for it.
+        self._calls.cancel(self._session, message.call, InterruptedError(message.reason))
+
+    def _on_attach(self, message: CallAttach) -> None:
+        answer = self._calls.attach(self, message.call, message.number)
+        if answer is not None:
+            self._transport.send(answer)
+
+    def send_event(self, call: str, event: Event) -> None:
+        """Sends an event, with its payload if it has one.
+
+        Raises:
+            SessionLostError: the connection is gone.
+        """
+
+        def head(sizes: list[int], buffers: tuple[Buffer, ...]) -> Message:
+            return make(sizes=sizes, buffers=buffers)
+
+        make = partial(CallEvent, call, event.number, event.kind, event.value)
+        send_payload(
+            self._transport.send,
+            head,
+            call,
+            event.number,
+            event.pieces or (),
+            self._settings.chunk_bytes,
+        )

@@ -1,0 +1,51 @@
+"""What calls have to do with tensor operations: their arguments come from there, and their results go there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.executor import Executor
+from skyproxy_server.failures import PoisonedError
+from skyproxy_server.functions.registry import Calls
+
+
+def _calls(executor: Executor) -> Calls:
+    if executor.calls is None:
+        raise ConfigurationError("this worker runs no functions: it was started with --no-functions")
+    return executor.calls
+
+
+def bind_call(executor: Executor, call: str, slots: list[int]) -> None:
+    """These values are the tensor arguments of a call: as they are now, after every operation before."""
+    calls = _calls(executor)
+    try:
+        arguments = [executor.value(slot, writes=True) for slot in slots]
+    except PoisonedError as error:
+        executor.told(error.failed)
+        calls.refuse(executor.session, call, {**error.failed.record, "failed": True})
+        return
+    calls.bind(executor.session, call, arguments, executor.streams)
+
+
+def adopt_results(executor: Executor, call: str, number: int, slots: list[int]) -> None:
+    """The tensors of an event of a call become values of this session; slot 0 drops one."""
+    kept = _calls(executor).take(call, number)
+    if kept is None or len(kept) != len(slots):
+        text = "this result of a function is gone: another session took it, or it was kept for too long."
+        failed = executor.quiet_failure(RuntimeError(text))
+        executor.values.update((slot, failed) for slot in slots if slot)
+        return
+    executor.values.update((slot, tensor) for slot, tensor in zip(slots, kept, strict=True) if slot)
+
+
+def forget_call(executor: Executor, call: str) -> None:
+    """The client has all it wants of a call."""
+    _calls(executor).forget(call)
+
+
+def install() -> None:
+    """Makes these controls known."""
+    functions: list[Any] = [bind_call, adopt_results, forget_call]
+    CONTROLS.update({function.__name__: function for function in functions})

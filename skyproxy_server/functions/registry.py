@@ -1,0 +1,174 @@
+"""The calls of this worker. They belong to no session: a client that lost its connection finds them again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from skyproxy.protocol.messages import CallEvent
+from skyproxy.settings import Settings
+from skyproxy_server.activity import Activity
+from skyproxy_server.functions.call import FunctionCall, Listener
+
+logger = logging.getLogger("skyproxy.server")
+
+_REMEMBERED = 100_000
+"""Names of calls that are gone, so that none is ever begun twice."""
+_NEVER_BEGUN = "never begun"
+_GONE = "gone"
+
+
+class Calls:
+    """All calls, by name.
+
+    Names are secrets of the clients that made them; whoever knows one may attach to the call, from any session.
+    """
+
+    def __init__(self, devices: list[dict[str, Any]], settings: Settings, activity: Activity) -> None:
+        self._devices = devices
+        self._settings = settings
+        self._activity = activity
+        self._calls: OrderedDict[str, FunctionCall] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._running = 0
+        self._lock = threading.RLock()
+
+    @property
+    def running(self) -> int:
+        """Functions that run now."""
+        return self._running
+
+    def _get(self, identity: str) -> FunctionCall | None:
+        with self._lock:
+            return self._calls.get(identity)
+
+    def _get_or_make(self, identity: str, session: str) -> FunctionCall | None:
+        """The call of this name, a new one if there was none; None if it is gone."""
+        with self._lock:
+            call = self._calls.get(identity)
+            if call is None and identity not in self._gone:
+                call = self._calls[identity] = FunctionCall(
+                    identity, session, self._devices, self._settings, self._activity
+                )
+            return call
+
+    # --- what connections ask for ------------------------------------------------------------------------------------
+
+    def start(
+        self, session: str, listener: Listener, identity: str, task: dict[str, Any], pieces: Sequence[Any]
+    ) -> None:
+        """Begins a call, unless it was begun before."""
+        call = self._get_or_make(identity, session)
+        if call is None:
+            return
+        if not call.attached:
+            call.attach(listener, 0)
+        if self._running >= self._settings.max_calls:
+            text = f"this worker runs {self._running} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
+            call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
+            return
+        call.start(task, pieces, self._count)
+
+    def _count(self, begins: bool) -> None:
+        with self._lock:
+            self._running += 1 if begins else -1
+        if not begins:
+            self._make_room()
+
+    def attach(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
+        """Sends a call's events to `listener` from now on; what to answer if there is no such call."""
+        call = self._get(identity)
+        if call is None:
+            reason = _GONE if identity in self._gone else _NEVER_BEGUN
+            return CallEvent(identity, 0, "unknown", {"reason": reason}, [])
+        call.attach(listener, number)
+        return None
+
+    def detach(self, listener: Listener) -> None:
+        """A connection is gone. Its calls go on."""
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.detach(listener)
+
+    def ack(self, identity: str, outputs: int, items: int) -> None:
+        """The caller has seen that much."""
+        call = self._get(identity)
+        if call is not None:
+            call.ack(outputs, items)
+
+    def cancel(self, session: str, identity: str, error: BaseException) -> None:
+        """Ends a call at its caller's wish; also one whose payload is still coming."""
+        call = self._get_or_make(identity, session)
+        if call is not None:
+            call.interrupt(error)
+
+    # --- what operations ask for -------------------------------------------------------------------------------------
+
+    def bind(self, session: str, identity: str, arguments: list[Any], streams: Sequence[Any]) -> None:
+        """Gives a call its tensor arguments."""
+        call = self._get_or_make(identity, session)
+        if call is not None:
+            call.bind(arguments, streams)
+
+    def refuse(self, session: str, identity: str, words: dict[str, Any]) -> None:
+        """Ends a call whose arguments do not exist."""
+        call = self._get_or_make(identity, session)
+        if call is not None:
+            call.fail(words)
+
+    def take(self, identity: str, number: int) -> list[torch.Tensor] | None:
+        """The tensors of one of a call's events; None if they are gone."""
+        call = self._get(identity)
+        return None if call is None else call.take(number)
+
+    def forget(self, identity: str) -> None:
+        """Nobody asks for this call any more; it is forgotten when it has ended, at once if it has."""
+        with self._lock:
+            call = self._calls.pop(identity, None)
+            self._remember(identity)
+        if call is not None:
+            call.discard()
+
+    def _remember(self, identity: str) -> None:
+        self._gone[identity] = None
+        while len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    # --- bounds ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Drops the oldest ended calls, so that what is kept stays within its bounds."""
+        with self._lock:
+            ended = [call for call in self._calls.values() if call.ended and not call.running]
+        count, held = len(ended), sum(call.result_bytes for call in ended)
+        for call in ended:
+            if count <= self._settings.max_kept_calls and held <= self._settings.max_kept_result_bytes:
+                return
+            held -= call.result_bytes
+            count -= 1
+            if call.attached:
+                call.shed()  # its caller has received the payload
+            else:
+                logger.warning("the result of call %s was dropped: too many are kept", call.identity[:8])
+                self.forget(call.identity)
+
+    def session_ended(self, session: str) -> None:
+        """Its calls go on for a while; then those that nobody came back for are given up."""
+        with self._lock:
+            orphans = [call for call in self._calls.values() if call.session == session]
+        if orphans:
+            timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (orphans,))
+            timer.daemon = True
+            timer.start()
+
+    def _expire(self, orphans: list[FunctionCall]) -> None:
+        for call in orphans:
+            if not call.attached:
+                logger.info("call %s was given up: its client did not come back", call.identity[:8])
+                self.forget(call.identity)

@@ -1,0 +1,108 @@
+"""What a function gives back, as bytes, with its tensors by value or kept here."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper
+from skyproxy_server.gates import storage_key
+
+REMOTE = "remote"
+
+
+class Returning:
+    """Pickles results and items of one call.
+
+    Args:
+        devices: the worker's, as announced; tensors elsewhere travel by value.
+        remote: whether tensors stay here.
+        arguments: the tensors that the client handed in, by number, as the function sees them.
+    """
+
+    def __init__(self, devices: Sequence[dict[str, Any]], remote: bool, arguments: dict[int, torch.Tensor]) -> None:
+        self._places = {(row["type"], row["index"] or 0) for row in devices}
+        self._remote = remote
+        self._given = dict(arguments)
+        self._arguments = {id(tensor): number for number, tensor in arguments.items()}
+        self._looks = {number: _look(tensor) for number, tensor in arguments.items()}
+        self._versions = {number: _version(tensor) for number, tensor in arguments.items()}
+        self._roots = {storage_key(tensor): number for number, tensor in arguments.items()}
+
+    def pickle(self, value: Any) -> tuple[Pickled, list[torch.Tensor]]:
+        """Returns:
+            The value as bytes, and the tensor to keep for each reference in it.
+
+        Raises:
+            Exception: something in it cannot be pickled.
+        """
+        groups: dict[int | None, int] = {}
+
+        def refer(tensor: torch.Tensor) -> list[Any] | None:
+            place = (tensor.device.type, tensor.device.index or 0)
+            if not self._remote or place not in self._places or _is_special(tensor):
+                return None
+            argument = self._arguments.get(id(tensor), -1)
+            if argument >= 0 and self._looks[argument] != _look(tensor):
+                argument = -1  # the function has put another storage into it
+            key = storage_key(tensor)
+            group = groups.setdefault(key, len(groups)) if key is not None else -1
+            size = tensor.untyped_storage().nbytes() if key is not None else 0
+            return [[place[0], place[1]], group, size, argument, self._roots.get(key, -1) if key is not None else -1]
+
+        pickled = Pickler(refer).pickle(value)
+        kept = [tensor.detach() for tensor in pickled.references]
+        pickled.references.clear()
+        return pickled, kept
+
+    def changed_arguments(self) -> list[int]:
+        """The numbers of the arguments that the function has changed in place since the last time."""
+        versions = {number: _version(tensor) for number, tensor in self._given.items()}
+        changed = [number for number, version in versions.items() if version != self._versions[number]]
+        self._versions = versions
+        return changed
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        storage_key(tensor),
+        tuple(tensor.shape),
+        tensor.stride() if tensor.layout is torch.strided else (),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    return tensor.is_quantized or torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor)
+
+
+def describe_error(error: BaseException, hidden_frames: int = 0) -> tuple[dict[str, Any], Pickled | None]:
+    """An exception as it travels: what can be said of it in words, and itself where it can be pickled."""
+    trace = error.__traceback__
+    for _ in range(hidden_frames):
+        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    words = {
+        "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+        "message": _message(error),
+        "traceback": text,
+    }
+    try:
+        return words, Pickler(lambda tensor: None).pickle(error)
+    except Exception:  # whatever it holds; the words remain
+        return words, None
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
