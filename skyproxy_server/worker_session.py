@@ -241,9 +241,7 @@ class WorkerHost:
         Raises:
             LimitExceededError: there are too many sessions.
         """
-        session = WorkerSession(
-            transport, self._devices, self._settings, self._activity, self._blobs, self.calls
-        )
+        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, self.calls)
         with self._lock:
             if len(self._sessions) >= self._settings.max_sessions:
                 raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")

@@ -224,7 +224,9 @@ class Channel:
             if call.attempts <= _MAX_ATTEMPTS:
                 self.post(partial(self._send_start, call))
                 return
-            text = f"the connection for functions broke {call.attempts} times while {call.name} was sent. It never began."
+            text = (
+                f"the connection for functions broke {call.attempts} times while {call.name} was sent. It never began."
+            )
             self._to_deliver.put((call, Came("error", 0, {"exception": SessionLostError(text)})))
             return
         text = (

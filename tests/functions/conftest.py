@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import skyproxy
 
 
 @pytest.fixture
-def node(sky: str) -> Iterator[skyproxy.Node]:
+def node(sky: str) -> skyproxy.Node:
     """The worker behind "sky:0"."""
-    yield skyproxy.list_nodes()[0]
+    return skyproxy.list_nodes()[0]
 
 
 @pytest.fixture

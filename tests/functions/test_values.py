@@ -211,7 +211,7 @@ def test_gradients_are_on_and_tensors_are_leaves(node: skyproxy.Node, sky: str) 
         return t.grad
 
     assert node.run(differentiate, x).tolist() == [6, 6, 6]
-    assert node.run(lambda t: (t * 2), x).requires_grad
+    assert node.run(lambda t: t * 2, x).requires_grad
 
 
 def test_containers_and_classes_with_tensors_inside(node: skyproxy.Node, sky: str) -> None:

@@ -134,7 +134,12 @@ def test_handshake_states() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [Hello([1], "other", "", {}), Hello([1], OPERATIONS, "s1", {}), Hello([1], BULK, "", {}), Hello([1], FUNCTIONS, "", {})],
+    [
+        Hello([1], "other", "", {}),
+        Hello([1], OPERATIONS, "s1", {}),
+        Hello([1], BULK, "", {}),
+        Hello([1], FUNCTIONS, "", {}),
+    ],
 )
 def test_bad_hello(bad: Hello) -> None:
     with pytest.raises(ProtocolError, match="Hello"):
