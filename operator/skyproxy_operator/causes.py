@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ Object = Mapping[str, Any]
 
 _INSUFFICIENT = re.compile(r"Insufficient ([\w.\-]+(?:/[\w.\-]+)?)")
 _MAX_LOG_CHARACTERS = 1000
+LOG_MARK = " Its last lines: "
+"""Between why a worker ended and the end of its log."""
+_BINDING_SECONDS = 30.0
+"""How long a claim may take to get its volume before somebody should look."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError"}
 _VOLUME_EVENTS = {"FailedMount", "FailedAttachVolume", "FailedBinding", "ProvisioningFailed", "FailedMapVolume"}
@@ -60,16 +65,17 @@ def is_scheduled(pod: Object) -> bool:
     return bool((pod.get("spec") or {}).get("nodeName"))
 
 
-def waiting_cause(pod: Object, events: Iterable[Object] = ()) -> Cause:
+def waiting_cause(pod: Object, now: datetime.datetime, events: Iterable[Object] = ()) -> Cause:
     """Why a pod that has not ended is not ready.
 
     Args:
         pod: the pod.
+        now: the time.
         events: those about it, oldest first; they tell about volumes, which a pod's status does not.
     """
     name = pod["metadata"]["name"]
     if not is_scheduled(pod):
-        return _unscheduled_cause(pod, name)
+        return _unscheduled_cause(pod, name, now)
     for status in _container_statuses(pod):
         waiting = (status.get("state") or {}).get("waiting") or {}
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
@@ -97,13 +103,26 @@ def waiting_cause(pod: Object, events: Iterable[Object] = ()) -> Cause:
     return Cause("ContainerCreating", f"Pod {name} has a machine, and its container is being made.")
 
 
-def _unscheduled_cause(pod: Object, name: str) -> Cause:
+def _unscheduled_cause(pod: Object, name: str, now: datetime.datetime) -> Cause:
     scheduled = condition(pod, "PodScheduled")
     message = str(scheduled.get("message", ""))
     if scheduled.get("reason") == "SchedulingGated":
         return Cause("SchedulingGated", f"Pod {name} waits for its scheduling gates: {message}")
     if scheduled.get("reason") != "Unschedulable":
         return Cause("Scheduling", f"Pod {name} waits for a machine.")
+    if "unbound immediate PersistentVolumeClaims" in message:
+        born = datetime.datetime.fromisoformat(pod["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
+        late = (now - born).total_seconds() >= _BINDING_SECONDS
+        return Cause(
+            "VolumeUnbound",
+            f"Pod {name} waits for its volumes"
+            + (
+                ". Look at the claims: kubectl describe pvc. A storage class may be missing."
+                if late
+                else " to be made."
+            ),
+            actionable=late,
+        )
     lacking = list(dict.fromkeys(item.rstrip(".") for item in _INSUFFICIENT.findall(message)))
     if lacking:
         wanted = _requests(pod)
@@ -152,7 +171,7 @@ def ended_cause(pod: Object) -> Cause:
     if code > 128:
         text += f" (signal {code - 128})"
     log = str(terminated.get("message") or "").strip()[-_MAX_LOG_CHARACTERS:]
-    return Cause("WorkerExited", f"{text}. Its last lines: {log}" if log else f"{text}.", actionable=True)
+    return Cause("WorkerExited", f"{text}.{LOG_MARK}{log}" if log else f"{text}.", actionable=True)
 
 
 def _memory(pod: Object) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator import status as state
-from skyproxy_operator.causes import Cause, ended_cause, has_ended
+from skyproxy_operator.causes import LOG_MARK, Cause, ended_cause, has_ended
 from skyproxy_operator.children import gateway_host
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
@@ -247,7 +247,7 @@ class _Decision:
     def _replacing(self, current: Sequence[Object], stale: Sequence[Object]) -> Plan:
         """Nothing is made before everything of the start before is gone: nodes of two starts must not meet."""
         if any(attempt_of(pod) < self._attempt for pod in stale) and "lastFailure" in self._carried:
-            cause = Cause("Restarting", f"The nodes start again. {self._carried['lastFailure']}")
+            cause = Cause("Restarting", f"The nodes start again. {self._last_failure()}")
         else:
             cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, have to go first.")
         self._forget("readySince")
@@ -258,7 +258,7 @@ class _Decision:
 
     def _pausing(self, pause: float) -> Plan:
         again = state.timestamp(self._now + datetime.timedelta(seconds=pause))
-        cause = Cause("BackOff", f"It starts again at {again}. {self._carried.get('lastFailure', '')}", actionable=True)
+        cause = Cause("BackOff", f"It starts again at {again}. {self._last_failure()}", actionable=True)
         verdict = state.Verdict(state.PENDING, False, cause, True, False, cause)
         return self._planned(verdict, (), look_again=pause)
 
@@ -268,7 +268,7 @@ class _Decision:
         taken = {pod["metadata"]["name"] for pod in current}
         missing = [node for node in range(self._spec.nodes) if pod_name(metadata["name"], node) not in taken]
         create = [build_pod(self._compute, self._spec, node, self._attempt, self._options) for node in missing]
-        verdict = state.judged(self._spec, current, self._picture.events)
+        verdict = state.judged(self._spec, current, self._picture.events, self._now)
         refusal = self._first_refusal()
         if verdict.ready:
             now = state.timestamp(self._now)
@@ -290,6 +290,10 @@ class _Decision:
         return self._planned(verdict, current, create=create, look_again=again)
 
     # --- common ------------------------------------------------------------------------------------------------------
+
+    def _last_failure(self) -> str:
+        """Without the end of its log, which is in the status elsewhere."""
+        return str(self._carried.get("lastFailure", "")).partition(LOG_MARK)[0]
 
     def _first_refusal(self) -> Cause | None:
         return self._picture.refusals[0] if self._picture.refusals else None

@@ -68,13 +68,16 @@ class Verdict:
     trouble: Cause | None = None
 
 
-def judged(spec: WorkerSpec, pods: Sequence[Object], events: Mapping[str, Sequence[Object]]) -> Verdict:
+def judged(
+    spec: WorkerSpec, pods: Sequence[Object], events: Mapping[str, Sequence[Object]], now: datetime.datetime
+) -> Verdict:
     """How a Compute is that should run.
 
     Args:
         spec: what is wanted.
         pods: its pods of the current start.
         events: those about pods, by the pod's name.
+        now: the time.
     """
     ready = sum(is_ready(pod) for pod in pods)
     scheduled = sum(is_scheduled(pod) for pod in pods) == spec.nodes
@@ -82,7 +85,7 @@ def judged(spec: WorkerSpec, pods: Sequence[Object], events: Mapping[str, Sequen
         what = "The worker takes sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes take sessions."
         return Verdict(RUNNING, True, Cause("Ready", what), False, True)
     waiting = [pod for pod in pods if not is_ready(pod) and not has_ended(pod)]
-    causes = [waiting_cause(pod, events.get(pod["metadata"]["name"], ())) for pod in waiting]
+    causes = [waiting_cause(pod, now, events.get(pod["metadata"]["name"], ())) for pod in waiting]
     # What somebody has to see to goes before what will pass.
     causes.sort(key=lambda item: not item.actionable)
     cause = causes[0] if causes else Cause("CreatingPods", "The pods are being made.")
