@@ -24,6 +24,7 @@ from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
+from skyproxy_server.processes import run_processes
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_port, default=8765, help="port to listen on; 0 takes a free one")
+    add("--processes", type=_process_count, default=1, help="workers to run, on ports from --port on; all end with one")
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
     add("--token-file", type=Path, metavar="PATH", help="file with the token that clients must know")
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
@@ -84,6 +86,12 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _process_count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; use one from 1 to 64")
+    return int(text)
+
+
 def _byte_count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; use 0 or more")
@@ -105,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made: Path | None = None
     try:
         stop = _stop_event(arguments.embedded)
+        if arguments.processes > 1:
+            return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
         listener = serve(
             arguments.host,
@@ -134,6 +144,23 @@ def _log_to_stderr(level: str) -> None:
     own.handlers[:] = [handler]
     own.propagate = False
     own.setLevel(level)
+
+
+def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threading.Event) -> int:
+    """Runs several workers with these arguments.
+
+    Raises:
+        ConfigurationError: one of the arguments makes sense for a single worker only.
+    """
+    single = {"--embedded": arguments.embedded, "--port-file": arguments.port_file, "--port 0": arguments.port == 0}
+    for name, given in single.items():
+        if given:
+            raise ConfigurationError(f"{name} is for a single worker, and --processes asks for {arguments.processes}.")
+    if arguments.token_file is None:
+        raise ConfigurationError("--processes needs a --token-file, which all of the workers can read.")
+    if arguments.port + arguments.processes > 65536:
+        raise ConfigurationError(f"There are not {arguments.processes} ports from {arguments.port} on.")
+    return run_processes(argv, arguments.processes, arguments.port, stop)
 
 
 def _stop_event(embedded: bool) -> threading.Event:

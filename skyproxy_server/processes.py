@@ -1,0 +1,90 @@
+"""Several workers on one machine that live and die together: one process each, on ports that follow one another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from skyproxy.errors import ConfigurationError
+
+logger = logging.getLogger("skyproxy.server")
+
+_POOL_VARIABLE = "COMPUTE_POOL"
+_LOOK_SECONDS = 0.2
+_GRACE_SECONDS = 8.0
+"""How long those that are left may take to end; Kubernetes gives a pod of ours ten seconds in all."""
+
+
+def run_processes(arguments: Sequence[str], count: int, port: int, stop: threading.Event) -> int:
+    """Runs workers until one of them ends, or `stop` is set; then the others are ended, too.
+
+    Args:
+        arguments: those of this process, from which each worker's follow. The token must be in a file.
+        count: how many.
+        port: of the first.
+        stop: set when they are to end.
+
+    Returns:
+        The exit status: 0 where they were told to end and did so orderly, else that of the first which did not.
+    """
+    # The last word counts, so each of them runs a single worker on a port of its own.
+    own = [["--processes", "1", "--port", str(port + index)] for index in range(count)]
+    commands = [[sys.executable, "-m", "skyproxy_server", *arguments, *words] for words in own]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, command in enumerate(commands):
+            started.append(subprocess.Popen(command, env=environment(os.environ, index)))
+        while not stop.wait(_LOOK_SECONDS):
+            ended = next((process for process in started if process.poll() is not None), None)
+            if ended is not None:
+                number = started.index(ended)
+                logger.error("worker %d ended with status %d; the others end, too", number, ended.returncode)
+                _end(started)
+                return ended.returncode if ended.returncode > 0 else 128 - ended.returncode
+        _end(started)
+        return next((process.returncode for process in started if process.returncode > 0), 0)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def environment(given: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """The environment of the worker with that number on its machine: what it knows of its pool is about itself.
+
+    Raises:
+        ConfigurationError: COMPUTE_POOL is no JSON object.
+    """
+    result = dict(given)
+    text = given.get(_POOL_VARIABLE)
+    if text:
+        try:
+            pool = {**json.loads(text), "local_rank": local_rank}
+        except (ValueError, TypeError):
+            raise ConfigurationError(f"{_POOL_VARIABLE}={text!r} is no JSON object.") from None
+        # The rank follows from the node and the local rank.
+        pool.pop("rank", None)
+        result[_POOL_VARIABLE] = json.dumps(pool, separators=(",", ":"))
+    return result
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Tells all to end, and sees to it that they do."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
