@@ -124,6 +124,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if is_wrapper(obj):
             return _reduce_wrapper(obj)
+        if isinstance(obj, types.ModuleType) and obj.__name__ == "torch.sky":
+            # cloudpickle imports submodules that a function may mean, and takes `torch` beside `import skyproxy as sky`
+            # for this one. Workers have the real devices, and no such module.
+            return types.ModuleType, (obj.__name__,)
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and not self._by_value and isinstance(obj, types.FunctionType):
             self._by_value = obj.__qualname__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,7 @@ from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS
-from skyproxy.runtime.calls import current_call
-from skyproxy.runtime.instance import InstanceInfo, instance_info
+from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import port_for
 from skyproxy.runtime.plugin import Plugin
 
@@ -169,10 +169,8 @@ def lock(name: str = "", timeout_seconds: float | None = None) -> Iterator[None]
     """
     meeting = _current()
     store, key = meeting.store, f"lock/{name}"
-    call = current_call()
-    own = (
-        f"rank {instance_info().rank}, process {os.getpid()}, thread {threading.get_ident()}, {call.id if call else ''}"
-    )
+    # Unique, so that even the same thread waits for itself: taking a lock twice is a mistake that a timeout shows.
+    own = f"rank {meeting.info.rank}, process {os.getpid()} ({secrets.token_hex(4)})"
     if not meeting.wait(lambda: bool(store.compare_set(key, "", own) == own.encode()), timeout_seconds):
         holder = store.get(key).decode() or "nobody now"
         raise TimeoutError(f"lock {name!r} was not free within {timeout_seconds:.1f} s; held by {holder}")

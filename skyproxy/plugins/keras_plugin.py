@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,24 +57,24 @@ class KerasPlugin(Plugin):
             )
         return environment({"KERAS_BACKEND": self.backend})
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
-        """Data parallelism over all devices of all ranks, for jax."""
-        if self.backend == "jax" and self.distribute:
-            return self._data_parallel()
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _data_parallel(self) -> Iterator[None]:
+    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Data parallelism over all devices of all ranks, for jax; per task, for Keras keeps it per thread."""
+        if self.backend != "jax" or not self.distribute:
+            return function
         import jax
 
         if jax.device_count() < 2:
-            yield
-            return
-        import keras
+            return function
 
-        before = keras.distribution.distribution()
-        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
-        try:
-            yield
-        finally:
-            keras.distribution.set_distribution(before)
+        @functools.wraps(function)
+        def distributed(*args: Any, **kwargs: Any) -> Any:
+            import keras
+
+            # Each rank feeds its own share of the data (`sky.shard`), so Keras must not take a share of that share.
+            parallel = keras.distribution.DataParallel(
+                devices=keras.distribution.list_devices(), auto_shard_dataset=False
+            )
+            with parallel.scope():
+                return function(*args, **kwargs)
+
+        return distributed

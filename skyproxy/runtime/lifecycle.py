@@ -217,7 +217,9 @@ class Task:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        # Errors and logs name the function, not its wrapping.
         self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return LIFECYCLE.run(self.function, args, kwargs)

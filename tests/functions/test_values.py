@@ -57,6 +57,13 @@ def test_nested_functions_lambdas_and_defaults(node: skyproxy.Node) -> None:
     assert node.run(lambda x: x + factor, 1) == 4
 
 
+def test_the_usual_short_name_beside_torch_is_no_submodule_of_torch(node: skyproxy.Node) -> None:
+    source = "def function():\n    return torch.ones(2).sum().item(), sky.instance_info().world_size\n"
+    names = {"torch": torch, "sky": skyproxy, "__name__": "__main__"}
+    exec(source, names)
+    assert node.run(names["function"]) == (2.0, 1)
+
+
 def test_values_of_all_kinds_return_equal(node: skyproxy.Node) -> None:
     value = {"a": [1, 2.5, None], "b": (True, b"x"), "c": {1, 2}, "d": collections.Counter("aab"), "e": range(3)}
     assert node.run(lambda x: x, value) == value
