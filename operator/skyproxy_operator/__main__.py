@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from skyproxy.errors import ConfigurationError
 
@@ -58,9 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             clusterwide=arguments.all_namespaces,
             namespaces=arguments.namespace,
             standalone=True,
+            # Else kopf asks for the user's name, and the image need not know the user that it runs as.
+            identity=kopf_identity(),
         )
     )
     return 0
+
+
+def kopf_identity() -> Any:
+    """What kopf calls this process; of no importance, for our own Lease says who leads."""
+    return f"skyproxy-operator@{socket.gethostname()}"
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Cluster
+from tests.e2e.computes import User
 from tests.e2e.control_plane import binaries
 from tests.e2e.control_plane.addresses import take_slot
 from tests.e2e.control_plane.control_plane import ControlPlane
 from tests.e2e.control_plane.stand_in import NODES, StandIn
+from tests.e2e.installation import Installation
 
 GIVEN = "SKYPROXY_E2E_KUBECONFIG"
 KEEP = "SKYPROXY_E2E_KEEP"
@@ -101,3 +103,18 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     cluster.wait(account, lambda found: found and (not cluster.local or found.get("secrets")), "the default account")
     yield name
     cluster.delete(f"/api/v1/namespaces/{name}")
+
+
+@pytest.fixture(scope="session")
+def installation(cluster: Cluster, run_directory: Path) -> Installation:
+    """skyproxy, installed; the operator works."""
+    made = Installation(cluster, run_directory)
+    made.apply()
+    made.wait_available()
+    return made
+
+
+@pytest.fixture
+def user(cluster: Cluster, namespace: str, installation: Installation, tmp_path: Path) -> User:
+    """Someone with a kubeconfig and a namespace."""
+    return User(cluster, namespace, tmp_path)
