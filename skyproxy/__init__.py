@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from skyproxy.torch_watcher import watch_torch
+from skyproxy.import_watcher import when_imported
 
 if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
@@ -115,4 +115,4 @@ def _open_saved() -> Node | None:
     return node
 
 
-watch_torch(_load_device)
+when_imported("torch", lambda torch: _load_device())

@@ -28,6 +28,7 @@ from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.devices import DEVICES, SkyDevice
+from skyproxy.tensor.inference import fake_mode
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy")
@@ -319,8 +320,10 @@ def launch_local(device: str = "auto") -> Node:
 def _launch_local(device: str, source: str) -> Node:
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(f"device={device!r} is none of 'auto', 'cpu', 'cuda'.")
-    worker = LocalWorker(device, SETTINGS)
+    worker = LocalWorker(device, SETTINGS, wait=False)
     try:
+        fake_mode()  # while the worker starts
+        worker.wait_until_it_listens(SETTINGS.worker_start_timeout_seconds)
         return _connect(worker.url, worker.token, None, source, worker=worker)
     except BaseException:
         worker.stop()

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyproxy import import_watcher
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
-from skyproxy.torch_watcher import stop_watching
 from skyproxy_server import auth
 from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 after an orderly end, 2 where the configuration cannot work.
     """
     arguments = parser().parse_args(argv)
-    stop_watching()
+    import_watcher.forget("torch")  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     try:

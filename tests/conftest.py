@@ -5,9 +5,11 @@ Not threads of this process: a worker draws from its process's default generator
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 
 import pytest
+import trustme
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +34,18 @@ def sky(sky_devices: tuple[str, str]) -> str:
 def sky1(sky_devices: tuple[str, str]) -> str:
     """A device with an index that is not zero: several of PyTorch's paths work for index 0 only."""
     return sky_devices[1]
+
+
+@pytest.fixture(scope="session")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="session")
+def tls_contexts(authority: trustme.CA) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A client's context that trusts a server's, and that server's."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return client, server

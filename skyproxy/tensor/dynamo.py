@@ -8,15 +8,12 @@ Tried on torch 2.13, where it needs two functions of Dynamo replaced, and none o
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.import_watcher import when_imported
 from skyproxy.tensor import compiler, device_module
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
@@ -69,35 +66,6 @@ def _coerce(self: RemoteTensor, expected_metadata: Any, expected_type: Any = Non
     return self
 
 
-class _After(importlib.abc.MetaPathFinder):
-    """Calls a function right after a module's first import."""
-
-    def __init__(self, name: str, function: Callable[[Any], None]) -> None:
-        self._name = name
-        self._function = function
-        self._at_work = False
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name or self._at_work:
-            return None
-        self._at_work = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._at_work = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: Any) -> None:
-            execute(module)
-            sys.meta_path.remove(self)
-            self._function(module)
-
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
-
-
 def install() -> None:
     """Teaches Dynamo about remote tensors, now or when it is imported.
 
@@ -112,8 +80,4 @@ def install() -> None:
     wrapper.__call__ = _compile_fx
     RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce
     device_module.MODULE.__dict__.update(compile_report=compiler.compile_report)
-    loaded = sys.modules.get("torch._dynamo")
-    if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
-        _teach(loaded)
-    else:
-        sys.meta_path.insert(0, _After("torch._dynamo", _teach))
+    when_imported("torch._dynamo", _teach)

@@ -8,6 +8,7 @@ checked once by the worker, the first time it is used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from dataclasses import dataclass, field
@@ -178,7 +179,12 @@ class _Quiet(logging.Filter):
 _quiet = _Quiet()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
 _NOTHING = contextlib.nullcontext()
-_fake_mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+
+
+@functools.cache
+def fake_mode() -> FakeTensorMode:
+    """The mode in which shapes are inferred. The first call loads PyTorch's compiler, which takes a while."""
+    return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
 def fake_tensor(meta: Meta) -> torch.Tensor:
@@ -219,7 +225,7 @@ def _infer_by_fake(call: Call) -> Entry | None:
     try:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
         watched = torch._C._len_torch_dispatch_stack() > 0
-        with _disable_current_modes() if watched else _NOTHING, _fake_mode, torch.no_grad():
+        with _disable_current_modes() if watched else _NOTHING, fake_mode(), torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
             result = call.plan.func(*args, **kwargs)

@@ -16,12 +16,12 @@ CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-
 CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]}
 SHARED_WITH_SERVER = {
     "errors",
+    "import_watcher",
     "payloads",
     "protocol",
     "runtime",
     "settings",
     "torch_codec",
-    "torch_watcher",
     "transport",
 }
 FACADES = {"client"}

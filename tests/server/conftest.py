@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Iterator
 
 import pytest
-import trustme
 
 from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol.messages import Ack, Batch, Chunk, Hello, Ping, Pong, Reply, RequestId, Welcome
@@ -88,18 +86,3 @@ def start(host: EchoHost) -> Iterator[StartListener]:
     yield make
     for listener in listeners:
         listener.close()
-
-
-@pytest.fixture(scope="session")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="session")
-def tls_contexts(authority: trustme.CA) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A client's context that trusts a server's, and that server's."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
-    client = ssl.create_default_context()
-    authority.configure_trust(client)
-    return client, server

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import trustme
 
 from skyproxy.protocol.connection import OPERATIONS
 from skyproxy.protocol.messages import CLIENT, WORKER, Hello, Welcome
@@ -32,21 +31,6 @@ def tcp_pair(buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
         server, _ = listening.accept()
     if buffer_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    return client, server
-
-
-@pytest.fixture(scope="session")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="session")
-def tls_contexts(authority: trustme.CA) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A client's context that trusts a server's, and that server's."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
-    client = ssl.create_default_context()
-    authority.configure_trust(client)
     return client, server
 
 

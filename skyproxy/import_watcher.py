@@ -1,0 +1,57 @@
+"""Acts right after somebody's first import of a module, so that the order of imports does not matter."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _Watcher:
+    """A finder that finds one module as the others do, and makes its loading end with a call."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
+        self.name = name
+        self._then = then
+        self._at_work = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name or self._at_work:
+            return None
+        self._at_work = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._at_work = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._then(module)
+
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
+    """Calls `then` with the module: now if it is loaded, or else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        then(module)
+    else:
+        sys.meta_path.insert(0, _Watcher(name, then))
+
+
+def forget(name: str) -> None:
+    """The module's import calls nothing any more."""
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not (isinstance(finder, _Watcher) and finder.name == name)
+    ]
