@@ -178,7 +178,7 @@ def write_private(path: Path, text: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_private(path.parent)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -189,3 +189,10 @@ def write_private(path: Path, text: str) -> None:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}. Choose another place with XDG_CONFIG_HOME or XDG_STATE_HOME."
         ) from error
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder and those above it, each for its owner alone: `mkdir(parents=True)` would not."""
+    if not folder.exists():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)

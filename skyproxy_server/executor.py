@@ -57,6 +57,7 @@ class Executor:
         self.gates = Gates()
         self.unseen: list[Failed] = []
         self.max_bytes = 0
+        self.commands_done = 0
         self.graphs = Graphs(self)
         self.replaying: int | None = None
         self.profile: WorkerProfile | None = None
@@ -95,21 +96,24 @@ class Executor:
         stream, values, handlers = batch.stream, self.values, self._handlers
         self._sequence = batch.sequence
         self._buffers = list(reversed(batch.buffers))
-        position, end = 0, len(stream)
+        position, end, done = 0, len(stream), 0
         while position < end:
             try:
                 if self.gates:
                     while position < end and self.gates:
                         position = self._run_gated(stream, position)
+                        done += 1
                 else:
                     while position < end:
                         position = handlers[stream[position]](values, stream, position)
+                        done += 1
                         if self.gates:
                             break
             except ProtocolError:
                 raise
             except Exception as error:
                 position = self._failed(stream, position, error)
+        self.commands_done += done
         if self.gates:
             self.gates.open_finished()
         values[0] = None  # an output that nobody wants goes there

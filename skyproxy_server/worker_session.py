@@ -24,6 +24,7 @@ from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.transfers import Transfers
+from skyproxy_server.usage import usage
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -70,6 +71,11 @@ class WorkerSession:
     def executing(self) -> bool:
         """Whether a batch is being executed now."""
         return bool(self._executing)
+
+    @property
+    def commands_done(self) -> int:
+        """How many commands were executed, up to the latest whole batch."""
+        return self._executor.commands_done
 
     def take_bulk(self, transport: Transport) -> bool:
         """Whether the session had no bulk connection yet; now it has this one."""
@@ -228,6 +234,7 @@ class WorkerHost:
         self._software = software()
         self._activity = activity or Activity()
         self._sessions: dict[str, WorkerSession] = {}
+        self._commands_of_the_past = 0
         self._lock = threading.Lock()
         self.calls: Calls | None = None
         if functions:
@@ -266,12 +273,14 @@ class WorkerHost:
         """What this worker is and does, as its operator wants to know it."""
         with self._lock:
             sessions = list(self._sessions.values())
+            commands = self._commands_of_the_past + sum(session.commands_done for session in sessions)
         idle = 0.0 if any(session.executing for session in sessions) else self._activity.idle_seconds
         return {
             "sessions": len(sessions),
             "calls_running": self._activity.calls_running,
             "idle_seconds": round(idle, 3),
-            "devices": self._devices,
+            "commands": commands,
+            "devices": [{**row, **usage(row)} for row in self._devices],
             "software": self._software,
         }
 
@@ -297,5 +306,6 @@ class WorkerHost:
 
     def _forget(self, identity: str) -> None:
         with self._lock:
-            self._sessions.pop(identity, None)
+            ended = self._sessions.pop(identity, None)
+            self._commands_of_the_past += ended.commands_done if ended is not None else 0
         logger.info("session %s closed", identity[:8])

@@ -5,11 +5,15 @@ Not threads of this process: a worker draws from its process's default generator
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Iterator
 
 import pytest
 import trustme
+
+# Whatever worker this machine's owner has chosen with `skyproxy up`, the tests use their own.
+os.environ["SKYPROXY_CONTEXT"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,8 @@ def explain(
     if ready.get("status") == "True" and phase == "Running" and current:
         return Explanation(phase, True, False, "Ready", "it takes clients")
     reason, text = _cause(conditions, pods, current)
+    if not status and not pods:
+        reason, text = "Pending", "it waits for skyproxy's operator to take it up"
     if not status and not pods and _age_seconds(metadata, now) > _OPERATOR_GRACE_SECONDS:
         reason, text = "NoOperator", "nothing in the cluster has looked at it yet: does skyproxy's operator run?"
     failed = phase in ("Failed", "Expired", "Suspended") and current

@@ -1,0 +1,58 @@
+"""`skyproxy context`, and connecting to a worker by its url."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from skyproxy.contexts import Context, ContextStore
+from skyproxy.session.local_worker import LocalWorker
+from skyproxy.settings import SETTINGS
+
+Run = Callable[..., Result]
+Read = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[LocalWorker]:
+    started = LocalWorker("cpu", SETTINGS)
+    yield started
+    started.stop()
+
+
+def test_contexts_are_listed_used_and_removed(run: Run, read: Read) -> None:
+    store = ContextStore()
+    store.save(Context("a", "local"))
+    store.save(Context("b", "kubernetes", {"namespace": "team"}))
+    assert [(row["name"], row["current"]) for row in read("context", "list")] == [("a", False), ("b", True)]
+    assert run("context", "use", "a").exit_code == 0
+    assert run("context", "current").stdout == "a\n"
+    assert run("context", "remove", "a").exit_code == 0
+    assert read("context", "current") is None
+    assert run("context", "remove", "a").exit_code == 3
+
+
+def test_a_url_is_kept_with_the_path_of_its_token(run: Run, read: Read, worker: LocalWorker, home: Path) -> None:
+    token = home / "token"
+    token.write_text(worker.token)
+    token.chmod(0o600)
+    result = run("connect", worker.url, "--token-file", str(token), "--name", "far")
+    assert result.exit_code == 0, result.output
+    saved = read("context", "current")
+    assert saved == {"name": "far", "provider": "remote", "options": {"url": worker.url, "token_file": str(token)}}
+    assert run("doctor").exit_code == 0
+    for path in (home / "config").rglob("*"):
+        assert path.is_dir() or worker.token not in path.read_text()
+
+
+def test_a_refused_token_ends_with_5_and_keeps_nothing(run: Run, worker: LocalWorker, home: Path) -> None:
+    token = home / "token"
+    token.write_text("not-the-token-of-this-worker")
+    result = run("connect", worker.url, "--token-file", str(token))
+    assert result.exit_code == 5
+    assert "refused the token" in result.output
+    assert ContextStore().names() == []

@@ -1,0 +1,96 @@
+"""The manifest of a Compute: what is given becomes it, and what cannot work is refused here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.resources import compute_manifest, duration_text
+
+CRD = Path(__file__).resolve().parents[2] / "manifests" / "base" / "crd.yaml"
+
+
+def test_nothing_given_is_nothing_said() -> None:
+    assert compute_manifest("a") == {
+        "apiVersion": "skyproxy.dev/v1alpha1",
+        "kind": "Compute",
+        "metadata": {"name": "a"},
+        "spec": {"nodes": 1},
+    }
+
+
+def everything() -> dict[str, Any]:
+    return compute_manifest(
+        "a",
+        namespace="team",
+        image="registry/worker:1",
+        resources={"cpu": "500m", "memory": "8Gi", "nvidia.com/gpu": 1},
+        nodes=2,
+        procs_per_node=4,
+        volumes=[{"name": "cache", "storage": "10Gi", "path": "/cache", "reclaimPolicy": "Retain"}],
+        env={"HF_HOME": "/cache", "N": 1, "TOKEN": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        idle_timeout_seconds=5400,
+        max_lifetime_seconds=0.5,
+        nodeSelector={"zone": "a"},
+        affinity=None,
+    )
+
+
+def test_everything_given_is_said() -> None:
+    assert everything()["spec"] == {
+        "nodes": 2,
+        "procsPerNode": 4,
+        "image": "registry/worker:1",
+        "resources": {"cpu": "500m", "memory": "8Gi", "nvidia.com/gpu": "1"},
+        "volumes": [{"name": "cache", "storage": "10Gi", "path": "/cache", "reclaimPolicy": "Retain"}],
+        "env": [
+            {"name": "HF_HOME", "value": "/cache"},
+            {"name": "N", "value": "1"},
+            {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        ],
+        "idleTimeout": "1h30m",
+        "maxLifetime": "1s",
+        "nodeSelector": {"zone": "a"},
+    }
+
+
+def test_every_field_is_one_that_the_custom_resource_has() -> None:
+    from skyproxy.kubernetes import resources
+
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    known = set(schema["properties"]["spec"]["properties"])
+    assert set(everything()["spec"]) | resources._SPEC_FIELDS == known
+    volume = schema["properties"]["spec"]["properties"]["volumes"]["items"]["properties"]
+    assert set(volume) == {"name", "storage", "path", *resources._VOLUME_FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1, "1s"), (0.2, "1s"), (60, "1m"), (3600, "1h"), (90061, "1d1h1m1s"), (59.5, "1m")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"name": "A"}, "cannot name a worker"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"resources": {"memory": "8 Gi"}}, "memory='8 Gi' is no quantity"),
+        ({"resources": {"nvidia.com/gpu": "0.5"}}, "whole numbers"),
+        ({"volumes": [{"name": "a", "path": "/a"}]}, "lacks storage"),
+        ({"volumes": [{"name": "a", "storage": "1Gi", "path": "a"}]}, "must begin with '/'"),
+        ({"volumes": [{"name": "a", "storage": "1Gi", "path": "/a", "size": "1"}]}, "has no size"),
+        ({"env": {"SKYPROXY_TOKEN": "x"}}, "set by the operator"),
+        ({"env": {"a b": "x"}}, "cannot name an environment variable"),
+        ({"replicas": 2}, "has no replicas"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sent(given: dict[str, Any], problem: str) -> None:
+    arguments = {"name": "a", **given}
+    with pytest.raises(ConfigurationError, match=problem):
+        compute_manifest(**arguments)
