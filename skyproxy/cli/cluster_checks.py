@@ -46,7 +46,7 @@ async def _examine(client: ClusterClient) -> list[Finding]:
             if not await _allowed(client, group, resource, subresource, verb):
                 denied.append(f"{verb} {resource}" + (f"/{subresource}" if subresource else ""))
     if denied:
-        hint = "Ask the cluster's administrator for the role skyproxy-user in this namespace."
+        hint = "Ask the cluster's administrator for the cluster role `edit` in this namespace, which has all of it."
         findings.append(Finding("permissions", "broken", f"you may not {', '.join(denied)}", hint))
     else:
         findings.append(Finding("permissions", "ok", f"all that workers in {client.namespace} need"))
@@ -54,7 +54,7 @@ async def _examine(client: ClusterClient) -> list[Finding]:
 
 
 async def _operator(client: ClusterClient) -> Finding:
-    query = [("labelSelector", "app.kubernetes.io/name=skyproxy-operator")]
+    query = [("fieldSelector", "metadata.name=skyproxy-operator")]
     try:
         rows = (await client.request("GET", "/apis/apps/v1/deployments", query=query)).get("items", [])
     except ClusterError as error:

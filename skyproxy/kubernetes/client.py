@@ -25,6 +25,7 @@ APPLY = "application/apply-patch+yaml"
 
 _WATCH_SECONDS = 60
 _MAX_PAUSE_SECONDS = 8.0
+_LOOK_SECONDS = 0.5
 
 Manifest = dict[str, Any]
 Query = Sequence[tuple[str, str]]
@@ -107,7 +108,22 @@ class ClusterClient:
             async for kind, item in self.watch(self.computes_path(), field_selector=f"metadata.name={name}"):
                 if kind in ("DELETED", "ABSENT") or (uid and item.get("metadata", {}).get("uid") != uid):
                     break
+            await self._wait_for_pods_to_end(name, uid)
         return True
+
+    async def _wait_for_pods_to_end(self, name: str, uid: str | None) -> None:
+        """Until none of a Compute's Pods is left; at once where we may not look at Pods."""
+        while True:
+            try:
+                pods = await self.pods(name)
+            except ClusterError as error:
+                if error.status == 403:
+                    return
+                raise
+            owners = {row.get("uid") for pod in pods for row in pod["metadata"].get("ownerReferences", ())}
+            if uid not in owners:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def pods(self, name: str) -> list[Manifest]:
         """The Pods of a Compute."""

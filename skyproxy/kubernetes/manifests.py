@@ -7,7 +7,7 @@ than `kubectl kustomize`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,8 @@ from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import APPLY, ClusterClient, Manifest
 
-_KNOWN_FIELDS = {"apiVersion", "kind", "metadata", "resources", "patches", "namespace", "images", "labels"}
+_KNOWN_FIELDS = {"apiVersion", "kind", "resources", "patches"}
 _FIRST = ("Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "Role")
-_CLUSTER_WIDE = {
-    "ClusterRole",
-    "ClusterRoleBinding",
-    "CustomResourceDefinition",
-    "GatewayClass",
-    "Namespace",
-    "PriorityClass",
-    "SecurityContextConstraints",
-}
 _LIST_KEYS = ("name", "containerPort", "mountPath", "port", "ip")
 
 
@@ -73,38 +64,23 @@ def _render(folder: Path) -> list[Manifest]:
             objects += _render(source)
         else:
             objects += [each for each in yaml.safe_load_all(source.read_text(encoding="utf-8")) if each]
-    for patch in kustomization.get("patches", ()):
-        text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
-        objects = _patched(objects, yaml.safe_load(text), patch.get("target"), path)
-    for each in objects:
-        if (namespace := kustomization.get("namespace")) is not None:
-            _set_namespace(each, namespace)
-        for row in kustomization.get("labels", ()):
-            each["metadata"].setdefault("labels", {}).update(row.get("pairs", {}))
-        for row in kustomization.get("images", ()):
-            _set_image(each, row)
+    for row in kustomization.get("patches", ()):
+        if row.keys() != {"path"}:
+            raise ConfigurationError(f"{path} has a patch with more than a path, which needs kubectl.")
+        for patch in yaml.safe_load_all((folder / row["path"]).read_text(encoding="utf-8")):
+            objects = _patched(objects, patch, path)
     return objects
 
 
-def _patched(objects: list[Manifest], patch: Any, target: Mapping[str, str] | None, path: Path) -> list[Manifest]:
-    wanted = target or {"kind": patch["kind"], "name": patch["metadata"]["name"]}
-    found = [
-        number
-        for number, item in enumerate(objects)
-        if item["kind"] == wanted.get("kind", item["kind"])
-        and item["metadata"]["name"] == wanted.get("name", item["metadata"]["name"])
-    ]
-    if not found:
-        raise ConfigurationError(f"{path} has a patch for {dict(wanted)}, which is not there.")
-    result = list(objects)
-    for number in reversed(found):
-        if isinstance(patch, list):
-            result[number] = _with_operations(objects[number], patch, path)
-        elif patch.get("$patch") == "delete":
-            del result[number]
-        else:
-            result[number] = _merged(objects[number], patch)
-    return result
+def _patched(objects: list[Manifest], patch: Manifest, path: Path) -> list[Manifest]:
+    wanted = _identity(patch)
+    if wanted not in map(_identity, objects):
+        raise ConfigurationError(f"{path} has a patch for {' '.join(wanted)}, which is not there.")
+    return [_merged(item, patch) if _identity(item) == wanted else item for item in objects]
+
+
+def _identity(item: Manifest) -> tuple[str, str, str]:
+    return item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]
 
 
 def _merged(base: Any, patch: Any) -> Any:
@@ -133,53 +109,6 @@ def _merged(base: Any, patch: Any) -> Any:
                     rows[row[key]] = _merged(rows.get(row[key], {}), row)
             return list(rows.values())
     return copy.deepcopy(patch)
-
-
-def _with_operations(item: Manifest, operations: list[dict[str, Any]], path: Path) -> Manifest:
-    """An object after the operations of a JSON patch (RFC 6902): add, replace and remove."""
-    result = copy.deepcopy(item)
-    for row in operations:
-        *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in row["path"].split("/")[1:]]
-        place: Any = result
-        for part in parents:
-            place = place[int(part) if isinstance(place, list) else part]
-        if row["op"] not in ("add", "replace", "remove"):
-            raise ConfigurationError(f"{path} has the patch operation {row['op']!r}, which is not known here.")
-        if isinstance(place, list):
-            index = len(place) if last == "-" else int(last)
-            if row["op"] != "add":
-                del place[index]
-            if row["op"] != "remove":
-                place.insert(index, row["value"])
-        elif row["op"] == "remove":
-            del place[last]
-        else:
-            place[last] = row["value"]
-    return result
-
-
-def _set_namespace(item: Manifest, namespace: str) -> None:
-    if item["kind"] == "Namespace":
-        item["metadata"]["name"] = namespace
-    elif item["kind"] not in _CLUSTER_WIDE:
-        item["metadata"]["namespace"] = namespace
-    for subject in item.get("subjects", ()):
-        if subject.get("kind") == "ServiceAccount":
-            subject["namespace"] = namespace
-
-
-def _set_image(item: Any, row: Mapping[str, str]) -> None:
-    if isinstance(item, dict):
-        image = item.get("image")
-        if isinstance(image, str) and row["name"] in (image, image.split("@")[0].rpartition(":")[0]):
-            name = row.get("newName", row["name"])
-            tag = row.get("newTag") or str(image).rpartition(":")[2]
-            item["image"] = f"{name}@{row['digest']}" if "digest" in row else f"{name}:{tag}"
-        for value in item.values():
-            _set_image(value, row)
-    elif isinstance(item, list):
-        for value in item:
-            _set_image(value, row)
 
 
 async def apply_manifests(

@@ -86,6 +86,13 @@ def test_each_package_is_complete_and_declares_its_types(package: str, names: li
     assert {name for name in names if name.startswith(package + "/") and name.endswith(".py")} == sources
 
 
+def test_the_manifests_travel_with_the_wheel(names: list[str]) -> None:
+    folder = ROOT / "manifests"
+    for part in ("base", "overlays"):
+        for file in (folder / part).rglob("*.yaml"):
+            assert f"skyproxy/manifests/{file.relative_to(folder).as_posix()}" in names
+
+
 def test_the_license_travels_with_the_wheel(names: list[str], metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
