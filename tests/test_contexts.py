@@ -86,7 +86,7 @@ def test_many_at_once_lose_nothing(store: ContextStore) -> None:
         thread.join()
     assert len(store.names()) == 20
     assert store.current_name() in store.names()
-    assert [path for path in store.folder.rglob(".*")] == []
+    assert list(store.folder.rglob(".*")) == []
 
 
 @pytest.mark.parametrize("name", ["a", "dev-1", "x" * 50])

@@ -188,7 +188,10 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
     [
         (["up", "Dev", "--provider", "local"], "'Dev' cannot name a worker"),
         (["up", "a/../b", "--provider", "local"], "cannot name a worker"),
-        (["up", "x", "--provider", "local", "--image", "y", "--idle-timeout", "1m"], "cannot have --image, --idle-timeout"),
+        (
+            ["up", "x", "--provider", "local", "--image", "y", "--idle-timeout", "1m"],
+            "cannot have --image, --idle-timeout",
+        ),
         (["up", "x", "--provider", "local", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here"),
         (["up", "x", "--provider", "local", "--cpu", "500m"], "whole number"),
         (["up", "x", "--provider", "moon"], "moon"),
@@ -207,7 +210,9 @@ def test_what_cannot_work_is_said_and_ends_with_2(run: Run, arguments: list[str]
     assert problem in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("arguments", [["down", "x"], ["status", "x"], ["logs", "x"], ["context", "use", "x"], ["top", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["down", "x"], ["status", "x"], ["logs", "x"], ["context", "use", "x"], ["top", "x"]]
+)
 def test_a_name_that_nobody_knows_ends_with_3(run: Run, arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 3, result.output

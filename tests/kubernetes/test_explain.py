@@ -13,9 +13,7 @@ NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def compute(phase: str | None = None, age_seconds: float = 5, seen: bool = True, **conditions: Any) -> dict[str, Any]:
-    rows = [
-        {"type": kind, "status": row[0], "reason": row[1], "message": row[2]} for kind, row in conditions.items()
-    ]
+    rows = [{"type": kind, "status": row[0], "reason": row[1], "message": row[2]} for kind, row in conditions.items()]
     made = (NOW - timedelta(seconds=age_seconds)).isoformat().replace("+00:00", "Z")
     status = {"phase": phase, "conditions": rows, "observedGeneration": 3 if seen else 2} if phase else {}
     return {"metadata": {"name": "w", "generation": 3, "creationTimestamp": made}, "status": status}
@@ -38,9 +36,7 @@ def test_ready_of_an_older_generation_is_not_ready() -> None:
 
 def test_the_most_specific_condition_is_told_with_what_to_do() -> None:
     reason = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu"
-    item = compute(
-        "Pending", Ready=("False", "NotReady", "0 of 1 nodes"), Scheduled=("False", "Unschedulable", reason)
-    )
+    item = compute("Pending", Ready=("False", "NotReady", "0 of 1 nodes"), Scheduled=("False", "Unschedulable", reason))
     found = explain(item, [], [], now=NOW)
     assert (found.reason, found.text) == ("Unschedulable", reason)
     assert "skyproxy gpus" in found.hint
@@ -64,7 +60,11 @@ def test_silence_is_the_operators_and_is_named_after_a_while() -> None:
     ("status", "reason", "text"),
     [
         (
-            {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no cpu"}]},
+            {
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no cpu"}
+                ]
+            },
             "Unschedulable",
             "w-0: no cpu",
         ),

@@ -10,7 +10,9 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.kubernetes.gpus import affinity, inventory, matching_products
 
 
-def node(name: str, product: str = "", ready: str = "True", cordoned: bool = False, **allocatable: str) -> dict[str, Any]:
+def node(
+    name: str, product: str = "", ready: str = "True", cordoned: bool = False, **allocatable: str
+) -> dict[str, Any]:
     labels = {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": "40960"} if product else {}
     return {
         "metadata": {"name": name, "labels": labels},
@@ -84,5 +86,7 @@ def test_a_kind_that_is_not_there_says_what_is() -> None:
 
 
 def test_the_affinity_is_a_requirement() -> None:
-    (term,) = affinity("k", ["x"])["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (term,) = affinity("k", ["x"])["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
     assert term == {"matchExpressions": [{"key": "k", "operator": "In", "values": ["x"]}]}
