@@ -71,7 +71,7 @@ def test_only_the_owner_reads_it_whatever_the_umask(store: ContextStore) -> None
 def test_a_broken_file_is_an_error_that_says_which(store: ContextStore, text: str) -> None:
     store.save(Context("a", "local"))
     (store.folder / "contexts" / "a.json").write_text(text)
-    with pytest.raises(ConfigurationError, match="a.json"):
+    with pytest.raises(ConfigurationError, match=r"a\.json"):
         store.get("a")
 
 

@@ -148,7 +148,7 @@ def test_expired_credentials_of_a_plugin_are_made_anew(server: Any, kubeconfig: 
     assert server.tokens == ["Bearer t1", "Bearer t2"]
 
 
-# --- addresses ---------------------------------------------------------------------------------------------------------
+# --- addresses ----------------------------------------------------------------------------------------------------
 
 
 def resolve(**given: Any) -> ClusterAddress:
@@ -167,7 +167,7 @@ def test_an_address_is_resolved_once_and_for_all(kubeconfig: Path, monkeypatch: 
 def test_an_address_that_leads_nowhere_says_what_there_is(
     kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigurationError, match="no context 'yours'. It has: bare, mine"):
+    with pytest.raises(ConfigurationError, match=r"no context 'yours'. It has: bare, mine"):
         resolve(kubeconfig=str(kubeconfig), context="yours")
     with pytest.raises(ConfigurationError, match="cannot be used"):
         resolve(kubeconfig=str(tmp_path / "absent"))
@@ -178,7 +178,7 @@ def test_an_address_that_leads_nowhere_says_what_there_is(
         resolve()
 
 
-# --- watches -----------------------------------------------------------------------------------------------------------
+# --- watches ------------------------------------------------------------------------------------------------------
 
 
 class Stream:
@@ -333,7 +333,7 @@ def test_delete_waits_until_it_is_gone_and_not_for_its_successor(server: Any, ku
     assert use(kubeconfig, lambda client: client.delete("a")) is True
 
 
-# --- logs --------------------------------------------------------------------------------------------------------------
+# --- logs ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_followed_log_loses_and_repeats_nothing_over_a_drop(
