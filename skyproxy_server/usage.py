@@ -24,7 +24,7 @@ def usage(row: dict[str, Any]) -> dict[str, int]:
     """
     if row["type"] != "cuda":
         return {"used_memory_bytes": int(psutil.Process().memory_info().rss)}
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     free, total = torch.cuda.mem_get_info(row["index"])
     found = {"used_memory_bytes": total - free}
