@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from skyproxy.nodes import launch_local as launch_local
     from skyproxy.nodes import list_nodes as list_nodes
     from skyproxy.nodes import reset as reset
+    from skyproxy.notebook.extension import load_ipython_extension as load_ipython_extension
+    from skyproxy.notebook.extension import unload_ipython_extension as unload_ipython_extension
     from skyproxy.profiling.profiles import Profile as Profile
     from skyproxy.profiling.profiles import profile as profile
     from skyproxy.providers.accelerators import Accelerator as Accelerator
@@ -57,6 +59,7 @@ _PUBLIC = {
     "instance_info": "skyproxy.runtime",
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
+    "load_ipython_extension": "skyproxy.notebook.extension",
     "prefetch": "skyproxy.tensor.pending",
     "profile": "skyproxy.profiling.profiles",
     "reset": "skyproxy.nodes",
@@ -64,10 +67,11 @@ _PUBLIC = {
     "silent": "skyproxy.runtime",
     "stderr": "skyproxy.runtime",
     "stdout": "skyproxy.runtime",
+    "unload_ipython_extension": "skyproxy.notebook.extension",
 }
 _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
-_WITHOUT_DEVICE = ("integrations", "plugins", "pools", "providers", "runtime")
+_WITHOUT_DEVICE = ("integrations", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
 __all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import html
 import logging
 import os
 import platform
@@ -241,6 +242,23 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
+
+    def log_tail(self) -> str | None:
+        """The end of what an embedded worker wrote to its log; None for others, whose log is not ours."""
+        return self._worker.output() if self._worker is not None else None
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows; asks the worker nothing."""
+        rows = {
+            "worker": f"{self.url} ({self.source})",
+            "state": "connected" if self.alive else f"lost: {self._session.lost}",
+            "software": ", ".join(f"{name} {number}" for name, number in self.software.items()),
+        }
+        for chosen in self._devices:
+            size = int(chosen.row.get("total_memory_bytes", 0)) / (1 << 30)
+            rows[f"sky:{chosen.index}"] = f"{chosen.worker_device}, {chosen.row.get('name', '')}, {size:.1f} GiB"
+        cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows.items())
+        return f"<table>{cells}</table>"
 
     def __repr__(self) -> str:
         state = "" if self.alive else ", lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from skyproxy.session.waiters import Waiter
 PATIENCE_SECONDS = 1.0
 """Waits that are over before show nothing."""
 _REFRESH_SECONDS = 0.1
+_MIB = 1 << 20
 
 _drawing = threading.Lock()
 """Held by the one bar that is on the screen."""
@@ -52,15 +54,55 @@ class RichBar:
         self._bar.stop()
 
 
-def rich_bar(text: str) -> RichBar | None:
-    """A bar, where there is somebody to look at it: standard error is a terminal, or this is a notebook."""
-    in_notebook = "ipykernel" in sys.modules
-    if not in_notebook and (sys.stderr is None or not sys.stderr.isatty()):
+class NotebookBar:
+    """A bar below a notebook's cell that vanishes in the end. It needs no widgets, and has no thread of its own."""
+
+    def __init__(self, text: str) -> None:
+        from IPython.display import display
+
+        self._text = text
+        self._done = self._total = 0
+        self._started = time.monotonic()
+        self._closed = False
+        self._handle: Any = display(self, display_id=True)
+
+    def update(self, done_bytes: int, total_bytes: int) -> None:
+        self._done, self._total = done_bytes, total_bytes
+        self._handle.update(self)
+
+    def close(self) -> None:
+        self._closed = True
+        self._handle.update(self)
+
+    def _repr_mimebundle_(self, **unused: Any) -> dict[str, str]:
+        if self._closed:
+            return {"text/plain": "", "text/html": ""}
+        rate = self._done / max(time.monotonic() - self._started, 1e-3)
+        figures = f"{self._done / _MIB:,.1f} of {self._total / _MIB:,.1f} MiB, {rate / _MIB:,.1f} MiB/s"
+        bar = f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress>'
+        return {
+            "text/plain": f"{self._text}: {figures}",
+            "text/html": f"<div>{html.escape(self._text)} {bar} {figures}</div>",
+        }
+
+
+def _in_notebook() -> bool:
+    """Whether what we display appears below a cell."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def visible_bar(text: str) -> RichBar | NotebookBar | None:
+    """A bar, where there is somebody to look at it: this is a notebook, or standard error is a terminal."""
+    if _in_notebook():
+        return NotebookBar(text)
+    if sys.stderr is None or not sys.stderr.isatty():
         return None
     from rich.console import Console
 
     console = Console(stderr=True)
-    return RichBar(text, console) if console.is_terminal or console.is_jupyter else None
+    return RichBar(text, console) if console.is_terminal else None
 
 
 class Watch:
@@ -79,7 +121,7 @@ class Watch:
         text: str,
         figures: Callable[[], tuple[int, int]],
         shown: bool,
-        display: Display = rich_bar,
+        display: Display = visible_bar,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._text = text
@@ -130,4 +172,4 @@ class Watch:
         self.close()
 
 
-__all__ = ["Display", "RichBar", "Watch", "rich_bar"]
+__all__ = ["Display", "NotebookBar", "RichBar", "Watch", "visible_bar"]

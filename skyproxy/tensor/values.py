@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from typing import Any, NoReturn
 
 import torch
@@ -69,6 +70,18 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
     if text.startswith(f"Parameter({name}"):
         return "Parameter containing:\ntensor(" + text[len(f"Parameter({name}") : -1]
     return "tensor(" + text[len(name) :] if text.startswith(name) else text
+
+
+def _mimebundle(self: RemoteTensor, **unused: Any) -> dict[str, str]:
+    """What Jupyter shows: both forms of one answer, so that a cell's last line fetches once."""
+    text = repr(self)
+    device = self._sky.device
+    place = f"{self.device}, {device.worker_device} of {device.row.get('name', 'a worker')}"
+    title = f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {place}"
+    return {
+        "text/plain": text,
+        "text/html": f"<div><code>{html.escape(title)}</code><pre>{html.escape(text)}</pre></div>",
+    }
 
 
 def _format(self: RemoteTensor, spec: str) -> str:
@@ -183,6 +196,7 @@ def install() -> None:
     if not hasattr(TensorBase, "data") or not hasattr(torch._C, "_swap_tensor_impl"):
         raise ConfigurationError(f"torch {torch.__version__} cannot exchange tensors, which Module.to needs")
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
+    RemoteTensor._repr_mimebundle_ = _mimebundle
     RemoteTensor.__format__ = _format  # type: ignore[method-assign]
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign]
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import types
 from collections.abc import Callable
 
 import pytest
@@ -135,7 +136,7 @@ def test_on_a_terminal_rich_draws_on_stderr_without_a_thread(monkeypatch: pytest
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     threads = threading.active_count()
-    bar = progress.rich_bar("upload")
+    bar = progress.visible_bar("upload")
     assert bar is not None
     assert threading.active_count() == threads
     bar.update(1 << 20, 4 << 20)
@@ -150,7 +151,32 @@ def test_on_a_terminal_rich_draws_on_stderr_without_a_thread(monkeypatch: pytest
 def test_without_a_terminal_there_is_no_bar_and_rich_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert progress.rich_bar("upload") is None
+    assert progress.visible_bar("upload") is None
     monkeypatch.setattr(sys, "stderr", None)
-    assert progress.rich_bar("upload") is None
+    assert progress.visible_bar("upload") is None
+
+
+def test_in_a_notebook_the_bar_is_one_display_that_empties(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+
+    class Handle:
+        def update(self, value: progress.NotebookBar) -> None:
+            shown.append(value._repr_mimebundle_())
+
+    def display(value: progress.NotebookBar, display_id: bool) -> Handle:
+        assert display_id
+        shown.append(value._repr_mimebundle_())
+        return Handle()
+
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))  # type: ignore[arg-type]
+    bar = progress.visible_bar("a <model>")
+    assert isinstance(bar, progress.NotebookBar)
+    bar.update(1 << 20, 4 << 20)
+    assert 'value="1048576" max="4194304"' in shown[-1]["text/html"]
+    assert "a &lt;model&gt;" in shown[-1]["text/html"]
+    assert shown[-1]["text/plain"].startswith("a <model>: 1.0 of 4.0 MiB")
+    bar.close()
+    assert shown[-1] == {"text/plain": "", "text/html": ""}
+    assert len(shown) == 3

@@ -1,0 +1,1 @@
+"""What `%load_ext skyproxy` adds to Jupyter and IPython: the magic `%sky` and its tables."""

@@ -1,0 +1,119 @@
+"""The magic `%sky`: status and logs of the workers, cells that run there, and every `skyproxy` command."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
+
+USAGE = """\
+%sky status               the workers of this notebook, their devices and memory, and what was sent
+%sky logs [sky:K]         the end of a worker's log
+%%sky run [sky:K]         runs the cell on a worker: it reads this notebook's variables, and what it sets comes back;
+                          tensors stay there and come back as remote ones
+%sky COMMAND ...          any other command of `skyproxy`, such as: %sky up gpu --provider local
+"""
+
+
+class SkyMagic:
+    """What `%sky` does in one shell."""
+
+    __name__ = "sky"
+    __doc__ = USAGE
+
+    def __init__(self, shell: Any) -> None:
+        """Args:
+        shell: IPython's `InteractiveShell`.
+        """
+        self._shell = shell
+        self._numbers = itertools.count(1)
+
+    def __call__(self, line: str, cell: str | None = None) -> Any:
+        """Runs `%sky line`, or `%%sky line` with a cell."""
+        words = shlex.split(line)
+        name = words[0] if words else "help"
+        if cell is not None:
+            if name != "run":
+                raise ConfigurationError(f"%%sky {name} takes no cell. Use %sky {name}, or %%sky run.")
+            return self._run(words[1:], cell)
+        if name == "status" and len(words) == 1:
+            from skyproxy.notebook.status import Status
+
+            return Status()
+        if name == "logs" and len(words) <= 2 and (len(words) == 1 or words[1].startswith("sky")):
+            print(_logs(words[1] if len(words) == 2 else None))
+        elif name in ("help", "-h", "--help"):
+            print(USAGE, end="")
+        elif name == "run":
+            raise ConfigurationError("run takes a cell: begin it with %%sky run")
+        else:
+            _command(words)
+        return None
+
+    def _run(self, words: list[str], source: str) -> Any:
+        if len(words) > 1:
+            raise ConfigurationError("%%sky run takes one device at most: %%sky run sky:1")
+        filename = f"<worker's cell {next(self._numbers)}>"
+        cell = read_cell(source, filename)
+        variables = inputs_of(cell, self._shell.user_ns, self._shell.user_ns_hidden)
+        left = _node(words[0] if words else None).run(run_cell, cell, variables, filename)
+        result = left.pop(RESULT, None)
+        self._shell.push(left)
+        return result
+
+
+def _node(device: str | None) -> Any:
+    """The node of a device, by default that of the current one; starts it if there is none."""
+    import torch
+
+    from skyproxy.nodes import list_nodes
+    from skyproxy.tensor.devices import DEVICES
+
+    chosen = DEVICES.of(torch.device(device or "sky")).torch_device
+    return next(node for node in list_nodes() if chosen in node.devices)
+
+
+def _logs(device: str | None) -> str:
+    """The end of a worker's log.
+
+    Raises:
+        ConfigurationError: it is not on this machine, and no saved context names it.
+    """
+    from skyproxy.providers.detached import list_detached
+
+    node = _node(device)
+    text = node.log_tail()
+    if text is None:
+        text = next((worker.log_tail() for worker in list_detached() if worker.url == node.url), None)
+    if text is None:
+        raise ConfigurationError(
+            f"the log of {node.url} is where that worker was started. For one of `skyproxy up`: %sky logs NAME"
+        )
+    return str(text)
+
+
+def _command(words: list[str]) -> None:
+    """Runs a command of `skyproxy` and shows what it writes, as it comes.
+
+    Raises:
+        ConfigurationError: it failed; its own message stands above.
+    """
+    command = [sys.executable, "-m", "skyproxy.cli.main", *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+        except BaseException:
+            process.terminate()  # an interrupt of the kernel goes to the kernel alone
+            raise
+    if process.returncode:
+        raise ConfigurationError(f"skyproxy {shlex.join(words)} ended with status {process.returncode}")
