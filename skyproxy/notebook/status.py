@@ -54,7 +54,9 @@ class Status:
         if not self.rows:
             return "No sky device yet: the first use of sky:0 starts or connects one."
         widths = [max(len(row[column]) for row in (_HEAD, *self.rows)) for column in range(len(_HEAD))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEAD, *self.rows)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEAD, *self.rows)
+        ]
         return "\n".join([*lines, *self.notes, *self._figure_lines()])
 
     def _figure_lines(self) -> Iterable[str]:
@@ -68,9 +70,7 @@ class Status:
         if not self.rows:
             return f"<p>{html.escape(repr(self))}</p>"
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
-        )
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         rest = "".join(f"<p>{html.escape(line)}</p>" for line in (*self.notes, *self._figure_lines()))
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 

@@ -1,0 +1,163 @@
+"""A notebook with a real kernel: pictures, magics, interrupts, restarts, top-level await."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.programs import worker
+from tests.notebook.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as made:
+        made.succeed("%load_ext skyproxy")
+        yield made
+
+
+@pytest.fixture
+def sky(kernel: Kernel) -> Kernel:
+    """The kernel, with `torch`, `skyproxy` and a device."""
+    kernel.succeed("import torch, skyproxy\nskyproxy.list_nodes() or torch.ones(1, device='sky:0');")
+    return kernel
+
+
+def trips(kernel: Kernel) -> int:
+    return int(kernel.value("torch.sky.stats()['round_trips']"))
+
+
+def test_the_extension_loads_before_anything_heavy(kernel: Kernel) -> None:
+    with Kernel() as fresh:
+        fresh.succeed("%load_ext skyproxy")
+        assert fresh.value("import sys\n'torch' in sys.modules") == "False"
+        assert "No sky device yet" in fresh.value("%sky status")
+        fresh.succeed("%unload_ext skyproxy")
+        assert "`%sky` not found" in fresh.run("%sky status").printed["stderr"]
+
+
+def test_a_tensor_is_shown_in_both_forms_for_one_fetch(sky: Kernel) -> None:
+    sky.succeed("x = torch.arange(6., device='sky:0').reshape(2, 3)")
+    before = trips(sky)
+    shown = sky.succeed("x").result
+    assert trips(sky) - before == 1
+    assert shown["text/plain"] == "tensor([[0., 1., 2.],\n        [3., 4., 5.]], device='sky:0')"
+    assert "float32 [2, 3] on sky:0, cpu of" in shown["text/html"]
+    assert "[3., 4., 5.]" in shown["text/html"]
+
+
+def test_a_parameter_is_shown_as_one(sky: Kernel) -> None:
+    shown = sky.succeed("torch.nn.Linear(2, 1, device='sky:0').bias").result
+    assert shown["text/plain"].startswith("Parameter containing:\ntensor([")
+    assert "Parameter containing" in shown["text/html"]
+
+
+def test_a_node_is_shown_without_asking_it(sky: Kernel) -> None:
+    before = trips(sky)
+    shown = sky.succeed("skyproxy.list_nodes()[0]").result
+    assert trips(sky) == before
+    assert "<th>sky:0</th>" in shown["text/html"]
+    assert "embedded worker" in shown["text/html"]
+    assert shown["text/plain"].startswith("<Node ws://127.0.0.1")
+
+
+def test_status_names_devices_and_memory_and_what_was_sent(sky: Kernel) -> None:
+    sky.succeed("kept = torch.ones(1 << 20, device='sky:0')")
+    shown = sky.succeed("%sky status").result
+    assert "sky:0" in shown["text/plain"]
+    assert "connected" in shown["text/html"]
+    assert "round trips: " in shown["text/plain"]
+    assert "MiB of" in shown["text/html"]
+
+
+def test_logs_are_the_workers(sky: Kernel) -> None:
+    assert "skyproxy.server: devices: cpu:0" in sky.succeed("%sky logs").printed["stdout"]
+
+
+def test_help_and_mistakes_say_what_there_is(sky: Kernel) -> None:
+    assert "%%sky run" in sky.succeed("%sky").printed["stdout"]
+    assert sky.run("%sky logs sky:7").error[0] == "ConfigurationError"
+    assert sky.run("%sky run").error == ("ConfigurationError", "run takes a cell: begin it with %%sky run")
+    assert "takes no cell" in sky.run("%%sky status\n1").error[1]
+
+
+def test_every_command_of_skyproxy_is_there(sky: Kernel) -> None:
+    assert "skyproxy" in sky.succeed("%sky version").printed["stdout"]
+    failed = sky.run("%sky sreve")
+    assert "sreve" in failed.printed["stdout"]
+    assert failed.error[0] == "ConfigurationError"
+
+
+def test_a_long_transfer_shows_a_bar_that_goes_away(sky: Kernel) -> None:
+    sky.succeed("from skyproxy.session import progress\nprogress.PATIENCE_SECONDS = 0.0")
+    outcome = sky.succeed("torch.zeros(64 << 20).to('sky:0');")
+    assert any("<progress" in data["text/html"] for data in outcome.displays)
+    assert outcome.displays[-1]["text/html"] == ""
+    assert outcome.printed["stderr"] == ""
+    sky.succeed("progress.PATIENCE_SECONDS = 1.0")
+
+
+def test_top_level_await(sky: Kernel) -> None:
+    assert sky.value("await skyproxy.fetch_async(torch.ones(2, device='sky:0'))") == "tensor([1., 1.])"
+    assert sky.value("await torch.full((), 7, device='sky:0').item_async()") == "7"
+    assert sky.value("await skyproxy.list_nodes()[0].synchronize_async()\n3") == "3"
+
+
+def test_an_interrupt_returns_at_once_and_the_notebook_goes_on() -> None:
+    """The product would take the worker a quarter of an hour."""
+    with Kernel(OMP_NUM_THREADS="1") as kernel:
+        kernel.succeed(
+            "import torch, skyproxy\nfrom skyproxy.nodes import observing\n"
+            "x = torch.ones(8192, 8192, device='sky:0')\nother = skyproxy.launch_local('cpu').devices[0]"
+        )
+        outcome = kernel.run(
+            "for _ in range(40): x = x @ x\nwith observing(lambda what: print('waiting', flush=True)): x.sum().item()",
+            on_print=lambda text: kernel.interrupt() if "waiting" in text else None,
+        )
+        assert outcome.error[0] == "KeyboardInterrupt"
+        assert kernel.value("skyproxy.list_nodes()[0].alive") == "True"
+        assert kernel.value("torch.ones(3, device=other).sum().item()") == "3.0"
+
+
+def test_after_a_restart_the_same_worker_is_there_and_has_the_weights(tmp_path: Path) -> None:
+    upload = """
+import torch, skyproxy
+weights = torch.nn.Linear(1024, 1024, bias=False)
+torch.nn.init.ones_(weights.weight)
+weights.to("sky:0")
+torch.sky.synchronize()
+session = skyproxy.tensor.devices.DEVICES.of("sky:0").session
+while session.call("blob_stats")["unhashed"]: pass
+node = skyproxy.list_nodes()[0]
+"""
+    with worker(tmp_path, "--blob-bytes", str(64 << 20)) as (url, token):
+        with Kernel(SKYPROXY_URL=url, SKYPROXY_TOKEN=token) as kernel:
+            kernel.succeed(upload)
+            assert kernel.value("node.url") == repr(url)
+            kernel.restart()
+            assert "NameError" in kernel.run("node").error[0]
+            kernel.succeed(upload)
+            assert kernel.value("node.url") == repr(url)
+            assert kernel.value("torch.sky.stats()['bytes_saved']") == str(4 << 20)
+            assert kernel.value("weights.weight.sum().item()") == str(float(1 << 20))
+
+
+def test_a_worker_that_the_notebook_brought_up_outlives_its_kernel(tmp_path: Path) -> None:
+    folders = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    with Kernel(**folders) as kernel:
+        kernel.succeed("%load_ext skyproxy")
+        try:
+            kernel.succeed("%sky up mine --provider local")
+            kernel.succeed("import torch, skyproxy\ntorch.ones(1, device='sky:0');")
+            url = kernel.value("skyproxy.list_nodes()[0].url")
+            assert "devices: cpu:0" in kernel.succeed("%sky logs").printed["stdout"]
+            kernel.restart()
+            kernel.succeed("%load_ext skyproxy\nimport torch, skyproxy\ntorch.ones(1, device='sky:0');")
+            assert kernel.value("skyproxy.list_nodes()[0].url") == url
+            assert "saved context 'mine'" in kernel.value("skyproxy.list_nodes()[0].source")
+        finally:
+            assert kernel.run("%sky down mine").status == "ok"
