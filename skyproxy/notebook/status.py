@@ -6,10 +6,9 @@ import contextlib
 import html
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from skyproxy.errors import RemoteError, SessionLostError
 from skyproxy.nodes import Node, list_nodes
+from skyproxy.tensor import device_module as sky
 from skyproxy.tensor.devices import DEVICES
 
 _HEAD = ("device", "worker's device", "memory in use", "worker", "state")
@@ -29,16 +28,16 @@ class Status:
         for node in list_nodes() if nodes is None else nodes:
             self._add(node)
         if self.rows:
-            stats = torch.sky.stats()
+            stats = sky.stats()
             self.figures = {name: stats[name] for name in _FIGURES}
 
     def _add(self, node: Node) -> None:
         for device in node.devices:
-            row = torch.sky.get_device_properties(device)
+            row = sky.get_device_properties(device)
             used = "?"
             with contextlib.suppress(SessionLostError, RemoteError):
                 if node.alive:
-                    used = f"{size_text(torch.sky.memory_allocated(device))} of {size_text(row.total_memory)}"
+                    used = f"{size_text(sky.memory_allocated(device))} of {size_text(row.total_memory)}"
             state = "connected" if node.alive else "lost"
             self.rows.append((str(device), f"{row.type}: {row.name}", used, f"{node.url} ({node.source})", state))
         session = DEVICES.of(node.devices[0]).session

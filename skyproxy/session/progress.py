@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import importlib
 import sys
 import threading
 import time
@@ -58,8 +59,7 @@ class NotebookBar:
     """A bar below a notebook's cell that vanishes in the end. It needs no widgets, and has no thread of its own."""
 
     def __init__(self, text: str) -> None:
-        from IPython.display import display
-
+        display: Any = importlib.import_module("IPython.display").display
         self._text = text
         self._done = self._total = 0
         self._started = time.monotonic()
