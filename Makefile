@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow conformance e2e bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks conformance e2e bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow conformance bench format environment clean"
+	@echo "also: slow notebooks conformance bench format environment clean"
 
 environment: $(READY)
 
@@ -36,7 +36,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact number, so that nothing below can choose another one.
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,plugins,operator,kubernetes]"
+	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,notebook,plugins,operator,kubernetes]"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
@@ -45,16 +45,20 @@ demo: $(READY)
 
 test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu and not e2e" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu and not e2e and not notebooks" $(ARGS)
 
 slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e" $(ARGS) || \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e and not notebooks" $(ARGS) || \
 		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
 
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
+
+notebooks: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+notebooks: $(READY)
+	$(BIN)/python -m pytest tests/notebook -m notebooks $(ARGS)
 
 # SKYPROXY_E2E_KUBECONFIG names another cluster to run against; what needs the kubelet stand-in is skipped then.
 e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

@@ -161,3 +161,64 @@ def test_a_worker_that_the_notebook_brought_up_outlives_its_kernel(tmp_path: Pat
             assert "saved context 'mine'" in kernel.value("skyproxy.list_nodes()[0].source")
         finally:
             assert kernel.run("%sky down mine").status == "ok"
+
+
+# --- cells on a worker -----------------------------------------------------------------------------------------------
+
+
+def test_a_cell_runs_on_the_worker_and_leaves_what_it_set(sky: Kernel) -> None:
+    sky.succeed("import os\nhere = os.getpid()\nfactor = 3\nx = torch.arange(4., device='sky:0')")
+    outcome = sky.succeed(
+        "%%sky run\nimport os, sys\nthere = os.getpid()\nprint('in', there)\nprint('careful', file=sys.stderr)\n"
+        "assert type(x) is torch.Tensor and x.device.type == 'cpu'\ny = x * factor\ny.sum().item()"
+    )
+    assert outcome.result["text/plain"] == "18.0"
+    there = sky.value("there")
+    assert there != sky.value("here")
+    assert outcome.printed == {"stdout": f"in {there}\n", "stderr": "careful\n"}
+    assert sky.value("y.device, y.tolist()") == "(device(type='sky', index=0), [0.0, 3.0, 6.0, 9.0])"
+
+
+def test_a_cell_changes_the_tensors_themselves(sky: Kernel) -> None:
+    sky.succeed("w = torch.zeros(3, device='sky:0')")
+    sky.succeed("%%sky run\nw += 2;")
+    assert sky.value("w.tolist()") == "[2.0, 2.0, 2.0]"
+
+
+def test_a_cell_takes_the_notebooks_functions_and_leaves_its_own(sky: Kernel) -> None:
+    sky.succeed("base = 10\ndef plus(a): return a + base")
+    sky.succeed("%%sky run\ndef twice(a): return 2 * plus(a)\nfirst = twice(1)")
+    assert sky.value("first, twice(5)") == "(22, 30)"
+
+
+def test_an_error_of_a_cell_has_its_class_and_its_line(sky: Kernel) -> None:
+    outcome = sky.run("%%sky run\nvalues = {}\nvalues['missing']")
+    assert outcome.error == ("KeyError", "'missing'")
+    assert "values['missing']" in outcome.traceback
+    assert sky.value("1 + 1") == "2"
+
+
+def test_a_cell_that_is_no_python_is_refused_here(sky: Kernel) -> None:
+    assert sky.run("%%sky run\n1 +").error[0] == "SyntaxError"
+
+
+def test_a_cell_goes_to_the_worker_that_is_named(sky: Kernel) -> None:
+    sky.succeed("second = skyproxy.launch_local('cpu')")
+    sky.succeed("%%sky run sky:1\nimport os\nfirst_there = os.getpid()")
+    assert sky.value("first_there == second.process_id") == "True"
+    sky.succeed("second.close()")
+
+
+def test_an_interrupt_ends_a_cell_and_leaves_the_worker(sky: Kernel) -> None:
+    outcome = sky.run(
+        "%%sky run\nimport threading\nprint('waiting', flush=True)\nwhile True:\n    threading.Event().wait(0.01)",
+        on_print=lambda text: sky.interrupt() if "waiting" in text else None,
+    )
+    assert outcome.error[0] == "KeyboardInterrupt"
+    sky.succeed("%%sky run\nafter = 5")
+    assert sky.value("after") == "5"
+
+
+def test_functions_are_awaited_at_the_top_level(sky: Kernel) -> None:
+    sky.succeed("import os\nnode = skyproxy.list_nodes()[0]\nother = await node.execute(lambda: os.getpid())")
+    assert sky.value("other == node.process_id") == "True"
