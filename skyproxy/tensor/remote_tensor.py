@@ -26,7 +26,16 @@ class RemoteTensor(torch.Tensor):
     """
 
     _sky: Handle
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(tensor)(values)`, as if our tensors and parameters were of PyTorch's own classes.
+
+        Elsewhere a parameter's class is `Parameter`, and code moves one with `type(p)(values, requires_grad=...)`.
+        """
+        make = torch.nn.Parameter if "requires_grad" in kwargs else torch.Tensor
+        return make(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

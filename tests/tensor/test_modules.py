@@ -210,3 +210,15 @@ def test_swap_tensors_exchanges_a_remote_and_a_local_tensor(sky1: str) -> None:
     torch.utils.swap_tensors(a, b)
     assert (type(a), type(b)) == (RemoteTensor, torch.Tensor)
     assert (a.tolist(), b.tolist()) == ([0, 0, 0], [1, 1])
+
+
+def test_the_class_of_a_parameter_makes_parameters(sky1: str) -> None:
+    """Code that moves a parameter by hand writes `type(p)(values, requires_grad=...)`."""
+    weight = nn.Linear(2, 3).to(sky1).weight
+    for place in ("cpu", "meta", sky1):
+        made = type(weight)(torch.zeros(3, 2, device=place), requires_grad=False)
+        assert isinstance(made, nn.Parameter)
+        assert (made.device, made.requires_grad) == (torch.device(place), False)
+    tensor = type(weight.detach())(torch.ones(2))
+    assert type(tensor) is torch.Tensor
+    assert not isinstance(type(weight.detach())(torch.ones(2, device=sky1)), nn.Parameter)
