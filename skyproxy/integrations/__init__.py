@@ -1,6 +1,8 @@
-"""Decorators that set up a framework for one function, where a pool has no plugin for it.
+"""Where other libraries meet ours: a decorator for functions on pools, and what some want before they know our device.
 
-`@sky.integrations.torch` shares what it does with `sky.plugins.torch()`: with both, the process group is joined once.
+`@sky.integrations.torch` sets up PyTorch for one function, where a pool has no plugin for it; it shares what it does
+with `sky.plugins.torch()`: with both, the process group is joined once. `sky.integrations.lightning` and
+`sky.integrations.huggingface` are for training loops that run here, on remote tensors.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ if TYPE_CHECKING:
     from skyproxy.integrations.torch_integration import torch as torch
 
 _PUBLIC = {"torch": "torch_integration"}
-__all__ = ["torch"]
+_MODULES = {"huggingface", "lightning"}
+__all__ = sorted([*_PUBLIC, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"skyproxy.integrations.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'skyproxy.integrations' has no attribute {name!r}. There are: {', '.join(sorted(_PUBLIC))}"
-        )
+        raise AttributeError(f"module 'skyproxy.integrations' has no attribute {name!r}. There are: {', '.join(__all__)}")
     value = getattr(importlib.import_module(f"skyproxy.integrations.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value

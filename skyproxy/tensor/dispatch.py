@@ -22,12 +22,13 @@ from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
-from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor, set_metadata
+from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _CPU = torch.device("cpu")
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Foreign(dict[str, bool]):
@@ -267,7 +268,7 @@ def run(call: Call) -> Any:
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
             return _ask(call, key if call.plan.learns and not call.plan.writes else None)
-        if call.plan.learns:
+        if call.plan.learns or (call.plan.learns_halves and any(t.dtype in _HALVES for t in call.tensors)):
             return _ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -324,11 +325,11 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
         elif output.tensor is not None:
             results.append(call.tensors[output.tensor])
         elif output.items is not None:
-            made = [new_tensor(device, meta, _base(call, shared)) for meta, shared in output.items]
+            made = [_result(call, meta, shares) for meta, shares in output.items]
             wire.append([tensor._sky.slot for tensor in made])
             results.append(made)
         elif output.meta is not None:
-            tensor = new_tensor(device, output.meta, _base(call, output.shares))
+            tensor = _result(call, output.meta, output.shares)
             wire.append(tensor._sky.slot)
             results.append(tensor)
         else:
@@ -355,13 +356,18 @@ def _record_change(call: Call, entry: Entry, wire: list[Any]) -> None:
         set_metadata(call.tensors[position], meta)
 
 
-def _base(call: Call, shares: int | None) -> Handle | None:
-    return None if shares is None else call.tensors[shares]._sky
+def _result(call: Call, meta: Meta, shares: int | None) -> RemoteTensor:
+    """A fresh tensor; a view of the call's tensor with number `shares`, if that is given."""
+    if shares is None:
+        return new_tensor(call.device, meta)
+    base = call.tensors[shares]
+    root = base._sky
+    return make_view(meta, call.device.new_handle(meta, root.root or root), base)
 
 
-def new_tensor(device: SkyDevice, meta: Meta, base: Handle | None = None) -> RemoteTensor:
-    """A fresh tensor; for a view, `base` is the handle of a tensor with the same storage."""
-    return make_tensor(meta, device.new_handle(meta, (base.root or base) if base is not None else None))
+def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:
+    """A fresh tensor with a storage of its own."""
+    return make_tensor(meta, device.new_handle(meta))
 
 
 def _ask(call: Call, key: Any = None) -> Any:
@@ -416,10 +422,11 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
         return inference.Output(), [_answered(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
-    if alias >= 0:
-        base = call.tensors[alias]._sky
-        handle.root = base.root or base
-    return inference.Output(meta=handle.meta, shares=alias if alias >= 0 else None), make_tensor(handle.meta, handle)
+    if alias < 0:
+        return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
+    base = call.tensors[alias]
+    handle.root = base._sky.root or base._sky
+    return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
 
 
 def _several_devices(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.dispatch import FOREIGN, new_tensor, record
+from skyproxy.tensor.dispatch import FOREIGN, record
 from skyproxy.tensor.engine import CarefulHandler, be_careful
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 
 _handler_of = _signal.getsignal
 _CTRL_C = 2
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _getframe = sys._getframe
+_in_inference_mode = torch.is_inference_mode_enabled
 _record_lines = SETTINGS.record_lines
 
 
@@ -123,7 +124,8 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
             else:
                 return record(plan, func, args, kwargs)
     entry = device.cache.get(tuple(key))
-    if entry is None:
+    # A view is an inference tensor if its base is one, whatever the mode is now.
+    if entry is None or (entry.shares_first and _in_inference_mode() != args[0].is_inference()):
         return record(plan, func, args, kwargs or {})
     recorder = device.recorder
     wire[0] = entry.number
@@ -149,9 +151,9 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     elif entry.several:
         result = []
         for output in entry.outputs:
-            tensor = new_tensor(device, output.meta, root if output.shares == 0 else None)
-            wire.append(tensor._sky.slot)
-            result.append(tensor)
+            handle = device.new_handle(output.meta, (root.root or root) if output.shares == 0 else None)
+            wire.append(handle.slot)
+            result.append(make_tensor(output.meta, handle))
         result = tuple(result)
     elif entry.nothing:
         result = None

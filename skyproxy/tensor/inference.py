@@ -69,7 +69,7 @@ class Entry:
         meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
         several: whether the results are several fresh plain tensors, for the fast path.
         nothing: whether there is no result at all, for the fast path.
-        shares_first: in the simple case, whether the fresh tensor shares the first tensor's storage.
+        shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
         descriptions: what the worker checks the first time: the fresh tensors, then those that were written.
     """
@@ -104,6 +104,7 @@ class Entry:
                 output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
             )
         )
+        self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
         if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):

@@ -79,6 +79,16 @@ _FAKED_WRONGLY = frozenset(
     }
 )
 """Ops whose fake kernels give fresh results other sizes or strides than the real ones, or refuse what those take."""
+_WITH_STATISTICS = frozenset(
+    {
+        "aten::_fused_rms_norm",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::native_batch_norm",
+        "aten::native_layer_norm",
+    }
+)
+"""Ops that also give statistics of their input: of half precision, in which dtype depends on the device."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -112,6 +122,7 @@ class Plan:
         waits: whether the op exists for its exception only, so that it must be waited for.
         learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
             are not to be trusted with this op.
+        learns_halves: the same for tensors of half precision only.
     """
 
     __slots__ = (
@@ -119,6 +130,7 @@ class Plan:
         "keyword_kinds",
         "kinds",
         "learns",
+        "learns_halves",
         "name",
         "names",
         "places_host_indices",
@@ -160,6 +172,7 @@ class Plan:
             # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
             or any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         )
+        self.learns_halves = packet in _WITH_STATISTICS
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)

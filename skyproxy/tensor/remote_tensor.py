@@ -63,6 +63,15 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
     return tensor
 
 
+def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
+    """A tensor that shares its storage with `base`; an inference tensor if that is one, whatever the mode is now."""
+    inference = base.is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        return make_tensor(meta, handle)
+    with torch.inference_mode(inference):
+        return make_tensor(meta, handle)
+
+
 def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
     """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
     from skyproxy.tensor.storage import note_change

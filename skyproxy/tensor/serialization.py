@@ -173,11 +173,12 @@ def _patch_safetensors() -> None:
         import safetensors
     except ImportError:
         return
-    opening = _opening(safetensors.safe_open)
-    # Those who import it later take it from the package.
-    for name in ("safetensors", "safetensors.torch"):
-        if name in sys.modules:
-            sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
+    plain = safetensors.safe_open
+    opening = _opening(plain)
+    # Those who import it later take it from the package; some have taken it before.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("safe_open") is plain:
+            module.safe_open = opening  # type: ignore[attr-defined]
 
 
 def install() -> None:

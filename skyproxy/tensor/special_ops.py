@@ -16,7 +16,7 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.dispatch import Call, run
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.registration import kernel
-from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.remote_tensor import RemoteTensor, make_view
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -64,7 +64,7 @@ def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if not handle.meta.plain:
         return run(Call(plan, args, kwargs))
     handle.is_shared = True
-    return make_tensor(handle.meta, handle)
+    return make_view(handle.meta, handle, tensor)
 
 
 @implements("aten::lift_fresh", "aten::lift")

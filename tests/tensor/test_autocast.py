@@ -256,3 +256,18 @@ def test_binary_cross_entropy_is_refused_in_pytorchs_words(sky1: str) -> None:
     with torch.autocast("sky", dtype=torch.float16), pytest.raises(RuntimeError, match="unsafe to autocast"):
         F.binary_cross_entropy(x, x)
     assert F.binary_cross_entropy(x, x).item() == pytest.approx(0.6931, abs=1e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_norms_of_half_precision_give_the_statistics_of_the_worker(
+    parameters: torch.dtype, training: bool, sky1: str
+) -> None:
+    """In which dtype they are depends on the device; PyTorch's fake kernels say it wrongly for mixed ones."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6).bfloat16()
+    for norm in (torch.nn.BatchNorm1d(6, dtype=parameters), torch.nn.LayerNorm(6, dtype=parameters)):
+        expected = norm.train(training)(x)
+        found = norm.to(sky1)(x.to(sky1))
+        torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=0.02)
+        torch.sky.synchronize()  # type: ignore[attr-defined]

@@ -314,6 +314,43 @@ def test_own_ops_written_in_pytorch_are_taken_apart(sky1: str) -> None:
     assert x.grad.tolist() == [0.5] * 4
 
 
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x[:, 1:],
+    lambda x: x[0],
+    lambda x: x[None],
+    lambda x: x.view(-1),
+    lambda x: x.t(),
+    lambda x: x.split(2)[0],
+    lambda x: x.unbind()[1],
+    lambda x: x.detach(),
+    lambda x: torch.ops.aten.alias(x),
+    lambda x: x.narrow(1, 0, 2),
+    lambda x: x.expand(2, 4, 4),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("parameter", [False, True])
+def test_a_view_is_an_inference_tensor_if_its_base_is_one(
+    view: Callable[[torch.Tensor], torch.Tensor], parameter: bool, sky1: str
+) -> None:
+    """Weights and buffers that were made before are sliced in inference mode, and results of it outside."""
+    values = torch.arange(16.0).view(4, 4)
+    plain = torch.nn.Parameter(values.to(sky1)) if parameter else values.to(sky1)
+    for _ in range(2):  # the second time, the shape is known
+        with torch.inference_mode():
+            ours = view(plain)
+            assert not ours.is_inference()
+            assert ours.tolist() == view(values).tolist()
+    with torch.inference_mode():
+        inferred = plain.clone()
+        assert view(inferred).is_inference()
+    for _ in range(2):
+        ours = view(inferred)
+        assert ours.is_inference()
+        assert ours.tolist() == view(values).tolist()
+
+
 def test_inference_mode_makes_inference_tensors(sky1: str) -> None:
     x = _input(sky1, 3, 4)
     with torch.inference_mode():

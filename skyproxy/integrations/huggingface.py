@@ -1,0 +1,117 @@
+"""Hugging Face's training loops on a remote device: accelerate's `Accelerator` and transformers' `Trainer`.
+
+Both take the device that the environment variable ACCELERATE_TORCH_DEVICE names, except for two places where transformers
+looks at this machine: `Trainer` prefers an accelerator of its own kind list (`mps` on a Mac), and refuses bf16 where this
+machine has no such accelerator. `use` sets the variable and completes these two.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.devices import DEVICES
+
+_VARIABLE = "ACCELERATE_TORCH_DEVICE"
+
+
+class use:
+    """Makes `Accelerator`, `TrainingArguments` and `Trainer` take a sky device from now on, or inside a `with` block.
+
+    accelerate has one device a process: an `Accelerator` made before, on another one, is not to be used afterwards.
+
+    Args:
+        device: "sky:0".
+
+    Raises:
+        ConfigurationError: it is no sky device, or there is no such one.
+        ImportError: accelerate is not installed.
+    """
+
+    def __init__(self, device: str | torch.device = "sky:0") -> None:
+        chosen = torch.device(device)
+        if chosen.type != "sky":
+            raise ConfigurationError(f"{device} is no sky device. Name one: use('sky:0')")
+        self.device = DEVICES.of(chosen).torch_device
+        _forget_choice(self.device)
+        if importlib.util.find_spec("transformers") is not None:
+            _complete_transformers(importlib.import_module("transformers.training_args"))
+        self._before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(self.device)
+
+    def stop(self) -> None:
+        """Lets later `TrainingArguments` choose as before; what was made until now keeps its device. Idempotent."""
+        if self._before is None:
+            os.environ.pop(_VARIABLE, None)
+        else:
+            os.environ[_VARIABLE] = self._before
+
+    def __enter__(self) -> use:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+def _forget_choice(device: torch.device) -> None:
+    """accelerate chooses once a process: forgets another choice, as every new `TrainingArguments` does.
+
+    Raises:
+        ImportError: accelerate is not installed.
+    """
+    try:
+        state = importlib.import_module("accelerate.state")
+    except ModuleNotFoundError as error:
+        raise ImportError("accelerate is not installed here. Try: pip install accelerate") from error
+    if state.PartialState._shared_state.get("device") not in (None, device):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _asked_for() -> torch.device | None:
+    """The sky device that the environment asks for."""
+    name = os.environ.get(_VARIABLE, "")
+    return torch.device(name) if name.partition(":")[0] == "sky" else None
+
+
+def _complete_transformers(module: Any) -> None:
+    """Makes `TrainingArguments` obey the variable on machines with an accelerator of their own; idempotent.
+
+    Raises:
+        ConfigurationError: this transformers chooses its device elsewhere.
+    """
+    arguments = module.TrainingArguments
+    setup, has_bfloat16 = vars(arguments).get("_setup_devices"), getattr(module, "is_torch_bf16_gpu_available", None)
+    if setup is None or has_bfloat16 is None:
+        raise ConfigurationError(
+            "this transformers chooses its device in a way that skyproxy does not know; it was tried with 5.23."
+        )
+    if hasattr(has_bfloat16, "_sky"):
+        return
+
+    def setup_devices(self: Any) -> torch.device:
+        device: torch.device = plain_setup(self)
+        place = None if self.use_cpu else _asked_for()
+        if place is None or self.distributed_state is None or self.distributed_state.device != place:
+            return device
+        self._n_gpu = 1
+        return place
+
+    @functools.wraps(has_bfloat16)
+    def bfloat16_available() -> bool:
+        place = _asked_for()
+        return bool(has_bfloat16() if place is None else torch.get_device_module("sky").is_bf16_supported())
+
+    plain_setup = setup.func
+    setup.func = functools.wraps(plain_setup)(setup_devices)
+    bfloat16_available._sky = True  # type: ignore[attr-defined]
+    module.is_torch_bf16_gpu_available = bfloat16_available
+
+
+__all__ = ["use"]

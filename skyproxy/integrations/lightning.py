@@ -1,0 +1,172 @@
+"""Lightning on a remote device: import this module, then `Trainer(accelerator="sky")` or `Fabric(accelerator="sky")`.
+
+Lightning asks an accelerator for its devices, but decides by the name "cuda" or "mps" where one of them goes and which
+autocast it is: two decisions of its connectors are completed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.devices import DEVICES
+
+_PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+"""The two distributions of Lightning: each its trainer and its fabric."""
+
+
+class _SkyDevices:
+    """What Lightning asks of an accelerator, answered for `sky`; one device a process."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Makes the device the current one.
+
+        Raises:
+            ConfigurationError: it is no sky device.
+        """
+        if device.type != "sky":
+            raise ConfigurationError(f"SkyAccelerator was given {device}. Give it a sky device: devices=[0]")
+        DEVICES.current = DEVICES.of(device).index
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """The worker's memory statistics in bytes; one round trip."""
+        chosen = DEVICES.of(device)
+        stats: dict[str, Any] = chosen.session.call("memory_stats", chosen.place)
+        return stats
+
+    def teardown(self) -> None:
+        """Nothing: the device stays usable after training."""
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """The numbers of the devices that `devices=` names; a count of 1 means the current one.
+
+        Raises:
+            ConfigurationError: more than one, or none.
+        """
+        if isinstance(devices, str):
+            numbers = [int(part) for part in devices.split(",") if part.strip()]
+            devices = numbers if "," in devices else numbers[0]
+        if devices == 1:
+            return [DEVICES.current]
+        if not isinstance(devices, int) and len(devices) == 1:
+            return [DEVICES.at(devices[0]).index]
+        raise ConfigurationError(
+            f"devices={devices!r}: Lightning trains on one sky device a process, devices=[0] for sky:0. To train on several "
+            "workers, run the Trainer itself on a pool: skyproxy.Compute(nodes=...) with skyproxy.plugins.torch()."
+        )
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """The devices with these numbers."""
+        return [torch.device("sky", index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """1, however many there are: Lightning would start a process for each."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """True: with nothing configured, an embedded worker serves `sky:0`."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """"sky"."""
+        return "sky"
+
+
+def _placed(choose: Callable[[Any], Any], single_device: Any) -> Callable[[Any], Any]:
+    """The strategy for one of our devices; Lightning knows only "cuda" and "mps" by name, and takes the CPU."""
+
+    @functools.wraps(choose)
+    def choose_strategy(self: Any) -> Any:
+        if isinstance(self.accelerator, _SkyDevices) and self._num_nodes_flag == 1:
+            return single_device(device=self._parallel_devices[0])
+        return choose(self)
+
+    return choose_strategy
+
+
+def _cast(check: Callable[[Any], Any], mixed: Any) -> Callable[[Any], Any]:
+    """Mixed precision with autocast and gradient scaler of our device, where Lightning takes those of CUDA."""
+
+    @functools.wraps(check)
+    def check_and_init_precision(self: Any) -> Any:
+        precision = check(self)
+        if isinstance(self.accelerator, _SkyDevices) and type(precision) is mixed and precision.device != "sky":
+            return mixed(precision.precision, "sky")
+        return precision
+
+    return check_and_init_precision
+
+
+def _complete(connector: Any, single_device: Any, mixed: Any) -> None:
+    """Completes a connector's two decisions.
+
+    Raises:
+        ConfigurationError: this Lightning decides elsewhere.
+    """
+    for name, complete, kind in (
+        ("_choose_strategy", _placed, single_device),
+        ("_check_and_init_precision", _cast, mixed),
+    ):
+        decide = getattr(connector, name, None)
+        if decide is None:
+            raise ConfigurationError(
+                f"{connector.__module__} has no {name}, which skyproxy completes; it was tried with Lightning 2.4 to 2.6."
+            )
+        setattr(connector, name, complete(decide, kind))
+
+
+def _register(trainer: str, fabric: str) -> Any:
+    """Registers an accelerator with one distribution of Lightning; its class."""
+
+    def found(package: str, module: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+    base = found(trainer, "accelerators", "Accelerator")
+    accelerator = type("SkyAccelerator", (_SkyDevices, base), {"__doc__": _SkyDevices.__doc__, "__module__": __name__})
+    for package, registry, connector in (
+        (trainer, "AcceleratorRegistry", "trainer.connectors.accelerator_connector._AcceleratorConnector"),
+        (fabric, "ACCELERATOR_REGISTRY", "connector._Connector"),
+    ):
+        found(package, "accelerators", registry).register("sky", accelerator, description="sky devices", override=True)
+        module, _, name = connector.rpartition(".")
+        single_device = found(package, "strategies", "SingleDeviceStrategy")
+        mixed = found(package, "plugins.precision", "MixedPrecision")
+        _complete(found(package, module, name), single_device, mixed)
+    return accelerator
+
+
+def _register_all() -> Any:
+    """Registers with the distributions that were imported already, or else with the first that is installed.
+
+    Raises:
+        ImportError: there is none.
+    """
+    chosen = [pair for pair in _PACKAGES if pair[0] in sys.modules]
+    if not chosen:
+        chosen = [pair for pair in _PACKAGES if importlib.util.find_spec(pair[0].partition(".")[0]) is not None][:1]
+    if not chosen:
+        raise ImportError("Lightning is not installed here. Try: pip install lightning")
+    return [_register(*pair) for pair in chosen][0]
+
+
+if TYPE_CHECKING:
+
+    class SkyAccelerator(_SkyDevices):
+        """Lightning's view of `sky` devices: `Trainer(accelerator="sky", devices=[1])`, or an instance of this class."""
+
+else:
+    SkyAccelerator = _register_all()
+
+__all__ = ["SkyAccelerator"]
