@@ -22,7 +22,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"skyproxy.integrations.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'skyproxy.integrations' has no attribute {name!r}. There are: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'skyproxy.integrations' has no attribute {name!r}. There are: {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(f"skyproxy.integrations.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value

@@ -1,8 +1,8 @@
 """Hugging Face's training loops on a remote device: accelerate's `Accelerator` and transformers' `Trainer`.
 
-Both take the device that the environment variable ACCELERATE_TORCH_DEVICE names, except for two places where transformers
-looks at this machine: `Trainer` prefers an accelerator of its own kind list (`mps` on a Mac), and refuses bf16 where this
-machine has no such accelerator. `use` sets the variable and completes these two.
+Both take the device that the environment variable ACCELERATE_TORCH_DEVICE names, except for two places where
+transformers looks at this machine: `Trainer` prefers an accelerator that it knows (`mps` on a Mac), and refuses bf16
+where this machine has none. `use` sets the variable and completes these two.
 """
 
 from __future__ import annotations

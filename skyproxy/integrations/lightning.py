@@ -59,8 +59,9 @@ class _SkyDevices:
         if not isinstance(devices, int) and len(devices) == 1:
             return [DEVICES.at(devices[0]).index]
         raise ConfigurationError(
-            f"devices={devices!r}: Lightning trains on one sky device a process, devices=[0] for sky:0. To train on several "
-            "workers, run the Trainer itself on a pool: skyproxy.Compute(nodes=...) with skyproxy.plugins.torch()."
+            f"devices={devices!r}: Lightning trains on one sky device a process, devices=[0] for sky:0. To train on "
+            "several workers, run the Trainer itself on a pool: skyproxy.Compute(nodes=...) with "
+            "skyproxy.plugins.torch()."
         )
 
     @staticmethod
@@ -80,7 +81,7 @@ class _SkyDevices:
 
     @staticmethod
     def name() -> str:
-        """"sky"."""
+        """ "sky"."""
         return "sky"
 
 
@@ -122,7 +123,7 @@ def _complete(connector: Any, single_device: Any, mixed: Any) -> None:
         decide = getattr(connector, name, None)
         if decide is None:
             raise ConfigurationError(
-                f"{connector.__module__} has no {name}, which skyproxy completes; it was tried with Lightning 2.4 to 2.6."
+                f"{connector.__module__} has no {name}, which skyproxy completes; it was tried with Lightning 2.6."
             )
         setattr(connector, name, complete(decide, kind))
 
@@ -158,13 +159,14 @@ def _register_all() -> Any:
         chosen = [pair for pair in _PACKAGES if importlib.util.find_spec(pair[0].partition(".")[0]) is not None][:1]
     if not chosen:
         raise ImportError("Lightning is not installed here. Try: pip install lightning")
-    return [_register(*pair) for pair in chosen][0]
+    first, *_ = [_register(*pair) for pair in chosen]
+    return first
 
 
 if TYPE_CHECKING:
 
     class SkyAccelerator(_SkyDevices):
-        """Lightning's view of `sky` devices: `Trainer(accelerator="sky", devices=[1])`, or an instance of this class."""
+        """`Trainer(accelerator="sky", devices=[1])`, or an instance of this class in the place of "sky"."""
 
 else:
     SkyAccelerator = _register_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
-warnings.filterwarnings("ignore", module="lightning")
 
 import lightning
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
@@ -97,9 +95,7 @@ def test_a_trainer_repeats_the_local_losses(tmp_path: Path, sky1: str) -> None:
     assert remote.strategy.root_device == torch.device(sky1)
     assert losses(module) == losses(expected)
     assert torch.equal(remote.callback_metrics["val_accuracy"].cpu(), local.callback_metrics["val_accuracy"])
-    for ours, theirs in zip(
-        remote.predict(module, data()) or [], local.predict(expected, data()) or [], strict=True
-    ):
+    for ours, theirs in zip(remote.predict(module, data()) or [], local.predict(expected, data()) or [], strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
@@ -117,9 +113,7 @@ def test_mixed_precision_is_that_of_the_device(precision: str, tmp_path: Path, s
         def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
             module.layers[-1].register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
 
-    _, module = fit(
-        tmp_path, "sky", devices=[1], precision=precision, callbacks=[Watch()], gradient_clip_val=None
-    )
+    _, module = fit(tmp_path, "sky", devices=[1], precision=precision, callbacks=[Watch()], gradient_clip_val=None)
     assert seen == {torch.float16 if precision == "16-mixed" else torch.bfloat16}
     exact = losses(fit(tmp_path, "cpu", devices=1, gradient_clip_val=None)[1])
     assert losses(module) == pytest.approx(exact, abs=0.1 if precision == "bf16-true" else 0.02)
@@ -128,7 +122,7 @@ def test_mixed_precision_is_that_of_the_device(precision: str, tmp_path: Path, s
 def test_checkpoints_and_logs_hold_local_values(tmp_path: Path, sky1: str) -> None:
     keep = ModelCheckpoint(tmp_path / "kept", save_last=True)
     logger = CSVLogger(tmp_path)
-    trainer, module = fit(
+    _, module = fit(
         tmp_path,
         "sky",
         devices=[1],

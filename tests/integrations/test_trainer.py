@@ -1,4 +1,4 @@
-"""transformers' `Trainer` on a remote device: the losses, gradient norms and evaluations of a local run, bit for bit."""
+"""transformers' `Trainer` on a remote device: losses, gradient norms and evaluations of a local run, bit for bit."""
 
 from __future__ import annotations
 
