@@ -268,7 +268,9 @@ def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
 @_rule("sum.dim_IntList mean.dim amax amin")
 def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(a.size)
-    if not (dim and a.dtype in _FLOATS and dtype in (None, a.dtype) and _row_major(a) and rank and 0 not in a.size):
+    if not (dim and a.dtype in _FLOATS and dtype in (None, a.dtype) and a.plain and rank and 0 not in a.size):
+        return None
+    if not (_row_major(a) or (rank == len(dim) + 1 and not keepdim)):  # a line has no other order
         return None
     if not all(type(d) is int and -rank <= d < rank for d in dim):
         return None
@@ -277,6 +279,11 @@ def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.
         return None
     size = tuple(1 if i in dims else n for i, n in enumerate(a.size) if keepdim or i not in dims)
     return [(plain_meta(size, a.dtype), None)]
+
+
+@_rule("sum mean")
+def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
+    return [(plain_meta((), a.dtype), None)] if a.plain and a.dtype in _FLOATS and dtype in (None, a.dtype) else None
 
 
 @_rule("arange.start arange")

@@ -515,7 +515,7 @@ class OldWorker:
 
         sock, _ = self._listening.accept()
         stream = PlainStream(sock)
-        upgrader = Upgrader(TokenCheck("t" * 40), (), is_ready=lambda: True, pause=lambda seconds: None)
+        upgrader = Upgrader(TokenCheck("t" * 40), (), is_ready=lambda: True, activity=dict, pause=lambda seconds: None)
         received = upgrader.upgrade(stream, "peer", time.monotonic() + 10)
         transport = WebSocketTransport(stream, WORKER, SETTINGS, received or b"")
         assert isinstance(transport.recv(10), Hello)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyproxy.tensor.metadata import Meta, meta_of
-from skyproxy.tensor.shape_rules import RULES
+from skyproxy.tensor.shape_rules import IN_PLACE, RULES, leaves_target_as_it_was
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]
 _SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3)]
@@ -50,6 +50,8 @@ def _cases() -> Iterator[Case]:
             for name in ("pow.Tensor_Scalar", "clamp", "mul.Scalar", "rsub.Scalar", "eq.Scalar"):
                 yield name, (a, scalar), {}
         yield "histc", (a, 4, 0, 3), {}
+        yield "sum", (a,), {}
+        yield "mean", (a,), {}
         yield "add.Tensor", (a, a), {"alpha": 2}
         yield "clone", (a,), {"memory_format": torch.contiguous_format}
         for dtype in (torch.float16, torch.int64):
@@ -167,3 +169,47 @@ def test_rule_says_what_pytorch_does(name: str) -> None:
 def test_rule_answers_the_ordinary_case(name: str) -> None:
     answered = [RULES["aten::" + name](*map(_look, args), **kwargs) for _, args, kwargs in _BY_NAME[name]]
     assert any(answer is not None for answer in answered)
+
+
+def _in_place(name: str) -> Iterator[Case]:
+    for a in _tensors():
+        targets = [a] if 0 in a.shape else [a, a[:1].expand(3, *a.shape[1:])] if a.dim() else [a]
+        for target in targets:
+            if name in ("zero_", "fill_.Scalar", "masked_fill_.Scalar"):
+                for value in (1, 2.5, True, 1j):
+                    if name == "masked_fill_.Scalar":
+                        yield name, (target, target > 0, value), {}
+                        yield name, (target, torch.ones(3, 4) > 0, value), {}
+                    elif name == "fill_.Scalar":
+                        yield name, (target, value), {}
+                yield from [(name, (target,), {})] if name == "zero_" else []
+                continue
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.complex64):
+                yield name, (target, torch.zeros((), dtype=dtype)), {}
+                for other in _tensors(dtype) if name != "fill_.Tensor" else ():
+                    yield name, (target, other), {}
+            if name in ("add_.Tensor", "mul_.Tensor"):
+                yield from ((name, (target, value), {}) for value in (2, 2.5, 1j))
+    yield name, (torch.zeros(3, dtype=torch.int64), 2.5), {}
+
+
+@pytest.mark.parametrize("name", sorted(IN_PLACE))
+def test_an_in_place_op_that_plainly_works_does_so(name: str) -> None:
+    name = name.removeprefix("aten::")
+    answered = 0
+    wrong = []
+    for _, args, kwargs in _in_place(name):
+        if not leaves_target_as_it_was("aten::" + name, *map(_look, args), **kwargs):
+            continue
+        answered += 1
+        target = args[0].clone(memory_format=torch.preserve_format) if 0 not in args[0].stride() else args[0]
+        before = _look(target)
+        try:
+            _overload(name)(target, *args[1:], **kwargs)
+            problem = None if _look(target) == before else f"{before} became {_look(target)}"
+        except RuntimeError as error:
+            problem = repr(error)[:80]
+        if problem is not None:
+            wrong.append(f"{name}{list(map(_look, args))}: {problem}")
+    assert answered
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:8])
