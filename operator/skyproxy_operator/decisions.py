@@ -86,7 +86,8 @@ def refuse(picture: Picture, problem: str) -> Plan:
     carried = state.past(picture.compute.get("status") or {})
     cause = Cause("InvalidSpec", problem, actionable=True)
     verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
-    new = state.built(picture.compute, verdict, picture.now, carried=carried, pods=owned(picture))
+    pods = [pod for pod in owned(picture) if node_of(pod) >= 0]
+    new = state.built(picture.compute, verdict, picture.now, carried=carried, pods=pods)
     return Plan(new, announce=announcements(picture.compute.get("status") or {}, new))
 
 
@@ -103,13 +104,13 @@ def _owners(item: Object) -> Sequence[Object]:
 def attempt_of(pod: Object) -> int:
     """Which start of its Compute a pod belongs to."""
     text = (pod["metadata"].get("annotations") or {}).get(ATTEMPT, "0")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def node_of(pod: Object) -> int:
     """The number of a pod's node; -1 where its label was spoilt."""
     text = (pod["metadata"].get("labels") or {}).get(NODE_LABEL, "")
-    return int(text) if text.isdigit() else -1
+    return int(text) if text.isascii() and text.isdigit() else -1
 
 
 def is_leaving(pod: Object) -> bool:

@@ -1,0 +1,403 @@
+"""The controller against a cluster in memory: what it brings about, and that no interruption changes that."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyproxy_operator.cluster import ApiError
+from skyproxy_operator.controller import Controller
+from skyproxy_operator.metrics import METRICS
+from skyproxy_operator.options import Options
+from tests.operator.fake_cluster import FakeCluster, FakeProber, Interrupted
+from tests.operator.makers import NOW, OPTIONS, make_compute
+
+KEY = ("lab", "dev")
+EVERYTHING = {
+    "nodes": 2,
+    "idleTimeout": "10m",
+    "volumes": [
+        {"name": "cache", "storage": "1Gi", "path": "/cache"},
+        {"name": "data", "storage": "1Gi", "path": "/data", "reclaimPolicy": "Retain"},
+    ],
+    "gateway": {"enabled": True, "hostname": "dev.example", "parentRef": {"name": "g", "namespace": "infra"}},
+}
+
+
+class World:
+    """A cluster with one Compute, and an operator that can be replaced at any time."""
+
+    def __init__(self, options: Options = OPTIONS, **spec: Any) -> None:
+        self.options = options
+        self.cluster = FakeCluster()
+        self.cluster.kinds = {"HTTPRoute": "v1", "BackendTLSPolicy": "v1"}
+        self.prober = FakeProber()
+        self.now = NOW
+        self.compute = self.cluster.put(make_compute(uid="compute-1", **spec))
+        self.start_operator()
+
+    def start_operator(self) -> None:
+        """A new process: nothing is remembered."""
+        self.controller = Controller(self.cluster, self.prober, self.options, lambda: self.now)  # type: ignore[arg-type]
+
+    async def look(self) -> float | None:
+        return await self.controller.reconcile(KEY)
+
+    async def settle(self, looks: int = 12) -> None:
+        """The world goes on until nothing changes any more."""
+        for _ in range(looks):
+            await self.look()
+            self.cluster.finish_deletions()
+            self.cluster.collect_garbage()
+            self.cluster.make_ready()
+            self.now += datetime.timedelta(seconds=1)
+        if self.cluster.stop_after is None:
+            count = len(self.cluster.requests)
+            await self.look()
+            changes = [request for request in self.cluster.requests[count:] if request[0] not in ("get", "list")]
+            assert changes == [], "it does not come to rest"
+
+    def edit(self, **spec: Any) -> None:
+        compute = self.cluster.objects["Compute", *KEY]
+        compute["spec"].update(spec)
+        compute["metadata"]["generation"] += 1
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.cluster.objects["Compute", *KEY].get("status", {})
+
+    def names(self, kind: str) -> list[str]:
+        return [item["metadata"]["name"] for item in self.cluster.all(kind)]
+
+
+def run(scenario: Callable[[World], Any], world: World) -> None:
+    asyncio.run(scenario(world))
+
+
+def test_everything_that_a_compute_needs_is_made() -> None:
+    world = World(**EVERYTHING)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+
+    run(scenario, world)
+    assert world.names("Pod") == ["dev-0", "dev-1"]
+    assert world.names("Service") == ["dev", "dev-nodes"]
+    assert world.names("Secret") == ["dev-tls", "dev-token"]
+    assert world.names("PersistentVolumeClaim") == ["dev-cache", "dev-data"]
+    assert world.names("NetworkPolicy") == ["dev"]
+    assert (world.names("HTTPRoute"), world.names("BackendTLSPolicy"), world.names("ConfigMap")) == (
+        ["dev"],
+        ["dev"],
+        ["dev-ca"],
+    )
+    assert (world.status["phase"], world.status["readyNodes"]) == ("Running", 2)
+    assert world.status["externalUrl"] == "wss://dev.example"
+    assert max(world.cluster.made.values()) == 1
+
+
+def test_everything_goes_with_the_compute_but_what_is_to_be_kept() -> None:
+    world = World(**EVERYTHING)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        del world.cluster.objects["Compute", *KEY]
+        world.cluster.collect_garbage()
+        assert await world.look() is None
+
+    run(scenario, world)
+    left = [(kind, name) for kind, _, name in world.cluster.objects if kind != "Event"]
+    assert left == [("PersistentVolumeClaim", "dev-data")]
+
+
+def test_at_whatever_request_it_is_interrupted_the_next_one_goes_on() -> None:
+    """Creating, a crash, a change of the spec, idling: interrupted at every request, the end is the same."""
+
+    async def story(world: World) -> None:
+        await world.settle()
+        world.cluster.fail("dev-1")
+        await world.settle()
+        world.edit(image="other")
+        await world.settle()
+
+    def final(world: World) -> Any:
+        status = {key: world.status.get(key) for key in ("phase", "restarts", "failuresInARow", "readyNodes")}
+        made = {place: count for place, count in world.cluster.made.items() if place[0] not in ("Event", "Pod")}
+        return status, sorted(place for place in world.cluster.objects if place[0] != "Event"), made
+
+    undisturbed = World(**EVERYTHING, restartPolicy={"backoffSeconds": 1})
+    asyncio.run(story(undisturbed))
+    expected = final(undisturbed)
+    assert expected[0] == {"phase": "Running", "restarts": 1, "failuresInARow": 1, "readyNodes": 2}
+
+    def interrupted_story(first: int, every: int) -> World:
+        world = World(**EVERYTHING, restartPolicy={"backoffSeconds": 1})
+
+        async def look() -> float | None:
+            if world.cluster.stop_after is None:
+                world.cluster.stop_after = first
+            while True:
+                try:
+                    return await world.controller.reconcile(KEY)
+                except Interrupted:
+                    world.start_operator()
+                    # Enough for a whole look, so that it gets on at all.
+                    world.cluster.stop_after = every
+
+        world.look = look  # type: ignore[method-assign]
+        asyncio.run(story(world))
+        return world
+
+    for first in range(0, 60):
+        world = interrupted_story(first, every=40 + first)
+        assert final(world) == expected, f"interrupted at request {first}"
+
+
+def test_two_starts_never_meet() -> None:
+    world = World(nodes=3, restartPolicy={"backoffSeconds": 1})
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        world.cluster.fail("dev-2")
+        for _ in range(8):
+            await world.look()
+            attempts = {pod["metadata"]["annotations"]["skyproxy.dev/attempt"] for pod in world.cluster.all("Pod")}
+            assert len(attempts) <= 1
+            # One pod at a time takes its leave.
+            leaving = [pod for pod in world.cluster.all("Pod") if "deletionTimestamp" in pod["metadata"]]
+            for pod in leaving[:1]:
+                del world.cluster.objects["Pod", "lab", pod["metadata"]["name"]]
+            world.now += datetime.timedelta(seconds=1)
+        await world.settle()
+        assert world.status["phase"] == "Running"
+
+    run(scenario, world)
+
+
+def test_a_name_that_is_used_again_gets_new_secrets() -> None:
+    world = World()
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        first = world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"]
+        del world.cluster.objects["Compute", *KEY]
+        world.cluster.put(make_compute(uid="compute-2"))
+        # Garbage collection has not come yet: nothing may be built on what belongs to the earlier one.
+        await world.look()
+        assert len(world.cluster.all("Pod")) == 1
+        assert world.status["conditions"][1]["reason"] in ("CleaningUp", "ReplacingPods")
+        await world.settle()
+        assert world.status["phase"] == "Running"
+        assert world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"] != first
+
+    run(scenario, world)
+
+
+def test_a_token_that_somebody_made_before_is_used() -> None:
+    world = World()
+    token = base64.b64encode(b"mine").decode()
+    world.cluster.put(
+        {"kind": "Secret", "metadata": {"name": "dev-token", "namespace": "lab"}, "data": {"token": token}}
+    )
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+
+    run(scenario, world)
+    assert world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"] == token
+    assert world.prober.asked[0][1].token == "mine"
+
+
+def test_what_is_not_ours_is_left_alone() -> None:
+    world = World()
+    theirs = {"kind": "Service", "metadata": {"name": "dev", "namespace": "lab", "labels": {}}, "spec": {"x": 1}}
+    world.cluster.put(theirs)
+
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            await world.look()
+
+    run(scenario, world)
+    assert world.cluster.objects["Service", "lab", "dev"]["spec"] == {"x": 1}
+    assert world.cluster.all("Pod") == []
+    assert world.status["conditions"][1]["reason"] == "NameTaken"
+
+
+def test_a_full_quota_is_told_and_overcome() -> None:
+    world = World()
+
+    async def scenario(world: World) -> None:
+        message = 'pods "dev-0" is forbidden: exceeded quota: gpus'
+        world.cluster.refuse["Pod"] = ApiError("Pod dev-0", 403, "Forbidden", message)
+        await world.look()
+        assert world.status["conditions"][1]["reason"] == "QuotaExceeded"
+        world.cluster.refuse.clear()
+        await world.settle()
+        assert world.status["phase"] == "Running"
+
+    run(scenario, world)
+
+
+def test_an_idle_worker_is_asked_in_time_and_goes() -> None:
+    world = World(idleTimeout="10m", options=replace(OPTIONS, probe_seconds=0.0))
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        world.prober.idle_seconds = 599.0
+        world.controller._memories[KEY].probe_at = 0.0
+        again = await world.look()
+        assert again is not None
+        assert again <= 1.0
+        world.prober.idle_seconds = 601.0
+        world.controller._memories[KEY].probe_at = 0.0
+        before = METRICS.reaped.value(reason="IdleTimeout")
+        await world.look()
+        assert world.status["phase"] == "Expired"
+        assert METRICS.reaped.value(reason="IdleTimeout") == before + 1
+        world.cluster.finish_deletions()
+        await world.settle()
+        assert world.cluster.all("Pod") == []
+
+    run(scenario, world)
+
+
+def test_workers_are_not_asked_all_the_time() -> None:
+    world = World()
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+
+    run(scenario, world)
+    assert len(world.prober.asked) == 1
+
+
+def test_a_look_at_what_is_as_it_should_be_costs_two_requests() -> None:
+    world = World(**EVERYTHING)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        count = len(world.cluster.requests)
+        await world.look()
+        assert [request[:2] for request in world.cluster.requests[count:]] == [("get", "Compute"), ("list", "Pod")]
+        # Something happened to a child: all of them are looked at again.
+        del world.cluster.objects["Service", "lab", "dev"]
+        world.controller.touch(KEY, children=True)
+        await world.look()
+        assert "dev" in world.names("Service")
+
+    run(scenario, world)
+
+
+def test_no_token_and_no_key_is_anywhere_but_in_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    world = World(**EVERYTHING)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        world.cluster.fail("dev-0")
+        await world.settle()
+
+    run(scenario, world)
+    secrets = [
+        base64.b64decode(value).decode() for item in world.cluster.all("Secret") for value in item["data"].values()
+    ]
+    private = [text for text in secrets if "CERTIFICATE" not in text]
+    assert len(private) == 2
+    elsewhere = repr([item for item in world.cluster.objects.values() if item["kind"] != "Secret"]) + caplog.text
+    for text in private:
+        assert text not in elsewhere
+        assert base64.b64encode(text.encode()).decode() not in elsewhere
+    assert "accessmode" not in repr(world.prober.asked[0][1]).lower()
+    assert private[0] not in repr(world.prober.asked[0][1])
+
+
+def test_a_bad_spec_is_told_and_mended() -> None:
+    world = World(idleTimeout="soon")
+
+    async def scenario(world: World) -> None:
+        await world.look()
+        assert world.status["conditions"][1] | {"lastTransitionTime": ""} == {
+            "type": "Ready",
+            "status": "False",
+            "reason": "InvalidSpec",
+            "message": "spec.idleTimeout: 'soon' is no duration; write it like 30m, 1h30m or 2d",
+            "observedGeneration": 1,
+            "lastTransitionTime": "",
+        }
+        assert world.cluster.all("Pod") == world.cluster.all("Secret") == []
+        world.edit(idleTimeout="1h")
+        await world.settle()
+        assert world.status["phase"] == "Running"
+
+    run(scenario, world)
+
+
+def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from_running() -> None:
+    world = World(gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}})
+    world.cluster.kinds = {}
+
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            await world.look()
+            world.cluster.make_ready()
+
+    run(scenario, world)
+    assert world.status["phase"] == "Running"
+    assert world.status["conditions"][3]["reason"] == "GatewayUnavailable"
+
+
+# --- the loop -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_look_that_failed_is_made_again() -> None:
+    world = World()
+    failures = iter([ApiError("x", 500, "", "etcd is gone"), RuntimeError("a bug")])
+
+    async def scenario(world: World) -> None:
+        done = asyncio.Event()
+        reconcile = world.controller.reconcile
+
+        async def failing(key: tuple[str, str]) -> float | None:
+            for error in failures:
+                raise error
+            result = await reconcile(key)
+            done.set()
+            return result
+
+        world.controller.reconcile = failing  # type: ignore[method-assign]
+        work = asyncio.create_task(world.controller.run())
+        world.controller.touch(KEY)
+        await asyncio.wait_for(done.wait(), 30)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        assert world.names("Pod") == ["dev-0"]
+
+    run(scenario, world)
+
+
+def test_fifty_computes_are_made_side_by_side() -> None:
+    world = World()
+    for number in range(50):
+        world.cluster.put(make_compute(f"many-{number}", uid=f"many-{number}"))
+
+    async def scenario(world: World) -> None:
+        work = asyncio.create_task(world.controller.run())
+        for number in range(50):
+            for _ in range(3):
+                world.controller.touch(("lab", f"many-{number}"))
+        for _ in range(10_000):
+            if len(world.cluster.all("Pod")) == 50 and not len(world.controller.queue):
+                break
+            await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    run(scenario, world)
+    assert len(world.cluster.all("Pod")) == 50
+    assert max(world.cluster.made.values()) == 1
