@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,10 @@ logger = logging.getLogger("skyproxy.operator")
 Object = dict[str, Any]
 
 _API = "coordination.k8s.io/v1"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class LeaseLostError(Exception):
@@ -71,11 +74,16 @@ class Leadership:
 
     async def _renew(self) -> None:
         """Returns when the Lease could not be renewed for two thirds of its time: before it runs out for others."""
-        renewed = time.monotonic()
-        while time.monotonic() - renewed < self._seconds * 2 / 3:
-            await asyncio.sleep(self._seconds / 5)
-            if await self._try():
-                renewed = time.monotonic()
+        renewed = _now()
+        try:
+            while True:
+                async with asyncio.timeout_at(renewed + self._seconds * 2 / 3):
+                    await asyncio.sleep(self._seconds / 5)
+                    asked = _now()
+                    if await self._try():
+                        renewed = asked
+        except TimeoutError:
+            pass
 
     async def _try(self) -> bool:
         """Takes or renews the Lease; whether it is ours now."""
@@ -98,8 +106,8 @@ class Leadership:
         if holder not in ("", self._identity):
             seen = (holder, spec.get("renewTime"))
             if seen != self._seen:
-                self._seen, self._seen_at = seen, time.monotonic()
-            if time.monotonic() - self._seen_at < float(spec.get("leaseDurationSeconds") or self._seconds):
+                self._seen, self._seen_at = seen, _now()
+            if _now() - self._seen_at < float(spec.get("leaseDurationSeconds") or self._seconds):
                 return False
         await self._replace(self._lease(lease["metadata"], spec))
         return True

@@ -37,8 +37,7 @@ def waits(reason: str, message: str = "") -> dict[str, Any]:
     [
         ("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", ["nvidia.com/gpu (2 asked for)"]),
         (
-            "0/3 nodes are available: 1 Insufficient memory, 2 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are "
-            "available: 3 No preemption victims found for incoming pod.",
+            "0/3 nodes are available: 1 Insufficient memory, 2 Insufficient nvidia.com/gpu. preemption: not helpful.",
             ["memory (8Gi asked for)", "nvidia.com/gpu (2 asked for)"],
         ),
         ("0/1 nodes are available: 1 Insufficient cpu.", ["cpu"]),

@@ -57,13 +57,13 @@ def test_the_worker_is_trusted_under_its_names(name: str, pair: KeyPair, tmp_pat
 
 @pytest.mark.parametrize("name", ["other.lab.svc", "dev.other.svc", "lab.svc", "x.dev.lab.svc"])
 def test_and_under_no_other(name: str, pair: KeyPair, tmp_path: Path) -> None:
-    with pytest.raises(ssl.SSLError, match="(?i)mismatch"):
+    with pytest.raises(ssl.SSLError, match=r"(?i)mismatch"):
         shake_hands(pair, pair.authority, name, tmp_path)
 
 
 def test_each_compute_has_an_authority_of_its_own(pair: KeyPair, tmp_path: Path) -> None:
     other = issue("dev", "lab", NOW)
-    with pytest.raises(ssl.SSLError, match="(?i)verify failed"):
+    with pytest.raises(ssl.SSLError, match=r"(?i)verify failed"):
         shake_hands(pair, other.authority, "dev.lab.svc", tmp_path)
 
 

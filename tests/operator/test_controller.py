@@ -154,7 +154,7 @@ def test_at_whatever_request_it_is_interrupted_the_next_one_goes_on() -> None:
         asyncio.run(story(world))
         return world
 
-    for first in range(0, 60):
+    for first in range(60):
         world = interrupted_story(first, every=40 + first)
         assert final(world) == expected, f"interrupted at request {first}"
 
@@ -352,7 +352,7 @@ def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from
     assert world.status["conditions"][3]["reason"] == "GatewayUnavailable"
 
 
-# --- the loop -----------------------------------------------------------------------------------------------------------
+# --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_look_that_failed_is_made_again() -> None:

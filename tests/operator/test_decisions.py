@@ -43,7 +43,7 @@ def trouble(status: dict[str, Any]) -> str:
     return row["reason"] if row["status"] == "True" else ""
 
 
-# --- making -------------------------------------------------------------------------------------------------------------
+# --- making -----------------------------------------------------------------------------------------------------------
 
 
 def test_all_nodes_are_made_at_once() -> None:
@@ -86,7 +86,7 @@ def test_a_pod_that_somebody_deletes_is_made_again_alone() -> None:
     assert names(plan_for(compute, pods[:1]).create) == ["dev-1"]
 
 
-# --- changing -----------------------------------------------------------------------------------------------------------
+# --- changing ---------------------------------------------------------------------------------------------------------
 
 
 def test_another_spec_means_other_pods_after_the_old_ones_are_gone() -> None:
@@ -113,7 +113,7 @@ def test_a_change_that_is_nothing_to_pods_leaves_them() -> None:
     assert (plan.delete, plan.create, plan.status["phase"]) == ((), (), "Running")
 
 
-# --- failing ------------------------------------------------------------------------------------------------------------
+# --- failing ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_restarts_all_nodes_after_a_pause() -> None:
@@ -200,7 +200,7 @@ def test_somebody_who_wants_it_again_gets_it_again(change: str) -> None:
     assert names(plan_for(compute, [], at(6)).create) == ["dev-0"]
 
 
-# --- suspending, expiring ---------------------------------------------------------------------------------------------------
+# --- suspending, expiring ---------------------------------------------------------------------------------------------
 
 
 def test_suspending_removes_the_pods_and_resuming_makes_them() -> None:
@@ -252,7 +252,7 @@ def test_a_lifetime_counts_from_the_first_time_that_it_was_ready() -> None:
     assert (names(plan.delete), plan.status["phase"]) == (["dev-0"], "Expired")
 
 
-# --- others -----------------------------------------------------------------------------------------------------------------
+# --- others -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_compute_that_is_being_deleted_gets_no_pods() -> None:

@@ -91,7 +91,7 @@ def test_patches(name: str, original: Any, patch: Any, result: Any) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(original: Any, patch: Any) -> None:
-    with pytest.raises(ValueError, match="containers|securityContext"):
+    with pytest.raises(ValueError, match=r"containers|securityContext"):
         merged(original, patch)
 
 

@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_with_a_reason(spec: dict[str, Any], message
 
 @pytest.mark.parametrize("name", ["1dev", "Dev", "dev-", "a.b", "", "d" * 51])
 def test_names_of_which_no_service_can_be_made_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="metadata.name"):
+    with pytest.raises(ConfigurationError, match=r"metadata\.name"):
         WorkerSpec.parse(name, {})
 
 
@@ -88,7 +88,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(found) == 3
 
 
-# --- which changes make other pods --------------------------------------------------------------------------------------
+# --- which changes make other pods ------------------------------------------------------------------------------------
 
 IN_PLACE: list[dict[str, Any]] = [
     {"idleTimeout": "1h"},

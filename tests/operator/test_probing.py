@@ -1,0 +1,123 @@
+"""Asking workers: real ones over TLS, and strange ones."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyproxy.settings import Settings
+from skyproxy_operator.certificates import issue
+from skyproxy_operator.probing import Access, Prober, report_of
+from skyproxy_operator.reaping import Report
+from skyproxy_server.listener import Listener, serve
+
+TOKEN = "the-token-of-this-compute"
+OTHER = "the-token-of-another-compute"
+PAIR = issue("dev", "lab", datetime.datetime.now(datetime.UTC))
+ACCESS = Access(TOKEN, PAIR.authority, "dev.lab.svc")
+
+
+class Host:
+    """A worker that was idle for a while."""
+
+    def activity(self) -> dict[str, object]:
+        return {"sessions": 1, "calls_running": 0, "idle_seconds": 12.5, "devices": [], "software": {"torch": "2"}}
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Listener]:
+    (tmp_path / "crt").write_text(PAIR.certificate)
+    (tmp_path / "key").write_text(PAIR.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+    settings = Settings(close_timeout_seconds=0.3)
+    listener = serve("127.0.0.1", 0, TOKEN, Host(), context, settings=settings)  # type: ignore[arg-type]
+    yield listener
+    listener.close()
+
+
+def ask(addresses: list[tuple[str, int]], access: Access = ACCESS, timeout_seconds: float = 20.0) -> list[Report]:
+    async def main() -> list[Report]:
+        prober = Prober(timeout_seconds)
+        try:
+            return await prober.ask(addresses, access)
+        finally:
+            await prober.close()
+
+    return asyncio.run(main())
+
+
+def test_a_worker_answers_those_who_have_its_token_and_trust_its_authority(worker: Listener) -> None:
+    (report,) = ask([("127.0.0.1", worker.port)])
+    assert report.idle_seconds == 12.5
+    assert report.answer is not None
+    assert report.answer["software"] == {"torch": "2"}
+
+
+def test_each_gets_its_own_answer_and_the_silent_do_not_hold_up_the_others(worker: Listener) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = [("127.0.0.1", silent.getsockname()[1]), ("127.0.0.1", worker.port), ("", 1)]
+        first, second, third = ask(addresses, timeout_seconds=3.0)
+    assert (first.idle_seconds, second.idle_seconds, third.idle_seconds) == (None, 12.5, None)
+    assert "within 3 s" in first.problem
+    assert third.problem == "it has no address yet"
+
+
+def test_another_token_is_refused(worker: Listener) -> None:
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, token=OTHER))
+    assert (report.idle_seconds, report.problem) == (None, "it answered HTTP 401")
+
+
+def test_the_token_is_not_shown_to_a_stranger(worker: Listener) -> None:
+    stranger = issue("dev", "lab", datetime.datetime.now(datetime.UTC))
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, authority=stranger.authority))
+    assert report.idle_seconds is None
+    assert "certificate" in report.problem.lower()
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, server_name="other.lab.svc"))
+    assert report.idle_seconds is None
+    assert TOKEN not in report.problem
+
+
+def test_nobody_there(worker: Listener) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    (report,) = ask([("127.0.0.1", port)])
+    assert "cannot be asked" in report.problem
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, authority="nonsense"))
+    assert "authority" in report.problem
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "idle"),
+    [
+        (200, {"idle_seconds": 3, "calls_running": 0}, 3.0),
+        (200, {"idle_seconds": 3}, 3.0),
+        (200, {"idle_seconds": 300, "calls_running": 2}, 0.0),
+        (404, {"idle_seconds": 3}, None),
+        (200, {"idle_seconds": -1}, None),
+        (200, {"idle_seconds": "soon"}, None),
+        (200, {"idle_seconds": None}, None),
+        (200, {}, None),
+        (200, [1], None),
+        (200, "x", None),
+    ],
+)
+def test_answers_are_understood_or_not(status: int, text: object, idle: float | None) -> None:
+    report = report_of(status, json.dumps(text).encode())
+    assert report.idle_seconds == idle
+    assert bool(report.problem) == (idle is None)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b'{"idle_seconds": NaN}', b'{"idle_seconds": Infinity}', b"[" * 100_000]
+)
+def test_bytes_that_mean_nothing_are_no_idleness(text: bytes) -> None:
+    assert report_of(200, text).idle_seconds is None
