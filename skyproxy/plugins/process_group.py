@@ -6,8 +6,10 @@ Shared by the plugin and by the decorator, so that both together join once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -143,9 +145,11 @@ def _named(ranks: list[int], info: InstanceInfo) -> str:
 
 
 def abort_process_group() -> None:
-    """Ends whatever collectives wait in this process, from any thread: they raise where they were called."""
-    import sys
-
+    """Ends whatever collectives wait in this process or for it, from any thread: they raise where they were called."""
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    dist.distributed_c10d._abort_process_group()
+    # nccl's collectives have ended by now. Those of gloo end when a peer closes its connections, which it does once
+    # nothing refers to the group any more; the traceback of a task that failed in a collective does, until collected.
+    gc.collect()

@@ -293,12 +293,14 @@ class _Gathering:
 
     def _failed(self, first: int) -> RankErrors:
         """After the first failure: ends the others and reports them all."""
-        # Ranks that lost a peer may say so before we learn of its death. Who fails by now, failed by itself.
+        # Who fails by now, failed by itself. Ranks that lost a peer may say so before we learn of its death.
         _wait(self._calls.values(), _SETTLE_SECONDS)
         failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
-        first = min((rank for rank in failed if not self._group.nodes[rank].alive), default=first)
         stuck = self._group.stop(self._calls)
         _wait(self._calls.values(), _ANSWER_SECONDS)
+        dead = {rank for rank in self._calls if not self._group.nodes[rank].alive}
+        failed |= dead
+        first = min(dead, default=first)
         errors: dict[int, Exception] = {}
         for rank in sorted(self._calls):
             error = _failure(self._calls[rank])
