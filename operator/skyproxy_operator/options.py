@@ -15,9 +15,9 @@ from skyproxy.errors import ConfigurationError
 class Options:
     """The values in force; each can be set by `SKYPROXY_OPERATOR_` and its name in capitals."""
 
-    worker_image: str = "ghcr.io/skyproxy/worker:latest"
+    worker_image: str = "ghcr.io/skyproxy/worker:0.1.0"
     """For Computes that name no image and ask for no GPU."""
-    gpu_worker_image: str = "ghcr.io/skyproxy/worker:latest-cuda"
+    gpu_worker_image: str = "ghcr.io/skyproxy/worker:0.1.0-cuda"
     """The same for those that ask for GPUs."""
     worker_uid: int | None = 10001
     """The user, group and file-system group of workers; empty where the platform chooses them, as OpenShift does."""
