@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Cluster, Object, condition
+from tests.e2e.control_plane.processes import bound
 
 LABEL = "skyproxy.dev/compute"
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -118,18 +120,23 @@ def kill_worker(cluster: Cluster, pod: Object) -> None:
 
 
 class User:
-    """Someone with a kubeconfig, at a shell of their own."""
+    """Someone with a kubeconfig, at a shell of their own.
+
+    Attributes:
+        namespace: theirs.
+        home: where their files are.
+    """
 
     def __init__(self, cluster: Cluster, namespace: str, home: Path) -> None:
         self._cluster = cluster
-        self._home = home
+        self.home = home
         self.namespace = namespace
 
     @property
     def environment(self) -> dict[str, str]:
         """Their environment variables: nothing of skyproxy's is set."""
         kept = {k: v for k, v in self._cluster.environment.items() if not k.startswith("SKYPROXY_")}
-        folders = {f"XDG_{kind}_HOME": str(self._home / kind.lower()) for kind in ("CONFIG", "STATE", "CACHE", "DATA")}
+        folders = {f"XDG_{kind}_HOME": str(self.home / kind.lower()) for kind in ("CONFIG", "STATE", "CACHE", "DATA")}
         return {**kept, **folders, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'operator'}", "OMP_NUM_THREADS": "1"}
 
     def try_python(self, *arguments: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
@@ -137,7 +144,7 @@ class User:
         return subprocess.run(
             [sys.executable, *arguments],
             env=self.environment,
-            cwd=self._home,
+            cwd=self.home,
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -150,9 +157,48 @@ class User:
         Raises:
             AssertionError: it failed.
         """
-        script = self._home / "program.py"
+        script = self.home / "program.py"
         script.write_text(program, encoding="utf-8")
         return _output(self.try_python(str(script), *arguments, seconds=seconds))
+
+    @contextlib.contextmanager
+    def started(self, program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """Starts a program; killed at the end if it still runs."""
+        script = self.home / "started.py"
+        script.write_text(program, encoding="utf-8")
+        with subprocess.Popen(
+            bound([sys.executable, str(script), *arguments]),
+            env=self.environment,
+            cwd=self.home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    @contextlib.contextmanager
+    def forwarded(self, worker: str) -> Iterator[str]:
+        """`skyproxy port-forward`; gives the url."""
+        command = [sys.executable, "-m", "skyproxy.cli.main", "port-forward", worker, "--namespace", self.namespace]
+        with subprocess.Popen(
+            bound(command),
+            env=self.environment,
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                assert line.startswith("export SKYPROXY_URL="), line
+                yield line.partition("=")[2].strip().strip("'")
+            finally:
+                process.terminate()
 
     def try_sky(self, command: str, *arguments: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
         """Runs a command of skyproxy in the user's namespace."""

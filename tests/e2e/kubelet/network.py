@@ -51,7 +51,9 @@ class Network:
         # Left by a run that was killed; the slot is ours, so nobody uses it.
         await run("ip", "link", "del", bridge, check=False)
         batch = [
-            f"link add {bridge} type bridge",
+            # With an address of its own: else it takes that of a port, another one when the port goes, and Pods would
+            # send to the old one for a minute.
+            f"link add {bridge} address 02:00:c6:12:00:{self._slot.index:02x} type bridge",
             f"addr add {self.gateway}/{self._length} dev {bridge}",
             f"link set {bridge} up",
         ]
