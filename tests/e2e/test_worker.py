@@ -163,9 +163,7 @@ def test_a_worker_refuses_the_token_of_another_ones_user(cluster: Cluster, pair:
 
 
 @pytest.mark.parametrize("trusted", ["alice", "bob"])
-def test_a_workers_certificate_is_for_its_name_only(
-    cluster: Cluster, pair: Pair, tmp_path: Path, trusted: str
-) -> None:
+def test_a_workers_certificate_is_for_its_name_only(cluster: Cluster, pair: Pair, tmp_path: Path, trusted: str) -> None:
     namespace = {"alice": pair.alice, "bob": pair.bob}[trusted].namespace
     secret = cluster.get(f"/api/v1/namespaces/{namespace}/secrets/{trusted}-tls")
     certificate = tmp_path / "ca.crt"
