@@ -55,6 +55,6 @@ def test_a_notebook_runs(path: Path, variables: dict[str, str], tmp_path: Path) 
         output["text"]
         for cell in book.cells
         for output in cell.get("outputs", [])
-        if output.get("name") == "stderr" and "Warning" in output["text"]
+        if output.get("name") == "stderr" and "Warning" in output["text"] and "TqdmWarning" not in output["text"]
     ]
     assert warnings == []
