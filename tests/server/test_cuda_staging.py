@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from skyproxy.protocol.messages import Chunk, PackedChunk
+from skyproxy.protocol.digests import content_digest
+from skyproxy.protocol.messages import Chunk, Offer, PackedChunk
 from skyproxy.torch_codec import byte_view
 from skyproxy.transport.packing import pack
+from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import BUFFERS, Staging, own_streams
 from skyproxy_server.transfers import Arrival, Transfers
 
@@ -196,3 +198,33 @@ def test_on_the_cpu_bytes_land_and_leave_in_place() -> None:
 def test_without_cuda_there_are_no_streams() -> None:
     with own_streams([{"type": "cpu", "index": 0}]):
         assert torch.ones(2).sum() == 2
+
+
+@pytest.mark.parametrize("announced_first", [True, False])
+def test_kept_uploads_reach_the_device(staging: Staging, announced_first: bool) -> None:
+    store = BlobStore(1 << 20)
+    transfers = Transfers(CHUNK, staging, blobs=store, user="a")
+    expected = source()
+    data = bytes(byte_view(expected))
+    for number in (1, 2):  # from the second one on, pieces pass through pinned buffers
+        first = expected + number
+        value = torch.zeros(60, 71, dtype=torch.int32)
+        transfers.on_offer(Offer(number, len(data), b""))
+        arrival, host = announced(transfers, number, value)
+        feed(transfers, number, bytes(byte_view(first)), range(0, len(data), CHUNK))
+        arrival.settle(value, host)
+        assert torch.equal(value, first)
+    store._finished.put(None)
+    store._hasher.join(30)
+    assert len(store) == 2
+    value = torch.zeros(60, 71, dtype=torch.int32)
+    last = expected + 2
+    question = Offer(3, len(data), content_digest(byte_view(last)))
+    if announced_first:
+        arrival, host = announced(transfers, 3, value)
+        assert transfers.on_offer(question)
+    else:
+        assert transfers.on_offer(question)
+        arrival, host = announced(transfers, 3, value)
+    arrival.settle(value, host)
+    assert torch.equal(value, last)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Message, PackedChunk
+from skyproxy.protocol.digests import content_digest
+from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
 from skyproxy.session import transfers
+from skyproxy.session.offers import Offers
 from skyproxy.session.transfers import Downloads, Uploads, together
 from skyproxy.session.waiters import Waiters
 from skyproxy.transport.packing import pack
@@ -35,10 +38,10 @@ class Held:
 
 
 class Sender:
-    def __init__(self) -> None:
+    def __init__(self, offers: Offers | None = None) -> None:
         self.link = Held()
         self.announced: list[int] = []
-        self.uploads = Uploads(self.link, CHUNK)  # type: ignore[arg-type]
+        self.uploads = Uploads(self.link, CHUNK, offers=offers)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self.uploads.run)
         self.thread.start()
 
@@ -179,3 +182,108 @@ def test_an_upload_that_was_interrupted_while_it_was_announced_is_cancelled(send
     sender.upload(2)
     assert [type(m) for m in sender.link.sent if m.transfer == 1] == [CancelTransfer]  # type: ignore[attr-defined]
     assert [offset for offset, _ in sender.chunks(2)] == [0, 1000, 2000]
+
+
+# --- uploads that the worker may have --------------------------------------------------------------------------------
+
+
+class Asking(Sender):
+    """A sender that asks before each upload. Its worker answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(Offers(1, keeps=True, had_blobs=True))
+        self.asked: queue.SimpleQueue[Offer] = queue.SimpleQueue()
+        self.link.may_pass.set()
+        plain = self.link.send
+
+        def send(message: Message) -> None:
+            plain(message)
+            if isinstance(message, Offer) and message.digest:
+                self.asked.put(message)
+
+        self.link.send = send  # type: ignore[method-assign]
+
+    def answer(self, transfer: int, known: bool) -> None:
+        self.uploads.on_known(Known(transfer, known))
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    made = Asking()
+    yield made
+    made.uploads.end(SessionLostError("over"))
+    made.thread.join(20)
+    assert not made.thread.is_alive()
+
+
+def in_thread(body: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+def test_all_questions_leave_before_the_first_answer_comes(asking: Asking) -> None:
+    def move() -> None:
+        with together("upload", 0, shown=False):
+            for number in (1, 2, 3):
+                asking.upload(number)
+
+    thread = in_thread(move)
+    questions = [asking.asked.get(timeout=20) for _ in range(3)]
+    assert [question.transfer for question in questions] == [1, 2, 3]
+    assert questions[1].digest == content_digest(memoryview(bytes([2]) * 2500))
+    for number, known in ((1, True), (2, False), (3, True)):
+        asking.answer(number, known)
+    thread.join(20)
+    assert [len(asking.chunks(number)) for number in (1, 2, 3)] == [0, 3, 0]
+    assert asking.uploads.offers.saved_bytes == 5000
+
+
+def test_an_upload_that_waits_for_its_answer_can_be_given_up(asking: Asking) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        with together("upload", 0, shown=False):
+            asking.upload(1)
+            asking.asked.get(timeout=20)
+            raise KeyboardInterrupt
+    asking.answer(1, False)  # too late
+    thread = in_thread(lambda: asking.upload(2))
+    asking.asked.get(timeout=20)
+    asking.answer(2, True)
+    thread.join(20)
+    assert asking.chunks(1) == []
+    assert [m.transfer for m in asking.link.sent if isinstance(m, CancelTransfer)] == [1]
+
+
+def test_a_lost_session_fails_who_waits_for_an_answer(asking: Asking) -> None:
+    errors: list[BaseException] = []
+
+    def upload() -> None:
+        try:
+            asking.upload(1)
+        except SessionLostError as error:
+            errors.append(error)
+
+    thread = in_thread(upload)
+    asking.asked.get(timeout=20)
+    asking.uploads.end(SessionLostError("the worker is gone"))
+    thread.join(20)
+    assert [str(error) for error in errors] == ["the worker is gone"]
+
+
+def test_an_answer_that_nobody_asked_for_is_ignored(asking: Asking) -> None:
+    asking.answer(99, True)
+    thread = in_thread(lambda: asking.upload(1))
+    asking.asked.get(timeout=20)
+    asking.answer(1, True)
+    thread.join(20)
+    assert asking.uploads.offers.saved_bytes == 2500
+
+
+def test_a_first_upload_goes_unasked_behind_the_request_to_keep_it() -> None:
+    made = Sender(Offers(1, keeps=True, had_blobs=False))
+    made.link.may_pass.set()
+    made.upload(1)
+    assert made.link.sent[0] == Offer(1, 2500, b"")
+    assert len(made.chunks(1)) == 3
+    made.uploads.end(SessionLostError("over"))
+    made.thread.join(20)
