@@ -142,8 +142,13 @@ def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[
 
 
 def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn.Module:
-    before = dict(module._parameters)
+    before = dict(module._parameters.items())
     _plain_apply(module, fn, recurse)
+    if isinstance(module, torch.jit.ScriptModule):
+        # Its parameters are held by C++, which does not see that an object has become another tensor.
+        for name, parameter in before.items():
+            module._parameters[name] = parameter
+        return module
     replaced = _move.replaced
     for name, old in before.items():
         new = module._parameters.get(name)

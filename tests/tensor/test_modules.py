@@ -222,3 +222,19 @@ def test_the_class_of_a_parameter_makes_parameters(sky1: str) -> None:
     tensor = type(weight.detach())(torch.ones(2))
     assert type(tensor) is torch.Tensor
     assert not isinstance(type(weight.detach())(torch.ones(2, device=sky1)), nn.Parameter)
+
+
+def test_a_scripted_module_moves_there_trains_and_comes_back(sky1: str) -> None:
+    """Its parameters are held by C++."""
+    torch.manual_seed(0)
+    module = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    module.to(sky1)
+    assert {t.device for t in (*module.parameters(), *module.buffers())} == {torch.device(sky1)}
+    x = torch.randn(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(x.to(sky1)).square().sum().backward()
+    optimizer.step()
+    expected = module.eval()(x.to(sky1)).cpu()
+    module.cpu()
+    assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
+    torch.testing.assert_close(module(x), expected)
