@@ -1,4 +1,4 @@
-"""Models on several workers: a frozen reference beside the one that trains, and weights that go from one to the other."""
+"""Models on several workers: a frozen reference beside the one that trains, and weights that go between them."""
 
 from __future__ import annotations
 
