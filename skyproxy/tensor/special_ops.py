@@ -44,8 +44,8 @@ def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         return func.decompose(*args, **kwargs)
     if "c10d" in plan.name.partition("::")[0]:
         raise UnsupportedOpError(
-            f"{plan.name}: a process group here cannot reach the tensors of workers. Run the training itself on a pool, "
-            "whose workers have a group of their own: skyproxy.Compute(nodes=...) with skyproxy.plugins.torch(). Or "
+            f"{plan.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
+            "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with skyproxy.plugins.torch(). Or "
             "communicate a copy: x.cpu()"
         )
     raise UnsupportedOpError(

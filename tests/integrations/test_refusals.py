@@ -36,11 +36,9 @@ def test_an_automatic_map_stays_on_this_machine(tmp_path: Path, sky1: str) -> No
     assert model.device.type in ("cpu", "mps")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_packed_weights_of_quantized_modules(sky1: str) -> None:
-    with pytest.warns(DeprecationWarning):
-        module: Any = torch.ao.quantization.quantize_dynamic(
-            torch.nn.Sequential(torch.nn.Linear(2, 2)), {torch.nn.Linear}
-        )
+    module: Any = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(2, 2)), {torch.nn.Linear})
     with pytest.raises(UnsupportedOpError, match="ScriptObject cannot be sent"):
         module.to(sky1)(torch.ones(1, 2, device=sky1))
 
