@@ -45,8 +45,8 @@ def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if "c10d" in plan.name.partition("::")[0]:
         raise UnsupportedOpError(
             f"{plan.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
-            "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with skyproxy.plugins.torch(). Or "
-            "communicate a copy: x.cpu()"
+            "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with "
+            "skyproxy.plugins.torch(). Or communicate a copy: x.cpu()"
         )
     raise UnsupportedOpError(
         f"{plan.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
