@@ -96,7 +96,7 @@ class Cluster:
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             config.load_incluster_config()  # type: ignore[no-untyped-call]
         else:
-            await config.load_kube_config()
+            await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
         return cls(client.ApiClient(), timeout_seconds)
 
     async def close(self) -> None:

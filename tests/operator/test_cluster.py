@@ -1,0 +1,232 @@
+"""Requests to an API server that is a small HTTP server here; tests/e2e has the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from skyproxy_operator.cluster import ApiError, Cluster, path_of
+from tests.operator.makers import make_compute, make_pod
+
+SECRET = "c2VjcmV0LXRva2VuLXRoYXQtbm9ib2R5LXNlZXM="
+ACCOUNT_TOKEN = "token-of-the-operators-account"
+
+
+class Server:
+    """Answers as it is told, and remembers what it was asked.
+
+    Attributes:
+        answers: status and body for each method and path; a coroutine function is called first.
+        asked: method, path with query, headers and body of each request.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, str], Any] = {}
+        self.asked: list[tuple[str, str, Any, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        text = await request.text()
+        self.asked.append((request.method, request.path_qs, request.headers, json.loads(text) if text else None))
+        answer = self.answers.get((request.method, request.path))
+        if callable(answer):
+            answer = await answer()
+        status, body = answer or (404, {"kind": "Status", "reason": "NotFound", "message": "not found"})
+        if isinstance(body, str):
+            return web.Response(status=status, text=body)
+        return web.json_response(body, status=status)
+
+
+def run(
+    scenario: Callable[[Server, Cluster], Awaitable[None]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_seconds: float = 30.0,
+) -> None:
+    async def main() -> None:
+        server = Server()
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", server.handle)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        kubeconfig = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}}],
+            "users": [{"name": "u", "user": {"token": ACCOUNT_TOKEN}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        }
+        (folder / "config").write_text(yaml.safe_dump(kubeconfig))
+        monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
+        cluster = await Cluster.connect(timeout_seconds)
+        try:
+            await scenario(server, cluster)
+        finally:
+            await cluster.close()
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        (("v1", "Pod", "lab"), "/api/v1/namespaces/lab/pods"),
+        (("v1", "Secret", "lab", "a"), "/api/v1/namespaces/lab/secrets/a"),
+        (("networking.k8s.io/v1", "NetworkPolicy", None), "/apis/networking.k8s.io/v1/networkpolicies"),
+        (
+            ("skyproxy.dev/v1alpha1", "Compute", "lab", "dev", "status"),
+            "/apis/skyproxy.dev/v1alpha1/namespaces/lab/computes/dev/status",
+        ),
+        (("v1", "Pod", "lab", "../x"), "/api/v1/namespaces/lab/pods/..%2Fx"),
+    ],
+)
+def test_paths(arguments: Any, path: str) -> None:
+    assert path_of(*arguments) == path
+
+
+def test_an_object_is_applied_with_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = make_pod(make_compute())
+
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        server.answers["PATCH", "/api/v1/namespaces/lab/pods/dev-0"] = (200, pod)
+        assert await cluster.apply(pod) == pod
+        ((_, path, headers, body),) = server.asked
+        assert path.endswith("?fieldManager=skyproxy-operator&force=true")
+        assert headers["Content-Type"] == "application/apply-patch+yaml"
+        assert headers["Authorization"] == f"Bearer {ACCOUNT_TOKEN}"
+        assert body == pod
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_what_is_not_there_is_none_and_what_is_there_already_is_false(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        assert await cluster.read("v1", "Secret", "lab", "a") is None
+        assert await cluster.served_kinds("gateway.networking.k8s.io") == {}
+        exists = {"kind": "Status", "reason": "AlreadyExists", "message": 'pods "dev-0" already exists'}
+        server.answers["POST", "/api/v1/namespaces/lab/pods"] = (409, exists)
+        assert await cluster.create(make_pod(make_compute())) is False
+        server.answers["POST", "/api/v1/namespaces/lab/pods"] = (201, {})
+        assert await cluster.create(make_pod(make_compute())) is True
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_only_the_very_object_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        pod = make_pod(make_compute())
+        for status in (200, 404, 409):
+            server.answers["DELETE", "/api/v1/namespaces/lab/pods/dev-0"] = (status, {"message": "x"})
+            await cluster.delete(pod)
+        assert server.asked[0][3]["preconditions"] == {"uid": pod["metadata"]["uid"]}
+        server.answers["DELETE", "/api/v1/namespaces/lab/pods/dev-0"] = (403, {"message": "no"})
+        with pytest.raises(ApiError, match="Pod dev-0: no"):
+            await cluster.delete(pod)
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_status_is_written_to_the_very_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        path = "/apis/skyproxy.dev/v1alpha1/namespaces/lab/computes/dev/status"
+        mismatch = "metadata.uid: Invalid value: field is immutable"
+        for status, message in ((200, ""), (404, "gone"), (409, "uid"), (422, mismatch)):
+            server.answers["PATCH", path] = (status, {"message": message})
+            await cluster.patch_status(make_compute(), {"phase": "Running"})
+        assert server.asked[0][3] == {"metadata": {"uid": "uid-1"}, "status": {"phase": "Running"}}
+        assert server.asked[0][2]["Content-Type"] == "application/merge-patch+json"
+        server.answers["PATCH", path] = (422, {"message": "status.phase: Unsupported value"})
+        with pytest.raises(ApiError, match="Unsupported"):
+            await cluster.patch_status(make_compute(), {"phase": "x"})
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_the_best_version_of_each_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        group = "gateway.networking.k8s.io"
+        versions = [{"groupVersion": f"{group}/{name}", "version": name} for name in ("v1", "v1alpha3")]
+        server.answers["GET", f"/apis/{group}"] = (200, {"versions": versions})
+        server.answers["GET", f"/apis/{group}/v1"] = (200, {"resources": [{"kind": "HTTPRoute"}]})
+        old = {"resources": [{"kind": "HTTPRoute"}, {"kind": "BackendTLSPolicy"}]}
+        server.answers["GET", f"/apis/{group}/v1alpha3"] = (200, old)
+        assert await cluster.served_kinds(group) == {"HTTPRoute": "v1", "BackendTLSPolicy": "v1alpha3"}
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        server.answers["GET", "/api/v1/namespaces/lab/pods"] = (200, {"items": [{"metadata": {"name": "a"}}]})
+        assert await cluster.pods("lab", "dev") == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}]
+        assert server.asked[0][1].endswith("?labelSelector=skyproxy.dev/compute%3Ddev")
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (403, {"reason": "Forbidden", "message": "exceeded quota: x"}, "QuotaExceeded"),
+        (500, "<html>no JSON</html>", "ApiError"),
+        (503, "", "ApiError"),
+    ],
+)
+def test_refusals_have_a_cause(
+    status: int, body: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = (status, body)
+        with pytest.raises(ApiError) as caught:
+            await cluster.read("v1", "Secret", "lab", "a")
+        assert (caught.value.status, caught.value.cause.reason) == (status, reason)
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = asyncio.Event().wait
+        with pytest.raises(ApiError, match=r"did not answer within 0\.3 s") as caught:
+            await cluster.read("v1", "Secret", "lab", "a")
+        assert caught.value.status == 0
+
+    run(scenario, tmp_path, monkeypatch, timeout_seconds=0.3)
+
+
+def test_a_server_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        cluster._client.configuration.host = "http://127.0.0.1:1"
+        with pytest.raises(ApiError, match="cannot be reached"):
+            await cluster.read("v1", "Secret", "lab", "a")
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_no_secret_and_no_token_is_logged_however_much_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        secret = {"kind": "Secret", "metadata": {"name": "a", "namespace": "lab"}, "data": {"token": SECRET}}
+        server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = (200, secret)
+        server.answers["POST", "/api/v1/namespaces/lab/secrets"] = (201, secret)
+        assert await cluster.read("v1", "Secret", "lab", "a") == secret
+        await cluster.create({"apiVersion": "v1", **secret})
+
+    run(scenario, tmp_path, monkeypatch)
+    assert SECRET not in caplog.text
+    assert ACCOUNT_TOKEN not in caplog.text
