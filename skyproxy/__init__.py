@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from skyproxy.runtime import stdout as stdout
     from skyproxy.tensor.pending import prefetch as prefetch
     from skyproxy.tensor.remote_tensor import RemoteTensor as RemoteTensor
+    from skyproxy.tensor.state_dicts import RemoteStateDict as RemoteStateDict
+    from skyproxy.tensor.state_dicts import load_into as load_into
 
 _PUBLIC = {
     "Accelerator": "skyproxy.providers.accelerators",
@@ -48,6 +50,7 @@ _PUBLIC = {
     "Node": "skyproxy.nodes",
     "Profile": "skyproxy.profiling.profiles",
     "PipIndex": "skyproxy.providers.image",
+    "RemoteStateDict": "skyproxy.tensor.state_dicts",
     "RemoteTensor": "skyproxy.tensor.remote_tensor",
     "SyncWarning": "skyproxy.debugging",
     "Volume": "skyproxy.providers.base",
@@ -60,6 +63,7 @@ _PUBLIC = {
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
     "load_ipython_extension": "skyproxy.notebook.extension",
+    "load_into": "skyproxy.tensor.state_dicts",
     "prefetch": "skyproxy.tensor.pending",
     "profile": "skyproxy.profiling.profiles",
     "reset": "skyproxy.nodes",

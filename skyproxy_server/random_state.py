@@ -40,6 +40,12 @@ class RandomState:
     def _devices(self) -> list[tuple[str, int]]:
         return [(row["type"], row["index"] or 0) for row in self._executor.devices]
 
+    def take_over(self) -> None:
+        """What draws from the default generators without asking draws from this session's numbers from now on."""
+        with _lock:
+            if _owner is not self:
+                self._take_over()
+
     def _take_over(self) -> None:
         global _owner
         if _owner is not None:

@@ -13,6 +13,7 @@ from skyproxy.session.session import Session
 from skyproxy.tensor.devices import Handle, SkyDevice
 from skyproxy.tensor.metadata import intern_meta
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.state_dicts import as_state_dict
 from skyproxy.tensor.storage import Memory, memory_of
 
 
@@ -45,7 +46,7 @@ class Adopter:
                 torch.autograd.graph.increment_version(self._arguments[changed])
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE])
-            return Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle()
+            return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
 
     def drop(self, number: int, tables: dict[str, Any]) -> None:
         """The value is not wanted; its tensors are let go."""

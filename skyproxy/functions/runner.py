@@ -64,13 +64,12 @@ class Runner:
             "results": results,
             "context": cloudpickle.dumps(dict(context)) if context else b"",
             "timeout": None if timeout is None else float(timeout),
-            "bound": bool(payload.tensors),
             **payload.pickled.tables,
         }
-        if payload.tensors:
-            slots = [tensor._sky.slot for tensor in payload.tensors]
-            self.session.recorder.append(commands.DO, "bind_call", [call.id, slots])
-            self.session.recorder.flush()
+        # Without tensors too: the function begins after everything recorded before it, a new seed for example.
+        slots = [tensor._sky.slot for tensor in payload.tensors]
+        self.session.recorder.append(commands.DO, "bind_call", [call.id, slots])
+        self.session.recorder.flush()
         self._channel.start(call)
         return call
 

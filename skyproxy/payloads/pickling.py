@@ -6,8 +6,10 @@ again on the other side, whichever way they travel.
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +130,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # cloudpickle imports submodules that a function may mean, and takes `torch` beside `import skyproxy as sky`
             # for this one. Workers have the real devices, and no such module.
             return types.ModuleType, (obj.__name__,)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            # `torch.ops`, the lazy modules of transformers: cloudpickle knows plain modules only.
+            if sys.modules.get(obj.__name__) is obj or sys.modules.get(getattr(obj.__spec__, "name", "")) is obj:
+                return importlib.import_module, (obj.__name__,)
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and not self._by_value and isinstance(obj, types.FunctionType):
             self._by_value = obj.__qualname__

@@ -38,6 +38,7 @@ def activate() -> None:
             registration,
             serialization,
             special_ops,
+            state_dicts,
             storage,
             values,
         )
@@ -52,6 +53,7 @@ def activate() -> None:
         serialization.install()
         values.install()
         modules.install()
+        state_dicts.install()
         generators.install()
         autocast.install()
         host.install()

@@ -89,8 +89,12 @@ class FunctionCall:
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
         self._interrupts: list[Callable[[], object]] = []
-        # Re-entrant, for a destructor that prints may run anywhere.
-        self._changed = threading.Condition(threading.RLock())
+        self._interrupted = False
+        self._sleeping = False
+        # Re-entrant, for a destructor that prints may run anywhere. Taken as `with self._lock`, never by way of the
+        # condition, whose methods are Python: an interrupt that strikes in there would leave the lock held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     # --- its beginning -----------------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class FunctionCall:
             pieces: the payload.
             on_thread: told when the thread begins (True) and ends (False).
         """
-        with self._changed:
+        with self._lock:
             if self._task is None and not self.ended:
                 self._task, self._pieces, self._on_thread, self.name = task, pieces, on_thread, task["name"]
                 self._begin()
@@ -114,13 +118,13 @@ class FunctionCall:
             arguments: one for each reference in the payload.
             streams: the CUDA streams that their values are computed on.
         """
-        with self._changed:
+        with self._lock:
             if self._arguments is None and not self.ended:
                 self._arguments, self._streams = arguments, streams
                 self._begin()
 
     def _begin(self) -> None:
-        if self._task is None or self._thread is not None or (self._task["bound"] and self._arguments is None):
+        if self._task is None or self._arguments is None or self._thread is not None:
             return
         self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
         self.running = True
@@ -139,7 +143,7 @@ class FunctionCall:
     def _run(self) -> None:
         task, pieces, arguments = self._task, self._pieces, self._arguments or []
         assert task is not None
-        self._task, self._pieces, self._arguments = {"bound": False}, (), None
+        self._task, self._pieces, self._arguments = {}, (), []
         try:
             try:
                 with contextlib.ExitStack() as stack:
@@ -163,7 +167,7 @@ class FunctionCall:
 
     def _leave(self) -> None:
         """From now on, nothing is raised in this thread from outside."""
-        with self._changed:
+        with self._lock:
             self.running = False
             self._streams = ()
             _raise_in(threading.get_ident(), None)
@@ -247,7 +251,7 @@ class FunctionCall:
 
     def write(self, stream: str, text: str) -> None:
         """A call to `write` of `sys.stdout` or `sys.stderr`."""
-        with self._changed:
+        with self._lock:
             text = self._pending.pop(stream, "") + text
             end = max(text.rfind("\n"), text.rfind("\r")) + 1
             if len(text) - end > _OUTPUT_PIECE:
@@ -259,7 +263,7 @@ class FunctionCall:
             self._print(stream, whole[start : start + _OUTPUT_PIECE])
 
     def flush(self, stream: str) -> None:
-        with self._changed:
+        with self._lock:
             text = self._pending.pop(stream, "")
         if text:
             self._print(stream, text)
@@ -269,9 +273,11 @@ class FunctionCall:
             self.flush(stream)
 
     def _print(self, stream: str, text: str) -> None:
-        with self._changed:
+        with self._lock:
             while self._listener is not None and not self.ended and self._unseen_output() > self._limit:
-                self._changed.wait()
+                self._sleep()
+            if self.ended and self._interrupted:
+                raise CallInterrupt
             value: dict[str, Any] = {"stream": stream, "text": text}
             if self._lost_bytes:
                 value["lost"], self._lost_bytes = self._lost_bytes, 0
@@ -285,9 +291,19 @@ class FunctionCall:
         return sum(event.size for event in self._log if event.kind == "output")
 
     def _wait_for_items(self) -> None:
-        with self._changed:
+        with self._lock:
             while not self.ended and self._waiting_items() >= self._settings.max_waiting_items:
-                self._changed.wait()
+                self._sleep()
+            if self.ended:
+                raise CallInterrupt
+
+    def _sleep(self) -> None:
+        """Waits for news; the lock is held. No interrupt strikes meanwhile: whoever wakes looks at `ended`."""
+        self._sleeping = True
+        try:
+            self._changed.wait()
+        finally:
+            self._sleeping = False
 
     def _waiting_items(self) -> int:
         return sum(event.kind == "item" for event in self._log)
@@ -302,7 +318,7 @@ class FunctionCall:
         kept: list[torch.Tensor] | None = None,
     ) -> None:
         """Tells the caller, now or when it is there again. Nothing follows the end of a call."""
-        with self._changed:
+        with self._lock:
             if self.ended:
                 return
             self._number += 1
@@ -333,7 +349,7 @@ class FunctionCall:
 
     def attach(self, listener: Listener, number: int) -> None:
         """Events go to `listener` from now on, those behind `number` first."""
-        with self._changed:
+        with self._lock:
             self._listener = listener
             for event in [event for event in self._log if event.number > number]:
                 if event.pieces is None:
@@ -344,7 +360,7 @@ class FunctionCall:
 
     def detach(self, listener: Listener) -> None:
         """Nobody listens any more, if it was this one who did."""
-        with self._changed:
+        with self._lock:
             if self._listener is listener:
                 self._listener = None
                 self._changed.notify_all()
@@ -356,7 +372,7 @@ class FunctionCall:
 
     def ack(self, outputs: int, items: int) -> None:
         """The caller has seen outputs and taken items up to these events."""
-        with self._changed:
+        with self._lock:
             seen = {"output": outputs, "item": items, "started": outputs}
             # An item is kept while its tensors are: the client takes those by an operation of their own.
             self._log = deque(
@@ -368,7 +384,7 @@ class FunctionCall:
 
     def take(self, number: int) -> list[torch.Tensor] | None:
         """The tensors of an event, which are the client's from now on; None if they are not here."""
-        with self._changed:
+        with self._lock:
             for event in self._log:
                 if event.number == number and event.pieces is not None:
                     kept, event.kept = event.kept, []
@@ -381,12 +397,12 @@ class FunctionCall:
     @property
     def result_bytes(self) -> int:
         """What the last event holds, its tensors not counted."""
-        with self._changed:
+        with self._lock:
             return self._log[-1].size if self._log and self.ended and self._log[-1].pieces is not None else 0
 
     def shed(self) -> None:
         """Lets go of the last event's payload, which its caller has received, to make room."""
-        with self._changed:
+        with self._lock:
             if self._log and self.ended and self._log[-1].pieces and not self._log[-1].kept:
                 self._log[-1].pieces = self._log[-1].keep = None
 
@@ -398,7 +414,7 @@ class FunctionCall:
 
     def interrupt(self, error: BaseException) -> None:
         """Ends the call with `error`, at once for the caller; the function is interrupted where Python can do that."""
-        with self._changed:
+        with self._lock:
             if self.ended:
                 return
             self._fail(error)
@@ -406,20 +422,22 @@ class FunctionCall:
 
     def discard(self) -> None:
         """Nobody will ask for this call again: an end is of no interest, and a function that runs is interrupted."""
-        with self._changed:
+        with self._lock:
             self.ended = True
             self._log.clear()
-            self._task, self._pieces, self._arguments = {"bound": True}, (), None
+            self._task, self._pieces, self._arguments = {}, (), []
             self._stop_thread()
 
     def _stop_thread(self) -> None:
         self._changed.notify_all()
-        if self._thread is not None and self.running and self._thread.ident is not None:
-            for stop in self._interrupts:
-                with contextlib.suppress(RuntimeError):  # the loop has just ended
-                    stop()
-            if not self._interrupts:
-                _raise_in(self._thread.ident, CallInterrupt)
+        if self._thread is None or not self.running or self._thread.ident is None or self._interrupted:
+            return
+        self._interrupted = True
+        for stop in self._interrupts:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                stop()
+        if not self._interrupts and not self._sleeping:
+            _raise_in(self._thread.ident, CallInterrupt)
 
 
 _SHED = (

@@ -16,7 +16,7 @@ from skyproxy_server.functions.registry import Calls
 
 logger = logging.getLogger("skyproxy.server")
 
-_TASK = {"name": str, "results": str, "context": bytes, "bound": bool, "tensors": list, "bases": list}
+_TASK = {"name": str, "results": str, "context": bytes, "tensors": list, "bases": list}
 
 
 class FunctionsConnection:

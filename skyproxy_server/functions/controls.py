@@ -18,8 +18,12 @@ def _calls(executor: Executor) -> Calls:
 
 
 def bind_call(executor: Executor, call: str, slots: list[int]) -> None:
-    """These values are the tensor arguments of a call: as they are now, after every operation before."""
+    """These values are the tensor arguments of a call: as they are now, after every operation before.
+
+    The function draws from the process's default generators, which from now on hold this session's state.
+    """
     calls = _calls(executor)
+    executor.random.take_over()
     try:
         arguments = [executor.value(slot, writes=True) for slot in slots]
     except PoisonedError as error:

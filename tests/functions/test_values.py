@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import os
 import threading
 
@@ -38,6 +39,7 @@ class Doubling(torch.nn.Module):
 
 def handles(node: skyproxy.Node) -> int:
     """Values that the worker holds for us, once everything released has arrived."""
+    gc.collect()
     node.synchronize()
     held: int = node._session.call("stats")["handles"]
     return held
@@ -309,3 +311,7 @@ def test_async_functions_run_to_their_end(node: skyproxy.Node) -> None:
         return x + 1
 
     assert node.run(later, 1) == 2
+
+
+def test_functions_may_use_modules_that_are_no_plain_modules(node: skyproxy.Node) -> None:
+    assert node.run(lambda: torch.ops.aten.add.Tensor(torch.ones(2), torch.ones(2)).tolist()) == [2, 2]

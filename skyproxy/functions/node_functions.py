@@ -1,0 +1,93 @@
+"""The part of a `Node` that runs functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyproxy.functions.call import Call
+from skyproxy.functions.payload import Payload
+from skyproxy.functions.runner import Results, Runner
+
+
+class NodeFunctions:
+    """Runs functions on a worker."""
+
+    _runner: Runner
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_output: Callable[[str, str], object] | None = None,
+        timeout: float | None = None,
+        name: str | None = None,
+        results: Results = "remote",
+        context: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Begins to run a function on the worker; does not wait for it.
+
+        Remote tensors among the arguments, also inside modules and containers, arrive there as real tensors without a
+        copy, in their state after everything recorded before. Everything else is pickled; code of your project travels
+        along.
+
+        Args:
+            fn: any callable: a function, nested or not, a lambda, an async function, a generator function.
+            args, kwargs: its arguments.
+            on_output: called with "stdout" or "stderr" and the text, as it is printed; by default the text goes to
+                `sys.stdout` and `sys.stderr` here. It must not wait for calls.
+            timeout: seconds after which the call ends with a TimeoutError, wherever its function is by then.
+            name: how to name the call to people; the function's name by default.
+            results: "remote": tensors in the result stay on the worker and come back as remote tensors; "value": they
+                come back as CPU tensors.
+            context: small values for `skyproxy.runtime.current_call().values` on the worker.
+
+        Raises:
+            ConfigurationError: the worker runs no functions, or these arguments cannot be sent.
+            VersionMismatchError: the function's code cannot run on the worker's Python.
+            SessionLostError: the worker is gone.
+        """
+        payload = Payload.of(fn, args, kwargs)
+        return self.submit_payload(
+            payload, on_output=on_output, timeout=timeout, name=name, results=results, context=context
+        )
+
+    def submit_payload(self, payload: Payload, **options: Any) -> Call:
+        """`submit` for a function that was pickled before, perhaps for many nodes.
+
+        Args:
+            payload: from `skyproxy.functions.Payload.of`.
+            options: those of `submit`.
+        """
+        return self._runner.submit(payload, **options)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function on the worker and waits for what it returns; tensors in that stay there. See `submit`.
+
+        Ctrl-C cancels the call, returns at once and leaves the node usable.
+
+        Raises:
+            Exception: whatever the function raised; its `__cause__` holds the worker's traceback.
+        """
+        return self._runner.run(fn, args, kwargs)
+
+    async def execute(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run` without blocking the event loop; cancelling the task cancels the call."""
+        return await self._runner.execute(fn, args, kwargs)
+
+    def reattach(self, call_id: str, *, on_output: Callable[[str, str], object] | None = None) -> Call:
+        """The call of this name that another session of the worker began, this process's or an earlier one's.
+
+        A worker keeps a call, its result and the result's tensors for `call_grace_seconds` after its client is gone.
+        Its output since then, as far as it was kept, comes first.
+
+        Args:
+            call_id: `Call.id`.
+            on_output: as in `submit`.
+
+        Returns:
+            The call. Its result raises LookupError if the worker does not know it any more.
+        """
+        return self._runner.reattach(call_id, on_output)

@@ -1,0 +1,109 @@
+"""The part of a `Node` that has models and files on the worker: the worker reads them, and remote tensors come back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.functions.node_functions import NodeFunctions
+from skyproxy.runtime import models
+
+
+class NodeModels(NodeFunctions):
+    """Loads, saves and runs models on a worker."""
+
+    def from_pretrained(
+        self, kind: Any, name: str | os.PathLike[str], *, device: torch.device | str | None = None, **options: Any
+    ) -> Any:
+        """A pretrained model whose weights the worker downloads, or reads, and keeps; here is all but those.
+
+        Args:
+            kind: the class, `AutoModelForCausalLM` say; its package must be installed on both sides.
+            name: as `kind.from_pretrained` takes it; a path is one of the worker.
+            device: one of this node's, the preferred one by default.
+            options: for `kind.from_pretrained`: `dtype`, `attn_implementation`, ...
+
+        Returns:
+            The model, with remote tensors for parameters and buffers.
+        """
+        return self.run(models.from_pretrained, kind, os.fspath(name), self._place(device), options)
+
+    def from_config(self, kind: Any, config: Any, *, device: torch.device | str | None = None, **options: Any) -> Any:
+        """A fresh model, made on the worker; otherwise as `from_pretrained`."""
+        return self.run(models.from_config, kind, config, self._place(device), options)
+
+    def load_safetensors(self, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Any:
+        """The tensors of a safetensors file on the worker's disk, or of all such files in a folder there.
+
+        Returns:
+            A `RemoteStateDict`: `state_dict.load_into(model)` fills a model with them.
+        """
+        return self.run(models.load_safetensors, os.fspath(path), self._place(device))
+
+    def save(self, value: Any, path: str | os.PathLike[str]) -> str:
+        """Writes remote tensors, and containers of them, to the worker's disk, as `torch.save` does.
+
+        No byte comes here.
+
+        Args:
+            value: a state dict, say; not a module.
+            path: on the worker; with the ending ".safetensors" in that format. The file appears when it is whole.
+
+        Returns:
+            The absolute path there.
+        """
+        if isinstance(value, torch.nn.Module):
+            raise ConfigurationError(
+                "node.save writes tensors and containers of them: a file must not need the code that wrote it. For a "
+                "module: node.save(model.state_dict(), path)"
+            )
+        written: str = self.run(models.save, value, os.fspath(path))
+        return written
+
+    def load(
+        self, path: str | os.PathLike[str], *, device: torch.device | str | None = None, weights_only: bool = True
+    ) -> Any:
+        """Reads what `save` or `torch.save` wrote on the worker's disk; the tensors stay there.
+
+        Args:
+            path: on the worker.
+            device: one of this node's, the preferred one by default.
+            weights_only: as in `torch.load`.
+        """
+        return self.run(models.load, os.fspath(path), self._place(device), weights_only)
+
+    def generate(self, model: Any, inputs: Any, *, streamer: Any = None, **options: Any) -> Any:
+        """`model.generate(**inputs, **options)` with its loop on the worker: one wait in place of one a token.
+
+        Args:
+            model: of transformers, with its weights on this worker.
+            inputs: what a tokenizer returns, or input ids; on the CPU or remote.
+            streamer: of transformers; gets the tokens here, as they come.
+            options: for `model.generate`.
+
+        Returns:
+            What `generate` returns, its tensors remote: the same tokens, also where they are sampled.
+        """
+        named = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
+        if streamer is None:
+            return self.run(models.generate, model, named, options)
+        call = self.submit(models.stream_generate, (model, named, options), name="generate")
+        tokens = iter(call)
+        try:
+            while True:
+                try:
+                    ids = next(tokens)
+                except StopIteration as end:
+                    streamer.end()
+                    return end.value
+                streamer.put(torch.tensor(ids))
+        finally:
+            call.cancel()  # Ctrl-C, or a streamer that failed
+
+    def _place(self, device: torch.device | str | None) -> torch.device:
+        """The device that is meant; it arrives on the worker as the real one."""
+        return self._runner.devices[0].torch_device if device is None else torch.device(device)
