@@ -10,7 +10,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.node_functions import NodeFunctions
-from skyproxy.runtime import models
+from skyproxy.loading import worker_side
 
 
 class NodeModels(NodeFunctions):
@@ -30,11 +30,11 @@ class NodeModels(NodeFunctions):
         Returns:
             The model, with remote tensors for parameters and buffers.
         """
-        return self.run(models.from_pretrained, kind, os.fspath(name), self._place(device), options)
+        return self.run(worker_side.from_pretrained, kind, os.fspath(name), self._place(device), options)
 
     def from_config(self, kind: Any, config: Any, *, device: torch.device | str | None = None, **options: Any) -> Any:
         """A fresh model, made on the worker; otherwise as `from_pretrained`."""
-        return self.run(models.from_config, kind, config, self._place(device), options)
+        return self.run(worker_side.from_config, kind, config, self._place(device), options)
 
     def load_safetensors(self, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Any:
         """The tensors of a safetensors file on the worker's disk, or of all such files in a folder there.
@@ -42,7 +42,7 @@ class NodeModels(NodeFunctions):
         Returns:
             A `RemoteStateDict`: `state_dict.load_into(model)` fills a model with them.
         """
-        return self.run(models.load_safetensors, os.fspath(path), self._place(device))
+        return self.run(worker_side.load_safetensors, os.fspath(path), self._place(device))
 
     def save(self, value: Any, path: str | os.PathLike[str]) -> str:
         """Writes remote tensors, and containers of them, to the worker's disk, as `torch.save` does.
@@ -61,7 +61,7 @@ class NodeModels(NodeFunctions):
                 "node.save writes tensors and containers of them: a file must not need the code that wrote it. For a "
                 "module: node.save(model.state_dict(), path)"
             )
-        written: str = self.run(models.save, value, os.fspath(path))
+        written: str = self.run(worker_side.save, value, os.fspath(path))
         return written
 
     def load(
@@ -74,7 +74,7 @@ class NodeModels(NodeFunctions):
             device: one of this node's, the preferred one by default.
             weights_only: as in `torch.load`.
         """
-        return self.run(models.load, os.fspath(path), self._place(device), weights_only)
+        return self.run(worker_side.load, os.fspath(path), self._place(device), weights_only)
 
     def generate(self, model: Any, inputs: Any, *, streamer: Any = None, **options: Any) -> Any:
         """`model.generate(**inputs, **options)` with its loop on the worker: one wait in place of one a token.
@@ -90,8 +90,8 @@ class NodeModels(NodeFunctions):
         """
         named = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
         if streamer is None:
-            return self.run(models.generate, model, named, options)
-        call = self.submit(models.stream_generate, (model, named, options), name="generate")
+            return self.run(worker_side.generate, model, named, options)
+        call = self.submit(worker_side.stream_generate, (model, named, options), name="generate")
         tokens = iter(call)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""What a worker does for `node.from_pretrained` and its kin. Found there by name, so it needs no code of the client."""
+"""What a worker does for `node.from_pretrained` and its kin. It imports this by name, so nothing here needs the client."""
 
 from __future__ import annotations
 
