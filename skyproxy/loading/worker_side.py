@@ -1,4 +1,4 @@
-"""What a worker does for `node.from_pretrained` and its kin. It imports this by name, so nothing here needs the client."""
+"""What a worker does for `node.from_pretrained` and its kin; it imports this by name, and nothing of the client."""
 
 from __future__ import annotations
 
