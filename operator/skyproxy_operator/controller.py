@@ -42,12 +42,14 @@ class _Memory:
 
     Attributes:
         uid: of the Compute.
+        generation: of its spec.
         phase: its last one.
         failures: looks in a row that failed.
         probe_at: when its workers are asked again, in the time of `time.monotonic`.
     """
 
     uid: str = ""
+    generation: int = 0
     phase: str = ""
     failures: int = 0
     probe_at: float = field(default=0.0)
@@ -149,8 +151,10 @@ class Controller:
             self.queue.forget(key)
             return None
         memory = self._memories.setdefault(key, _Memory())
-        if memory.uid != compute["metadata"]["uid"]:
-            memory.uid, memory.probe_at = compute["metadata"]["uid"], 0.0
+        uid, generation = compute["metadata"]["uid"], int(compute["metadata"].get("generation", 0))
+        if (memory.uid, memory.generation) != (uid, generation):
+            # With another spec, such as a shorter idleTimeout, it may be time to ask the workers already.
+            memory.uid, memory.generation, memory.probe_at = uid, generation, 0.0
         pods = await self._cluster.pods(namespace, name)
         picture = Picture(compute, pods, self._clock())
         try:

@@ -48,8 +48,8 @@ class Operator:
         options = self._options
         self._cluster = cluster = await Cluster.connect(options.request_timeout_seconds)
         self.controller = controller = Controller(cluster, self._prober, options)
-        identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-        leadership = Leadership(cluster, options, identity)
+        host = os.environ.get("HOSTNAME") or socket.gethostname()
+        leadership = Leadership(cluster, options, f"{host}_{options.lease_identity or uuid.uuid4().hex[:8]}")
         self._work = asyncio.create_task(leadership.run(controller.run), name="skyproxy-operator")
         self._work.add_done_callback(_ended)
         if options.http_host:

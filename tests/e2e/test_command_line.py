@@ -71,7 +71,7 @@ def test_a_user_works_with_a_worker_in_every_way(cluster: Cluster, user: User, w
     assert states["Compute"] == states["operator"] == states["permissions"] == states["cluster"] == "ok"
     # Another context is current; `run` takes the worker that it is told.
     user.sky("context", "clear")
-    (user_script := user._home / "step.py").write_text(STEP)
+    (user_script := user.home / "step.py").write_text(STEP)
     assert user.sky("run", "--on", worker, str(user_script), "--flag").endswith("(kubernetes) --flag\n")
 
 

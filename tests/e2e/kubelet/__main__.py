@@ -29,7 +29,7 @@ def entry_points(directory: Path) -> Callable[[str], list[str]]:
     Args:
         directory: holds Containerfile.NAME for the images whose names end with NAME.
     """
-    known: dict[str, list[str]] = {"operator": ["python", "-m", "skyproxy_operator"]}
+    known: dict[str, list[str]] = {}
     for path in directory.glob("Containerfile.*"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("ENTRYPOINT "):
