@@ -38,8 +38,8 @@ class Options:
     """Where the Lease is by which one of several operators leads; without one, every operator works."""
     lease_name: str = "skyproxy-operator"
     lease_identity: str = ""
-    """What names this operator in the Lease: with the uid of its pod, a container that starts again goes on at once, for
-    the one before it has ended. Without it, every process is another operator."""
+    """What names this operator in the Lease: with the uid of its pod, a container that starts again goes on at once,
+    for the one before it has ended. Without it, every process is another operator."""
     lease_seconds: float = 15.0
     """A leader that has not renewed its Lease for this long is none any more."""
     http_host: str = "0.0.0.0"
