@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -26,6 +27,7 @@ APPLY = "application/apply-patch+yaml"
 _WATCH_SECONDS = 60
 _MAX_PAUSE_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.DOTALL)
 
 Manifest = dict[str, Any]
 Query = Sequence[tuple[str, str]]
@@ -400,13 +402,20 @@ class ClusterClient:
             query += [("container", container)] if container else []
             if last:
                 # Whole seconds only: what we had of that second is left out below.
-                query.append(("sinceTime", last.split(".")[0].rstrip("Z") + "Z"))
+                query.append(("sinceTime", f"{last[:19]}{last[29:]}"))
             elif tail is not None:
                 query.append(("tailLines", str(tail)))
             resumed_at, to_skip = last, at_last
             try:
                 async for line in self.stream(path, query=query):
-                    stamp, _, text = line.decode(errors="replace").partition(" ")
+                    whole = line.decode(errors="replace")
+                    found = _STAMPED.fullmatch(whole)
+                    if found is None:
+                        # Not every kubelet knows how to add them.
+                        yield whole
+                        continue
+                    # Of one length, for some leave out zeros at the end.
+                    stamp, text = f"{found[1]}.{found[2] or '':0<9}{found[3]}", found[4]
                     if stamp < resumed_at:
                         continue
                     if stamp == resumed_at and to_skip:

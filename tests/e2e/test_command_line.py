@@ -82,7 +82,6 @@ def test_a_port_forward_serves_programs_until_it_is_ended(user: User, worker: st
     ) as forward:
         assert forward.stdout is not None
         lines = "".join(forward.stdout.readline() for _ in range(4))
-        assert lines.count("export ") == 4
         told = subprocess.run(
             ["sh", "-c", 'eval "$1"; exec "$2" -c "$3"', "sh", lines, sys.executable, STEP],
             env={**user.environment, "SKYPROXY_CONTEXT": ""},
@@ -91,9 +90,10 @@ def test_a_port_forward_serves_programs_until_it_is_ended(user: User, worker: st
             timeout=200,
             check=False,
         )
-        assert told.stdout == "True SKYPROXY_URL\n", told.stderr
         forward.send_signal(signal.SIGTERM)
         assert forward.wait(30) == 0
+    assert lines.count("export ") == 4
+    assert told.stdout == "True SKYPROXY_URL\n", told.stderr
 
 
 def test_following_logs_end_with_the_worker(cluster: Cluster, user: User, installation: Installation) -> None:
@@ -106,9 +106,9 @@ def test_following_logs_end_with_the_worker(cluster: Cluster, user: User, instal
     with subprocess.Popen(bound(command), env=user.environment, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
         seen = [follower.stdout.readline().strip() for _ in range(6)]
-        assert seen == [*(f"line {number}" for number in range(1, 6)), "last"]
         user.sky("down", "talks")
         assert follower.wait(60) is not None
+    assert seen == [*(f"line {number}" for number in range(1, 6)), "last"]
 
 
 def test_what_cannot_be_placed_is_explained_and_given_up_in_time(cluster: Cluster, user: User) -> None:

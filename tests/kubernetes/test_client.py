@@ -339,7 +339,7 @@ def test_delete_waits_until_it_is_gone_and_not_for_its_successor(server: Any, ku
 def test_a_followed_log_loses_and_repeats_nothing_over_a_drop(
     server: Any, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stamps = ["2026-01-01T00:00:01.1Z", "2026-01-01T00:00:01.5Z", "2026-01-01T00:00:01.5Z", "2026-01-01T00:00:02.0Z"]
+    stamps = ["2026-01-01T00:00:01.1Z", "2026-01-01T00:00:01.12Z", "2026-01-01T00:00:01.12Z", "2026-01-01T00:00:02Z"]
     lines = [f"{stamp} line {number}\n" for number, stamp in enumerate(stamps)]
     real_sleep = asyncio.sleep
     monkeypatch.setattr(module.asyncio, "sleep", lambda _seconds: real_sleep(0))
@@ -365,3 +365,15 @@ def test_a_followed_log_loses_and_repeats_nothing_over_a_drop(
     assert use(kubeconfig, work) == [f"line {number}" for number in range(4)]
     assert asked[0] == {"timestamps": "true", "follow": "true", "tailLines": "10"}
     assert asked[1] == {"timestamps": "true", "follow": "true", "sinceTime": "2026-01-01T00:00:01Z"}
+
+
+def test_a_log_without_timestamps_is_shown_as_it_is(server: Any, kubeconfig: Path) -> None:
+    async def handler(request: Any) -> Any:
+        return web.Response(text="line 1\n\nlast")
+
+    server.handler = handler
+
+    async def work(client: ClusterClient) -> list[str]:
+        return [line async for line in client.logs("p")]
+
+    assert use(kubeconfig, work) == ["line 1", "", "last"]
