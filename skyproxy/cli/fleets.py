@@ -123,6 +123,10 @@ def fleet_of(provider: str, address: ClusterAddress) -> Fleet:
         from skyproxy.cli.local_fleet import LocalFleet
 
         return LocalFleet()
+    if provider == ProviderName.CONTAINER:
+        from skyproxy.cli.container_fleet import ContainerFleet
+
+        return ContainerFleet()
     raise ConfigurationError(f"this command knows no workers of the provider {provider!r}.")
 
 

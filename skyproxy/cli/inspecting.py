@@ -66,8 +66,8 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
     wants_cluster = provider is ProviderName.KUBERNETES or asks_for_cluster(address) or all_namespaces
     if provider in (None, ProviderName.LOCAL):
         rows += await fleet_of(ProviderName.LOCAL, address).rows()
-    if provider is ProviderName.CONTAINER:
-        rows += await fleet_of(provider, address).rows()
+    if provider is ProviderName.CONTAINER or (provider is None and _knows_containers()):
+        rows += await fleet_of(ProviderName.CONTAINER, address).rows()
     if wants_cluster or (provider is None and await has_cluster(address)):
         from skyproxy.cli.cluster_fleet import ClusterFleet
 
@@ -79,6 +79,13 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
                 raise
             warn(str(error))
     return rows
+
+
+def _knows_containers() -> bool:
+    """Whether a saved context is a container: without one, no engine is asked."""
+    store = ContextStore()
+    contexts = (store.get(name) for name in store.names())
+    return any(context is not None and context.provider == ProviderName.CONTAINER for context in contexts)
 
 
 def status(

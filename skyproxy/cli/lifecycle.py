@@ -30,6 +30,8 @@ from skyproxy.kubernetes.address import ClusterAddress
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
 _GPU = "nvidia.com/gpu"
+_POSSIBLE = {ProviderName.LOCAL: (), ProviderName.CONTAINER: ("memory", "image", "volume")}
+"""What of the options for clusters a worker on this machine can have too."""
 
 
 def up(
@@ -81,15 +83,20 @@ def up(
     if why:
         note(f"Provider: {chosen.value}, {why}.")
     variables = variables_of(env or ())
+    volumes = [volume_of(text) for text in volume or ()]
+    if chosen is not ProviderName.KUBERNETES:
+        impossible = {key: value for key, value in given.items() if value and key not in _POSSIBLE[chosen]}
+        _refuse(chosen, impossible | ({"nodes": nodes} if nodes > 1 else {}))
     if chosen is ProviderName.LOCAL:
-        _refuse({key: value for key, value in given.items() if value} | ({"nodes": nodes} if nodes > 1 else {}))
         fleet = _up_local(name, gpus, cpu, variables, wait)
+    elif chosen is ProviderName.CONTAINER:
+        fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables))
     else:
         manifest_options: dict[str, Any] = {
             "image": image,
             "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,
-            "volumes": [volume_of(text) for text in volume or ()],
+            "volumes": volumes,
             "env": variables,
             "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,
             "idle_timeout_seconds": duration_seconds(idle_timeout),
@@ -160,11 +167,12 @@ async def _choose(provider: ProviderName | None, address: ClusterAddress, name: 
     return ProviderName.LOCAL, "on this machine, because no cluster is configured"
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(provider: ProviderName, given: dict[str, Any]) -> None:
     if given:
         flags = ", ".join("--" + key.replace("_", "-") for key in given)
+        what = "process" if provider is ProviderName.LOCAL else "container"
         raise ConfigurationError(
-            f"a worker on this machine is a process and cannot have {flags}. Leave it out, or take another --provider."
+            f"a worker on this machine is a {what} and cannot have {flags}. Leave it out, or take another --provider."
         )
 
 
@@ -186,6 +194,28 @@ def _up_local(name: str, gpus: int | None, cpu: str | None, env: dict[str, str],
     device = "auto" if gpus is None else "cuda" if gpus else "cpu"
     with progress(f"Starting {name} on this machine"):
         start_detached(name, device=device, env=variables, wait=wait)
+    return fleet
+
+
+async def _up_container(
+    name: str,
+    wait: bool,
+    gpus: int | None,
+    cpu: str | None,
+    memory: str | None,
+    image: str | None,
+    volumes: list[dict[str, str]],
+    env: dict[str, str],
+) -> Fleet:
+    from skyproxy.providers.detached_container import start_container
+
+    fleet = fleet_of(ProviderName.CONTAINER, ClusterAddress())
+    existing = await fleet.row(name)
+    if existing is not None and existing.ready:
+        note(f"{name} runs already; its arguments stay as they are.")
+        return fleet
+    with progress(f"Starting {name} in a container"):
+        await start_container(name, image=image, gpus=gpus, cpu=cpu, memory=memory, volumes=volumes, env=env, wait=wait)
     return fleet
 
 

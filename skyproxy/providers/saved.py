@@ -48,7 +48,13 @@ def open_context(context: Context) -> Node:
             raise
     if context.provider == "remote":
         return _open_remote(context, source)
-    url, token = local_address(context.name) if context.provider == "local" else _container_address(context)
+    if context.provider == "container":
+        from skyproxy.kubernetes.reach import run_apart
+        from skyproxy.providers.detached_container import container_address
+
+        url, token = run_apart(container_address(context.name))
+    else:
+        url, token = local_address(context.name)
     return connect(url, token=token, source=source)
 
 
@@ -67,10 +73,6 @@ def local_address(name: str) -> tuple[str, str]:
             f"Start it again: skyproxy up {name} --provider local; or forget it: skyproxy context remove {name}"
         )
     return url, worker.token()
-
-
-def _container_address(context: Context) -> tuple[str, str]:
-    raise ConfigurationError(f"the context {context.name!r} names a container, which this version cannot find again.")
 
 
 def _open_remote(context: Context, source: str) -> Node:

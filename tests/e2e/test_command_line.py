@@ -112,7 +112,7 @@ def test_following_logs_end_with_the_worker(cluster: Cluster, user: User, instal
 
 
 def test_what_cannot_be_placed_is_explained_and_given_up_in_time(cluster: Cluster, user: User) -> None:
-    ended = user.try_sky("up", "huge", "--gpus", "999", "--timeout", "20s")
+    ended = user.try_sky("up", "huge", "--gpus", "999", "--timeout", "10s")
     assert ended.returncode == 4
     assert "nvidia.com/gpu" in ended.stderr
     assert "skyproxy gpus" in ended.stderr
@@ -152,3 +152,16 @@ def test_a_launch_that_is_cancelled_takes_back_what_it_made(cluster: Cluster, us
         launch.stdin.close()
         assert "CancelledError" in launch.stdout.read()
     wait_nothing_left(cluster, user.namespace, "gone")
+
+
+def test_up_again_starts_what_had_expired(cluster: Cluster, user: User) -> None:
+    arguments = ("up", "short", "--max-lifetime", "3s")
+    assert json.loads(user.sky(*arguments, "--json"))["ready"] is True
+    wait_phase(cluster, path_of(user.namespace, "short"), "Expired")
+    assert "skyproxy up short" in user.try_sky("status", "short").stdout
+    ended = user.try_python("-c", "import torch, skyproxy; torch.ones(1, device='sky')")
+    assert ended.returncode != 0
+    assert "skyproxy status short" in ended.stderr
+    # The very same command; that it lives only for seconds again is not its fault.
+    assert json.loads(user.sky(*arguments, "--json"))["name"] == "short"
+    user.sky("down", "short")

@@ -1,0 +1,102 @@
+"""The workers in containers of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.local_fleet import devices_text
+from skyproxy.contexts import Context
+from skyproxy.errors import ConnectError
+from skyproxy.providers.container_engine import ContainerEngine
+from skyproxy.providers.detached_container import container_address, container_name, stop_container
+
+
+class ContainerFleet:
+    """Workers as containers.
+
+    Attributes:
+        provider: "container".
+    """
+
+    provider = "container"
+
+    async def rows(self) -> list[WorkerRow]:
+        """All of them, by name."""
+        found = [await self.row(name) for name in await ContainerEngine.find().names()]
+        return [row for row in found if row is not None]
+
+    async def row(self, name: str) -> WorkerRow | None:
+        """One of them; None where there is none."""
+        found = await ContainerEngine.find().inspect(container_name(name))
+        if found is None:
+            return None
+        state = found.get("State", {})
+        report: dict[str, Any] = {}
+        phase, message, url = "Running", "", None
+        if not state.get("Running"):
+            phase, message = "Lost", f"the container has ended with status {state.get('ExitCode')}"
+        else:
+            try:
+                url, token = await container_address(name)
+                report = await asyncio.to_thread(Access(url, token).report)
+            except ConnectError as error:
+                phase, message = "Provisioning", str(error)
+        return WorkerRow(
+            name=name,
+            provider=self.provider,
+            where="this machine",
+            phase=phase,
+            ready=bool(report),
+            devices=devices_text(report.get("devices", ())),
+            age_seconds=_age_seconds(str(found.get("Created", ""))),
+            idle_seconds=report.get("idle_seconds"),
+            url=url,
+            reason="" if report else phase,
+            message=message,
+            hint="" if report else f"See: skyproxy logs {name}",
+            software=dict(report.get("software", {})),
+        )
+
+    async def down(self, name: str, *, wait: bool) -> bool:
+        """Ends one; whether there was one."""
+        return await stop_container(name)
+
+    async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
+        """The lines it wrote; while it follows, until it ends."""
+        arguments = ["logs", *(["--follow"] if follow else []), *(["--tail", str(tail)] if tail is not None else [])]
+        process = await asyncio.create_subprocess_exec(
+            ContainerEngine.find().executable,
+            *(*arguments, container_name(name)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                yield line.decode(errors="replace").rstrip("\n")
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def context(self, name: str) -> Context:
+        """How to find it again."""
+        return Context(name, self.provider)
+
+    async def access(self, name: str) -> Access:
+        """Its address and token."""
+        return Access(*await container_address(name))
+
+
+def _age_seconds(created: str) -> float | None:
+    # Nine digits behind the point, where Python reads six.
+    try:
+        made = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", created))
+    except ValueError:
+        return None
+    return (datetime.now(UTC) - made).total_seconds()

@@ -1,0 +1,163 @@
+"""Docker or podman, as their command line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+
+ENGINE_VARIABLE = "SKYPROXY_CONTAINER_ENGINE"
+LABEL = "skyproxy.dev/worker"
+_KNOWN = ("docker", "podman")
+_SECONDS = 600.0
+"""For one command: the first start of an image pulls it."""
+
+
+@dataclass(frozen=True)
+class ContainerEngine:
+    """An engine on this machine.
+
+    Attributes:
+        executable: its command.
+    """
+
+    executable: str
+
+    @classmethod
+    def find(cls) -> ContainerEngine:
+        """The engine of SKYPROXY_CONTAINER_ENGINE, or docker, or podman.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        asked = os.environ.get(ENGINE_VARIABLE)
+        for name in (asked,) if asked else _KNOWN:
+            if found := shutil.which(name):
+                return cls(found)
+        missing = f"{ENGINE_VARIABLE}={asked!r} is no command" if asked else "neither docker nor podman is installed"
+        raise ConfigurationError(f"{missing}. Install one, or take another --provider.")
+
+    async def call(self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None) -> str:
+        """What one command prints.
+
+        Args:
+            arguments: of the command.
+            data: for its standard input.
+            env: variables for it, beside ours.
+
+        Raises:
+            WorkerStartError: it failed; with what it said.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self.executable,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE if data is not None else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **(env or {})},
+            )
+        except OSError as error:
+            raise ConfigurationError(f"{self.executable} cannot be run: {error}") from error
+        try:
+            async with asyncio.timeout(_SECONDS):
+                output, problem = await process.communicate(data)
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            raise
+        if process.returncode:
+            said = problem.decode(errors="replace").strip()
+            hint = " Does its daemon run, and may you use it?" if "daemon" in said.lower() else ""
+            raise WorkerStartError(f"{os.path.basename(self.executable)} {arguments[0]} failed: {said}{hint}")
+        return output.decode(errors="replace")
+
+    async def start(
+        self,
+        name: str,
+        image: str,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str],
+        env: Mapping[str, str],
+        options: Sequence[str] = (),
+    ) -> None:
+        """Makes a container and starts it; takes it back where that fails.
+
+        Args:
+            name: of the container.
+            image: of it.
+            command: what runs in it.
+            files: texts by absolute path, put in before it starts: what they say is in no command line and in no
+                description of the container.
+            env: variables. Their values are in no command line either.
+            options: more for the engine.
+        """
+        names = [part for key in env for part in ("--env", key)]
+        await self.call("create", "--name", name, *options, *names, image, *command, env=env)
+        try:
+            for path, text in files.items():
+                folder, _, file = path.rpartition("/")
+                await self.call("cp", "-", f"{name}:{folder}", data=_archive(file, text))
+            await self.call("start", name)
+        except BaseException:
+            await asyncio.shield(self.remove(name))
+            raise
+
+    async def inspect(self, name: str) -> dict[str, Any] | None:
+        """What the engine knows of a container; None where there is none."""
+        try:
+            rows = json.loads(await self.call("container", "inspect", name))
+        except WorkerStartError as error:
+            if "no such container" in str(error).lower():
+                return None
+            raise
+        return dict(rows[0]) if rows else None
+
+    async def names(self) -> list[str]:
+        """The workers that have a container here, by the label that names them."""
+        listed = await self.call("ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.Label "{LABEL}"}}}}')
+        return sorted(line.strip() for line in listed.splitlines() if line.strip())
+
+    async def logs(self, name: str, tail: int = 40) -> str:
+        """The end of what a container wrote."""
+        process = await asyncio.create_subprocess_exec(
+            self.executable,
+            *("logs", "--tail", str(tail), name),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        return output.decode(errors="replace").strip()
+
+    async def remove(self, name: str) -> bool:
+        """Ends a container and removes it; whether there was one."""
+        if await self.inspect(name) is None:
+            return False
+        await self.call("rm", "--force", name)
+        return True
+
+
+def published_port(description: Mapping[str, Any], port: int) -> int | None:
+    """Where on this machine a container's port is; None while it is not."""
+    rows = (description.get("NetworkSettings", {}).get("Ports") or {}).get(f"{port}/tcp") or []
+    return int(rows[0]["HostPort"]) if rows and rows[0].get("HostPort") else None
+
+
+def _archive(file: str, text: str) -> bytes:
+    """A tar archive of one file that every user in the container can read."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        entry = tarfile.TarInfo(file)
+        entry.size, entry.mode = len(text.encode()), 0o444
+        archive.addfile(entry, io.BytesIO(text.encode()))
+    return stream.getvalue()

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Stands in for docker: the same commands and answers, with processes of this machine as containers.
+
+What is started is the command that the container would run; paths in it lead into the container's own folder.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+STATE = pathlib.Path(os.environ["FAKE_ENGINE_STATE"])
+
+
+def main(verb: str, *rest: str) -> None:
+    with (STATE / "calls").open("a") as calls:
+        calls.write(json.dumps([verb, *rest]) + "\n")
+    if os.environ.get("FAKE_ENGINE_DOWN"):
+        sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.")
+    globals()[verb](*rest)
+
+
+def create(*rest: str) -> None:
+    options, arguments = {"--env": [], "--label": [], "--volume": []}, list(rest)
+    while arguments[0].startswith("--"):
+        option = arguments.pop(0)
+        value = "" if option == "--init" else arguments.pop(0)
+        options.setdefault(option, []).append(value)
+    image, *command = arguments
+    if image == "no/such:image":
+        sys.exit("Unable to find image 'no/such:image' locally\npull access denied")
+    folder = STATE / options["--name"][0]
+    (folder / "root").mkdir(parents=True)
+    env = {name: os.environ[name] for name in options["--env"]}
+    save(folder, {"options": options, "image": image, "command": command, "env": env, "pid": None})
+
+
+def cp(source: str, target: str) -> None:
+    name, _, path = target.partition(":")
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        archive.extractall(inside(STATE / name, path))
+
+
+def start(name: str) -> None:
+    folder = STATE / name
+    row = load(folder)
+    port = folder / "port"
+    program, *arguments = row["command"]
+    assert program == "python"
+    arguments[arguments.index("--port") + 1] = "0"
+    arguments[arguments.index("--token-file") + 1] = str(inside(folder, arguments[arguments.index("--token-file") + 1]))
+    command = [sys.executable, *arguments, "--port-file", str(port)]
+    with (folder / "log").open("wb") as log:
+        row["pid"] = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **row["env"]}
+        ).pid
+    save(folder, row)
+    # The engine publishes a port at once; here it is known when the program has it.
+    while not port.exists() and runs(row["pid"]):
+        time.sleep(0.02)
+
+
+def container(verb: str, name: str) -> None:
+    assert verb == "inspect"
+    folder = STATE / name
+    if not folder.exists():
+        sys.exit(f"Error response from daemon: No such container: {name}")
+    row = load(folder)
+    running = row["pid"] is not None and runs(row["pid"])
+    port = (folder / "port").read_text().strip() if running and (folder / "port").exists() else None
+    ports = {"8765/tcp": [{"HostIp": "127.0.0.1", "HostPort": port}] if port else None}
+    state = {"Running": running, "ExitCode": 0 if running else 1}
+    print(
+        json.dumps([{"Created": "2026-01-01T00:00:00.123456789Z", "State": state, "NetworkSettings": {"Ports": ports}}])
+    )
+
+
+def ps(*_: str) -> None:
+    for folder in STATE.iterdir():
+        if folder.is_dir():
+            print(load(folder)["options"]["--label"][0].partition("=")[2])
+
+
+def logs(*rest: str) -> None:
+    print((STATE / rest[-1] / "log").read_text(), end="")
+
+
+def rm(_force: str, name: str) -> None:
+    pid = load(STATE / name)["pid"]
+    if pid is not None and runs(pid):
+        os.killpg(pid, signal.SIGKILL)
+    (STATE / name).rename(STATE.parent / f"removed-{name}-{time.time_ns()}")
+
+
+def inside(folder: pathlib.Path, path: str) -> pathlib.Path:
+    result = folder / "root" / path.lstrip("/")
+    (result if "." not in result.name and not result.suffix and path == "/tmp" else result.parent).mkdir(
+        parents=True, exist_ok=True
+    )
+    return result
+
+
+def runs(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def load(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "row.json").read_text())
+
+
+def save(folder: pathlib.Path, row: dict) -> None:
+    (folder / "row.json").write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""`--provider container`, with an engine that answers as docker does and runs processes in place of containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from skyproxy.contexts import ContextStore
+from skyproxy.errors import ConfigurationError
+from skyproxy.providers.detached_container import plain_number
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the stand-in for docker reads /proc"),
+]
+
+Run = Callable[..., Result]
+Read = Callable[..., Any]
+
+
+@pytest.fixture
+def engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the engine keeps its state."""
+    commands, state = home / "bin", home / "engine"
+    commands.mkdir()
+    state.mkdir()
+    command = commands / "docker"
+    source = (Path(__file__).parent / "fake_engine.py").read_text(encoding="utf-8")
+    command.write_text(source.replace("#!/usr/bin/env python3", f"#!{sys.executable}"), encoding="utf-8")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(item for item in sys.path if item))
+    monkeypatch.setenv("FAKE_ENGINE_STATE", str(state))
+    yield state
+    for folder in state.iterdir():
+        if folder.is_dir():
+            subprocess.run([str(command), "rm", "--force", folder.name], check=True)
+
+
+def calls(engine: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (engine / "calls").read_text().splitlines()]
+
+
+def test_up_then_a_program_then_down(run: Run, read: Read, engine: Path) -> None:
+    limits = ["--cpu", "500m", "--memory", "2Gi", "--volume", "cache:1Gi:/cache", "--env", "SECRET=hidden"]
+    result = run("up", "box", "--provider", "container", "--image", "mine:1", *limits)
+    assert result.exit_code == 0, result.output
+    (create,) = [call for call in calls(engine) if call[0] == "create"]
+    told = " ".join(create)
+    for part in (
+        "--name skyproxy-box",
+        "--publish 127.0.0.1::8765",
+        "--cpus 0.5",
+        "--memory 2147483648b",
+        "--env SECRET",
+    ):
+        assert part in told
+    assert "--volume skyproxy-box-cache:/cache" in told
+    assert "hidden" not in (engine / "calls").read_text()
+    (row,) = read("list")
+    assert (row["name"], row["provider"], row["ready"]) == ("box", "container", True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch, skyproxy; print(torch.ones(3, device='sky').sum().item())"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "3.0\n", done.stderr
+    assert "session" in run("logs", "box").stdout
+    assert run("down").exit_code == 0
+    assert read("list", "--provider", "container") == []
+    assert list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.token")) == []
+    assert ContextStore().names() == []
+
+
+def test_the_token_is_in_no_command_and_no_description(run: Run, engine: Path) -> None:
+    assert run("up", "box", "--provider", "container").exit_code == 0
+    (token_file,) = Path(os.environ["XDG_STATE_HOME"]).rglob("*.token")
+    token = token_file.read_text().strip()
+    assert token not in (engine / "calls").read_text()
+    assert token not in (engine / "skyproxy-box" / "row.json").read_text()
+
+
+def test_an_image_that_cannot_be_had_leaves_nothing(run: Run, read: Read, engine: Path) -> None:
+    result = run("up", "box", "--provider", "container", "--image", "no/such:image")
+    assert result.exit_code == 4
+    assert "pull access denied" in result.output
+    assert read("list", "--provider", "container") == []
+    assert list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.token")) == []
+
+
+def test_a_daemon_that_is_down_is_explained(run: Run, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_DOWN", "1")
+    result = run("up", "box", "--provider", "container")
+    assert result.exit_code == 4
+    assert "Does its daemon run" in result.output
+
+
+def test_without_an_engine_it_is_said(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(home))
+    result = run("up", "box", "--provider", "container")
+    assert result.exit_code == 2
+    assert "neither docker nor podman is installed" in result.output
+
+
+@pytest.mark.parametrize(("text", "number"), [("4", 4), ("500m", 0.5), ("1.5", 1.5), ("2Gi", 2 << 30), ("1G", 10**9)])
+def test_quantities(text: str, number: float) -> None:
+    assert plain_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "x", "1GB", "-1"])
+def test_what_is_no_quantity(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        plain_number(text)
