@@ -25,12 +25,21 @@ if TYPE_CHECKING:
     from skyproxy.nodes import reset as reset
     from skyproxy.notebook.extension import load_ipython_extension as load_ipython_extension
     from skyproxy.notebook.extension import unload_ipython_extension as unload_ipython_extension
+    from skyproxy.pools import Cluster as Cluster
+    from skyproxy.pools import Compute as Compute
+    from skyproxy.pools import ComputePool as ComputePool
+    from skyproxy.pools import PendingCompute as PendingCompute
+    from skyproxy.pools import Retry as Retry
+    from skyproxy.pools import compute as compute
+    from skyproxy.pools import function as function
+    from skyproxy.pools import gather as gather
     from skyproxy.profiling.profiles import Profile as Profile
     from skyproxy.profiling.profiles import profile as profile
     from skyproxy.providers.accelerators import Accelerator as Accelerator
     from skyproxy.providers.base import Volume as Volume
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
+    from skyproxy.providers.local import Local as Local
     from skyproxy.runtime import InstanceInfo as InstanceInfo
     from skyproxy.runtime import instance_info as instance_info
     from skyproxy.runtime import shard as shard
@@ -44,26 +53,35 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Accelerator": "skyproxy.providers.accelerators",
+    "Cluster": "skyproxy.pools",
+    "Compute": "skyproxy.pools",
+    "ComputePool": "skyproxy.pools",
     "DeviceInfo": "skyproxy.nodes",
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",
+    "Local": "skyproxy.providers.local",
     "Node": "skyproxy.nodes",
-    "Profile": "skyproxy.profiling.profiles",
+    "PendingCompute": "skyproxy.pools",
     "PipIndex": "skyproxy.providers.image",
+    "Profile": "skyproxy.profiling.profiles",
     "RemoteStateDict": "skyproxy.tensor.state_dicts",
     "RemoteTensor": "skyproxy.tensor.remote_tensor",
+    "Retry": "skyproxy.pools",
     "SyncWarning": "skyproxy.debugging",
     "Volume": "skyproxy.providers.base",
+    "compute": "skyproxy.pools",
     "connect": "skyproxy.nodes",
     "connect_async": "skyproxy.nodes",
     "debug_syncs": "skyproxy.debugging",
     "devices": "skyproxy.nodes",
     "fetch_async": "skyproxy.nodes",
+    "function": "skyproxy.pools",
+    "gather": "skyproxy.pools",
     "instance_info": "skyproxy.runtime",
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
-    "load_ipython_extension": "skyproxy.notebook.extension",
     "load_into": "skyproxy.tensor.state_dicts",
+    "load_ipython_extension": "skyproxy.notebook.extension",
     "prefetch": "skyproxy.tensor.pending",
     "profile": "skyproxy.profiling.profiles",
     "reset": "skyproxy.nodes",

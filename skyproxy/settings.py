@@ -39,6 +39,8 @@ class Settings:
     """What a worker keeps of uploads; in memory, at most a quarter of what it may use. 0: nothing."""
     prompt_release_bytes: int = 256 << 10
     """Tensors from this size on are released in the very place where they die, smaller ones with the next batch."""
+    max_queued_calls: int = 100_000
+    """Calls that may wait in one pool for a free process."""
     max_handles: int = 4_000_000
     """Values that one session may hold on a worker."""
     max_sessions: int = 64

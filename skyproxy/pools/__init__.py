@@ -1,1 +1,27 @@
-"""Pools: workers that are provisioned together, and functions that run on them."""
+"""Pools: workers that are provisioned together, and functions that run on them.
+
+A decorated function makes calls, an operator says where they run, and a `Compute` is where. Nothing here loads torch
+before a pool starts.
+"""
+
+from __future__ import annotations
+
+from skyproxy.pools.cluster import Cluster
+from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.pending import PendingCompute, PendingGroup, Retry, gather
+from skyproxy.pools.pool import Compute, ComputePool
+from skyproxy.pools.remote_function import RemoteFunction, compute, function
+
+__all__ = [
+    "Cluster",
+    "Compute",
+    "ComputePool",
+    "PendingCompute",
+    "PendingGroup",
+    "PoolFuture",
+    "RemoteFunction",
+    "Retry",
+    "compute",
+    "function",
+    "gather",
+]

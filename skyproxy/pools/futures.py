@@ -1,0 +1,122 @@
+"""What a call on a pool becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class PoolFuture(Future[T]):
+    """The result of a call, when it comes: to be waited for with `result()`, or awaited.
+
+    It is a `concurrent.futures.Future`, so `wait` and `as_completed` know it. Cancelling it ends the call on the
+    worker; what is in C code there ends later.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._stop: Callable[[], object] | None = None
+        self._guard = threading.Lock()
+
+    def on_cancel(self, stop: Callable[[], object]) -> None:
+        """What ends the call from now on; done at once where the future is cancelled already."""
+        with self._guard:
+            self._stop = stop
+            cancelled = self.cancelled()
+        if cancelled:
+            stop()
+
+    def cancel(self) -> bool:
+        """Ends the call; False where it has ended already."""
+        done = super().cancel()  # not below the guard: it calls back
+        with self._guard:
+            stop = self._stop
+        if done and stop is not None:
+            stop()
+        return done
+
+    def settle(self, value: T) -> None:
+        """Sets the result, unless somebody cancelled meanwhile."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """Sets the exception, unless somebody cancelled meanwhile."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
+    def follow(self, other: Future[T]) -> None:
+        """Takes over what another future comes to."""
+        self.on_cancel(other.cancel)
+        other.add_done_callback(self._take_over)
+
+    def _take_over(self, other: Future[T]) -> None:
+        if other.cancelled():
+            super().cancel()
+        elif (error := other.exception()) is not None:
+            self.fail(error)
+        else:
+            self.settle(other.result())
+
+    def wait(self) -> T:
+        """The result; an interrupt of this wait ends the call."""
+        try:
+            return self.result()
+        except BaseException:
+            if not self.done():
+                self.cancel()
+            raise
+
+    def __await__(self) -> Generator[Any, None, T]:
+        # Cancelling the awaiting task cancels the call.
+        return asyncio.wrap_future(self).__await__()
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"the future of {self.name} is neither true nor false. Python reads `a > pool > b` as `(a > pool) and "
+            "(pool > b)`: write one comparison a line, or brackets. For its value use .result() or await; to see "
+            "whether "
+            "there is one, .done()."
+        )
+
+
+def together(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[Any, ...]]:
+    """The results of several futures, in their order. The first failure is raised, and ends the others."""
+    parts = list(futures)
+    whole: PoolFuture[tuple[Any, ...]] = PoolFuture(name)
+    left = len(parts)
+    lock = threading.Lock()
+
+    def cancel_all() -> None:
+        for part in parts:
+            part.cancel()
+
+    def ended(part: Future[Any]) -> None:
+        nonlocal left
+        if part.cancelled():
+            whole.cancel()
+            return
+        error = part.exception()
+        if error is not None:
+            whole.fail(error)
+            cancel_all()
+            return
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            whole.settle(tuple(one.result() for one in parts))
+
+    whole.on_cancel(cancel_all)
+    if not parts:
+        whole.settle(())
+    for part in parts:
+        part.add_done_callback(ended)
+    return whole

@@ -1,0 +1,101 @@
+"""An event loop on a thread of its own: providers are asynchronous, their users need not be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A loop that runs coroutines for other threads and, unlike `run_coroutine_threadsafe`, waits for their
+    clean-up."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="skyproxy-pools", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine. An interrupt cancels it, and is raised when the coroutine has cleaned up.
+
+        A second interrupt does not wait for that.
+        """
+        running = _Running(self._loop, coroutine)
+        try:
+            return running.ended.result()
+        except BaseException:
+            if not running.ended.done():
+                running.cancel()
+                running.wait()
+            raise
+
+    def finish(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The same for a clean-up: an interrupt does not cancel it, and is raised when it has ended; a second one is
+        raised at once."""
+        running = _Running(self._loop, coroutine)
+        try:
+            return running.ended.result()
+        except BaseException:
+            running.wait()
+            raise
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The same, without blocking the caller's loop; cancelling the caller cancels it."""
+        running = _Running(self._loop, coroutine)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(running.ended))
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.gather(asyncio.shield(asyncio.wrap_future(running.ended)), return_exceptions=True)
+            raise
+
+
+class _Running(Generic[T]):
+    """A coroutine on the loop.
+
+    Attributes:
+        ended: its outcome; set when it has really ended, and never cancelled by anybody else.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.ended: Future[T] = Future()
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._start, coroutine)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
+
+    def wait(self) -> None:
+        self.ended.exception()
+
+
+_lock = threading.Lock()
+_current: tuple[int, LoopThread] | None = None
+
+
+def loop_thread() -> LoopThread:
+    """The one of this process; a forked child has none of its parent's threads, and gets its own."""
+    global _current
+    with _lock:
+        if _current is None or _current[0] != os.getpid():
+            _current = (os.getpid(), LoopThread())
+        return _current[1]

@@ -1,0 +1,62 @@
+"""A connected node as a place for calls, without a pool around it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.tasks import as_task
+
+POOL_OF_NODE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The pools that run, by their nodes: a call on such a node goes through its pool, with its plugins and its queue."""
+
+
+class NodeTarget:
+    """Makes calls on one node. Its first and only rank is 0."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+        """Makes the call."""
+        future: PoolFuture[Any] = PoolFuture(call.name)
+        future.follow(self._start(call))
+        return future
+
+    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+        """Makes the call; the list has one result."""
+        future: PoolFuture[list[Any]] = PoolFuture(call.name)
+        running = self._start(call)
+        future.on_cancel(running.cancel)
+
+        def ended(done: Any) -> None:
+            if done.cancelled():
+                future.cancel()
+            elif (error := done.exception()) is not None:
+                future.fail(error)
+            else:
+                future.settle([done.result()])
+
+        running.add_done_callback(ended)
+        return future
+
+    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+        """Makes the call, and gives what it yields."""
+        return iter(self._start(call))
+
+    def _start(self, call: PendingCompute) -> Any:
+        options = call.options
+        if options.rank not in (None, 0):
+            raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node is rank 0 alone.")
+        return self._node.submit(
+            as_task(call.function),
+            call.args,
+            call.kwargs,
+            timeout=options.timeout_seconds,
+            name=call.name,
+            results="remote" if options.remote else "value",
+        )

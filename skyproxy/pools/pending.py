@@ -1,0 +1,322 @@
+"""Calls that are not made yet, and the operators that say where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, Protocol
+
+from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.pools.futures import PoolFuture, together
+from skyproxy.pools.traps import NotAValue
+
+On = int | Literal["head"] | None
+
+
+@dataclass(frozen=True)
+class Retry:
+    """When a call is made once more. It may then run twice, so it must not mind.
+
+    Attributes:
+        times: how often at most, after the first.
+        on: for which exceptions; by default where the worker was lost.
+        backoff_seconds: the pause before the first one; every further pause is twice as long.
+    """
+
+    times: int = 1
+    on: tuple[type[BaseException], ...] = (SessionLostError,)
+    backoff_seconds: float = 0.1
+
+    @classmethod
+    def parse(cls, given: Retry | int | None) -> Retry | None:
+        """What a user meant: a number of times, or an object."""
+        if given is None or isinstance(given, Retry):
+            return given
+        if given < 0:
+            raise ConfigurationError(f"retry={given} is negative. Use 0 or more.")
+        return cls(given) if given else None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a call is made.
+
+    Attributes:
+        timeout_seconds: how long it may run; for ever by default.
+        on: the rank that must run it: a number, or "head" for rank 0; any by default.
+        remote: whether tensors in the result stay on the worker.
+        retry: when it is made once more; the pool's rule by default.
+    """
+
+    timeout_seconds: float | None = None
+    on: On = None
+    remote: bool = False
+    retry: Retry | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of `on`."""
+        return 0 if self.on == "head" else self.on
+
+
+class Target(Protocol):
+    """Where calls can be made: a pool that runs, or a node."""
+
+    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+        """Makes a call on one process."""
+
+    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+        """Makes it on every process."""
+
+    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+        """Makes it on one process, and gives what its generator yields."""
+
+
+class PendingCompute(NotAValue):
+    """A call that is made when an operator says where.
+
+    `call >> pool` waits for the result from one process, `call @ pool` for those of all, as a list in the order of
+    ranks; `call > pool` gives a future at once; `a & b` makes one thing of several calls, which run in parallel. Each
+    operator has a method of a longer name: `run`, `broadcast`, `submit`, `gather`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: CallOptions,
+        name: str,
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = dict(kwargs)
+        self.options = options
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}(...), not run yet: `>> pool` runs it>"
+
+    def _with(self, **changes: Any) -> PendingCompute:
+        return PendingCompute(self.function, self.args, self.kwargs, replace(self.options, **changes), self.name)
+
+    def with_timeout(self, seconds: float) -> PendingCompute:
+        """The call, ended with a TimeoutError if it runs longer than so many seconds. There is no limit otherwise."""
+        if seconds <= 0:
+            raise ConfigurationError(
+                f"with_timeout({seconds}): a call needs some time. Use a number of seconds above 0."
+            )
+        return self._with(timeout_seconds=float(seconds))
+
+    def with_retry(self, retry: Retry | int) -> PendingCompute:
+        """The call, made once more where it fails as `retry` says; a number stands for lost workers only."""
+        return self._with(retry=Retry.parse(retry) or Retry(0))
+
+    def on(self, rank: On) -> PendingCompute:
+        """The call, on one rank: its number, or "head"."""
+        return self._with(on=checked_rank(rank))
+
+    def remote(self) -> PendingCompute:
+        """The call, with the tensors of its result left on the worker, as remote tensors."""
+        return self._with(remote=True)
+
+    def run(self, target: Any) -> Any:
+        """`self >> target`: waits for the result. A generator function gives an iterator."""
+        warn_in_a_loop(f"{self.name}() >> pool")
+        if is_stream(self.function):
+            return self.stream(target)
+        return target_of(target).submit_call(self).wait()
+
+    def submit(self, target: Any) -> PoolFuture[Any]:
+        """`self > target`: a future of the result."""
+        return target_of(target).submit_call(self)
+
+    def broadcast(self, target: Any) -> list[Any]:
+        """`self @ target`: waits for the results of all processes, in the order of ranks.
+
+        Raises:
+            RankErrors: one of them failed, and the others were ended.
+        """
+        warn_in_a_loop(f"{self.name}() @ pool")
+        return self.submit_to_all(target).wait()
+
+    def submit_to_all(self, target: Any) -> PoolFuture[list[Any]]:
+        """The future of `broadcast`."""
+        if self.options.on is not None:
+            raise ConfigurationError(f"{self.name} was pinned with .on({self.options.on!r}); `@` runs on every rank.")
+        return target_of(target).broadcast_call(self)
+
+    def stream(self, target: Any) -> Iterator[Any]:
+        """What a generator function yields on one process, as it comes."""
+        return target_of(target).stream_call(self)
+
+    def __rshift__(self, target: Any) -> Any:
+        return self.run(target)
+
+    def __gt__(self, target: Any) -> PoolFuture[Any]:
+        return self.submit(target)
+
+    def __matmul__(self, target: Any) -> list[Any]:
+        return self.broadcast(target)
+
+    def __and__(self, other: Any) -> PendingGroup:
+        return PendingGroup([self]).and_(other)
+
+
+class PendingGroup(NotAValue):
+    """Several calls that run in parallel; their results come as a tuple in the order of the calls."""
+
+    def __init__(self, calls: Sequence[PendingCompute]) -> None:
+        self.calls = list(calls)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return " & ".join(call.name + "()" for call in self.calls[:4]) + (" & ..." if len(self.calls) > 4 else "")
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not run yet: `>> pool` runs them>"
+
+    def run(self, target: Any) -> tuple[Any, ...]:
+        """`self >> target`: waits for all results. The first failure is raised, and ends the other calls."""
+        warn_in_a_loop("(a() & b()) >> pool")
+        return self.submit(target).wait()
+
+    def submit(self, target: Any) -> PoolFuture[tuple[Any, ...]]:
+        """`self > target`: a future of all results."""
+        place = target_of(target)
+        return together([place.submit_call(call) for call in self.calls], self.name)
+
+    def with_timeout(self, seconds: float) -> PendingGroup:
+        """The same limit for each of the calls."""
+        return PendingGroup([call.with_timeout(seconds) for call in self.calls])
+
+    def remote(self) -> PendingGroup:
+        """All calls with the tensors of their results left on the workers."""
+        return PendingGroup([call.remote() for call in self.calls])
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __rshift__(self, target: Any) -> tuple[Any, ...]:
+        return self.run(target)
+
+    def __gt__(self, target: Any) -> PoolFuture[tuple[Any, ...]]:
+        return self.submit(target)
+
+    def __matmul__(self, target: Any) -> NoReturn:
+        raise TypeError(
+            "`@` sends one call to every process, and this is several calls. Broadcast them one after the other, "
+            "or use "
+            "(a() & b()) >> pool."
+        )
+
+    def __and__(self, other: Any) -> PendingGroup:
+        return self.and_(other)
+
+    def and_(self, other: Any) -> PendingGroup:
+        """These calls and another one, or others."""
+        if isinstance(other, PendingCompute):
+            return PendingGroup([*self.calls, other])
+        if isinstance(other, PendingGroup):
+            return PendingGroup([*self.calls, *other.calls])
+        first = self.calls[-1].name
+        raise TypeError(
+            f"`{first}() & ...`: what stands on the right is a {type(other).__name__}, not a call. `>>`, `@` and "
+            "`>` bind "
+            f"tighter than `&`, or not as one thinks: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
+            f"pool)`, so b has run and {first} has not. Write ({first}() & b()) >> pool."
+        )
+
+
+def gather(*calls: PendingCompute | PendingGroup) -> PendingGroup:
+    """Several calls as one thing; `gather(a(), b())` is `a() & b()`.
+
+    Raises:
+        TypeError: one of them is something else.
+    """
+    group = PendingGroup([])
+    for position, call in enumerate(calls):
+        if not isinstance(call, PendingCompute | PendingGroup):
+            raise TypeError(
+                f"gather(): argument {position + 1} is a {type(call).__name__}, not a call of a function "
+                "decorated with "
+                "@compute. Pass f(x), not f and not its result."
+            )
+        group = group & call
+    return group
+
+
+def checked_rank(rank: Any) -> On:
+    """`rank`, if it is one.
+
+    Raises:
+        ConfigurationError: it is neither a number from 0 nor "head".
+    """
+    if rank is None or rank == "head" or (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0):
+        return rank  # type: ignore[no-any-return]
+    raise ConfigurationError(f"on={rank!r} names no rank. Use a number from 0, or 'head'.")
+
+
+def is_stream(function: Callable[..., Any]) -> bool:
+    """Whether calling the function gives values one by one."""
+    import inspect
+
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def target_of(target: Any) -> Target:
+    """The pool that a user named, or the node.
+
+    Raises:
+        TypeError: it is neither; says which mistake that mostly is.
+    """
+    if isinstance(target, type):
+        raise TypeError(
+            f"{target.__name__} is a class. Start one and name it: with {target.__name__}(...) as pool: ..."
+        )
+    if hasattr(target, "submit_call"):
+        return target  # type: ignore[no-any-return]
+    if hasattr(target, "submit") and hasattr(target, "devices"):
+        from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
+
+        pool = POOL_OF_NODE.get(target)
+        return NodeTarget(target) if pool is None else pool.on_node(target)
+    if isinstance(target, PendingCompute | PendingGroup):
+        raise TypeError(
+            "both sides are calls that have not run. A result goes into a call as an argument: g(f() >> pool) >> pool."
+        )
+    raise TypeError(
+        f"a call cannot run on a {type(target).__name__}. On the right stands a pool or a node: "
+        "with Compute(...) as pool: f(x) >> pool"
+    )
+
+
+_warned = False
+
+
+def warn_in_a_loop(what: str) -> None:
+    """Says once that a wait blocks the event loop. In a notebook, where a loop always runs, that is what a cell is
+    for."""
+    global _warned
+    if _warned:
+        return
+    import asyncio
+    import logging
+    import sys
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if "ipykernel" in sys.modules:
+        return
+    _warned = True
+    logging.getLogger("skyproxy").warning(
+        "skyproxy: `%s` waits, and an event loop waits with it. In asynchronous code write: await (f() > pool)", what
+    )

@@ -1,0 +1,424 @@
+"""A pool: workers that are provisioned together, and what runs on them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.loop_thread import loop_thread
+from skyproxy.pools.node_target import POOL_OF_NODE
+from skyproxy.pools.pending import CallOptions, PendingCompute, Retry
+from skyproxy.pools.progress_view import ProgressView
+from skyproxy.pools.scheduler import Scheduler
+from skyproxy.pools.specification import transformed, worker_spec
+from skyproxy.pools.workers import Workers
+from skyproxy.providers.accelerators import Accelerator
+from skyproxy.providers.base import Launched, Progress, Provider, Volume, WorkerSpec
+from skyproxy.providers.image import Image
+
+if TYPE_CHECKING:
+    from skyproxy.nodes import Node
+
+logger = logging.getLogger("skyproxy")
+
+_DEFAULT_TIMEOUT_SECONDS = 900.0
+
+
+class Compute:
+    """Workers, from the moment when somebody asks for them until they are gone. `ComputePool` is another name for it.
+
+    `with Compute(...) as pool` gives the pool itself: `f(x) >> pool`, `f(x) @ pool`, `pool.map(f, xs)`.
+    `async with Compute(...) as node` gives the `Node` of a single worker, and the pool where there are several.
+    Workers that do not come up are taken back, as are all of them when the block ends, whichever way it does.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str | None = None,
+        provider: Provider | None = None,
+        accelerator: Accelerator | str | None = None,
+        nodes: int = 1,
+        procs_per_node: int | str = 1,
+        vcpus: float | None = None,
+        memory_gb: float | None = None,
+        resources: Mapping[str, Any] | None = None,
+        image: Image | str | None = None,
+        plugins: Sequence[Any] = (),
+        volumes: Sequence[Volume | Mapping[str, Any]] = (),
+        env: Mapping[str, Any] | None = None,
+        concurrency: int = 1,
+        retry: Retry | int | None = None,
+        timeout: float | str = _DEFAULT_TIMEOUT_SECONDS,
+        idle_timeout: float | str | None = None,
+        max_lifetime: float | str | None = None,
+        keep: bool = False,
+        on_event: Callable[[Progress], object] | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Checks what is asked for; nothing is provisioned before the `with` block, or `start`.
+
+        Args:
+            name: of the workers; made up by default.
+            provider: where they run: Local(), Container(), Kubernetes(), Remote([...]), AWS(...). By default what
+                SKYPROXY_PROVIDER or the saved context says, else this machine.
+            accelerator: of each node: "A100", "A100:8" or an `Accelerator`.
+            nodes: machines.
+            procs_per_node: processes on each; every process is a rank. "gpu": one for each GPU.
+            vcpus: of each node.
+            memory_gb: of each node, in GiB.
+            resources: the same as quantities of Kubernetes: {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}.
+            image: the software: an `Image`, or the name of a container image.
+            plugins: what is set up on the workers: plugins.torch(), ...
+            volumes: storage: [{"name": "cache", "storage": "10Gi", "path": "/cache"}].
+            env: variables of the worker processes.
+            concurrency: single calls that one process runs at a time.
+            retry: when a single call is made once more: a number of times for lost workers, or a `Retry`.
+            timeout: how long it may take until all workers run, in seconds or as "15m". Calls have no limit of their
+                own.
+            idle_timeout: after how long without work the provider takes the workers away.
+            max_lifetime: after how long it does in any case.
+            keep: whether the workers stay at the end, and are found again by their name.
+            on_event: called with every `Progress`, on a thread of the pool.
+            progress: whether to draw the progress; by default on a terminal.
+            options: what only one provider knows.
+
+        Raises:
+            ConfigurationError: an argument cannot work.
+        """
+        if type(concurrency) is not int or concurrency < 1:
+            raise ConfigurationError(f"concurrency={concurrency!r}: a process runs one call at a time or more.")
+        self._asked: dict[str, Any] = {
+            "name": name,
+            "nodes": nodes,
+            "procs_per_node": procs_per_node,
+            "accelerator": accelerator,
+            "vcpus": vcpus,
+            "memory_gb": memory_gb,
+            "resources": resources,
+            "image": image,
+            "volumes": volumes,
+            "env": env,
+            "timeout": timeout,
+            "idle_timeout": idle_timeout,
+            "max_lifetime": max_lifetime,
+            "keep": keep,
+            "options": options,
+        }
+        # Said now, where it was written; the provider may still have a say in procs_per_node="gpu".
+        worker_spec(**self._asked | {"procs_per_node": 1 if procs_per_node == "gpu" else procs_per_node}, local=False)
+        self.plugins = tuple(plugins)
+        self._provider = provider
+        self._concurrency = concurrency
+        self._retry = Retry.parse(retry)
+        self._on_event = on_event
+        self._progress = progress
+        self._workers: Workers | None = None
+        self._scheduler: Scheduler | None = None
+        self._hooks = contextlib.ExitStack()
+        self._starting = False
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Compute:
+        """Provisions the workers and waits until they run; an interrupt takes back what was begun. Then call `close`.
+
+        Raises:
+            ConfigurationError: the provider cannot give what is asked for.
+            WorkerStartError: they did not come up, or not in time; with the reason.
+            ConnectError: they cannot be reached.
+            RankErrors: a plugin failed on some of them.
+        """
+        loop_thread().run(self.provision())
+        try:
+            self.enter_client_hooks()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def start_async(self) -> Compute:
+        """The same without blocking the event loop; cancelling it takes back what was begun."""
+        await self.provision()
+        try:
+            self.enter_client_hooks()
+        except BaseException:
+            await self.close_async()
+            raise
+        return self
+
+    async def provision(self) -> None:
+        """The first half of `start`: everything but the plugins' hooks on the client."""
+        with self._only_once(), self._view() as report:
+            self._begin(await loop_thread().run_async(self._launch(report)))
+
+    def enter_client_hooks(self) -> None:
+        """The second half; on the thread of the one who uses the pool. The pool must be closed where it fails."""
+        for plugin in self.plugins:
+            if callable(getattr(plugin, "around_client", None)):
+                self._hooks.enter_context(plugin.around_client(self))
+
+    @contextlib.contextmanager
+    def _only_once(self) -> Iterator[None]:
+        if self._starting or self._workers is not None:
+            raise ConfigurationError("this pool runs already. For another one make another Compute(...).")
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+
+    @contextlib.contextmanager
+    def _view(self) -> Iterator[Callable[[Progress], None]]:
+        asked = self._asked
+        count = asked["nodes"]
+        title = f"{asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
+        with ProgressView(title, self._progress) as view:
+
+            def report(progress: Progress) -> None:
+                view.report(progress)
+                if self._on_event is not None:
+                    try:
+                        self._on_event(progress)
+                    except Exception:
+                        logger.exception("on_event failed; the workers are not to blame")
+
+            yield report
+
+    async def _launch(self, report: Callable[[Progress], None]) -> Workers:
+        provider = self._provider
+        if provider is None:
+            from skyproxy.providers.choice import default_provider
+
+            provider = default_provider()
+        spec = worker_spec(**self._asked, local=provider.name == "local")
+        spec = transformed(spec, self.plugins)
+        return await Workers.launch(provider, spec, self.plugins, report)
+
+    def _begin(self, workers: Workers) -> None:
+        self._workers = workers
+        self._scheduler = Scheduler(workers.group, concurrency=self._concurrency, retry=self._retry)
+        for node in workers.group.nodes:
+            POOL_OF_NODE[node] = self
+        _running.add(self)
+
+    def close(self) -> None:
+        """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent."""
+        workers = self._end()
+        if workers is not None:
+            loop_thread().finish(workers.close())
+
+    async def close_async(self) -> None:
+        """The same without blocking the event loop."""
+        workers = self._end()
+        if workers is not None:
+            closing = asyncio.ensure_future(loop_thread().run_async(workers.close()))
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError:
+                # Workers that nobody ends cost money: the cancelled one waits for this.
+                await closing
+                raise
+
+    def _end(self) -> Workers | None:
+        workers, self._workers = self._workers, None
+        scheduler, self._scheduler = self._scheduler, None
+        _running.discard(self)
+        try:
+            self._hooks.close()
+        finally:
+            if scheduler is not None:
+                scheduler.close()
+        if workers is not None:
+            for node in workers.group.nodes:
+                POOL_OF_NODE.pop(node, None)
+        return workers
+
+    def __enter__(self) -> Compute:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Any:
+        await self.start_async()
+        return self.nodes[0] if self.world_size == 1 else self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close_async()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What the provider was asked for."""
+        return self._running_workers().spec
+
+    @property
+    def launched(self) -> Launched:
+        """What the provider gave."""
+        return self._running_workers().launched
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The connections to all processes, by rank."""
+        return cast("list[Node]", list(self._running_workers().group.nodes))
+
+    @property
+    def world_size(self) -> int:
+        """Processes: nodes times procs_per_node."""
+        return self._running_workers().spec.world_size
+
+    def logs(self, rank: int = 0) -> str:
+        """The end of what a worker process itself wrote, apart from the output of functions."""
+        return loop_thread().run(self.launched.logs(rank))
+
+    def _running_workers(self) -> Workers:
+        if self._workers is None:
+            raise ConfigurationError("this pool does not run. Use it inside its `with` block, or call start() before.")
+        return self._workers
+
+    def __repr__(self) -> str:
+        if self._workers is None:
+            return f"<Compute {self._asked['name'] or ''}, not running>"
+        spec = self._workers.spec
+        return f"<Compute {spec.name}: {spec.nodes} nodes, {spec.world_size} processes>"
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+        """What `call > pool` does."""
+        return self._running_scheduler().submit(call)
+
+    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+        """What `call @ pool` does, without waiting."""
+        return self._running_scheduler().broadcast(call)
+
+    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+        """What `call.stream(pool)` does."""
+        return self._running_scheduler().stream(call)
+
+    def on_node(self, node: Any) -> _OnNode:
+        """The pool as a place for calls that are to run on one of its nodes."""
+        return _OnNode(self, self._running_workers().group.nodes.index(node))
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture[Any]:
+        """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`."""
+        return self.submit_call(_call(function, args, kwargs))
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The same, and waits for the result."""
+        return _call(function, args, kwargs).run(self)
+
+    def broadcast(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls any function on all processes and waits for the results, by rank."""
+        return _call(function, args, kwargs).broadcast(self)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        retry: Retry | int | None = None,
+    ) -> Iterator[Any]:
+        """The results of a function for every item, in the order of the items.
+
+        A few calls a process are under way at a time, so that the items may be endless; the first ones are made at
+        once. The first failure is raised in its place, and ends the others, as dropping the iterator does.
+
+        Args:
+            function: decorated or not.
+            iterables: one for each parameter; the shortest ends it.
+            timeout: seconds for each call.
+            retry: as in `Compute`.
+        """
+        scheduler = self._running_scheduler()
+        rule = Retry.parse(retry)
+
+        def submit(args: tuple[Any, ...]) -> PoolFuture[Any]:
+            call = _call(function, args, {})
+            if timeout is not None:
+                call = call.with_timeout(timeout)
+            return scheduler.submit(call if rule is None else call.with_retry(rule))
+
+        items = zip(*iterables)
+        ahead = 2 * self.world_size * self._concurrency
+        begun = deque(submit(args) for args in itertools.islice(items, ahead))
+
+        def results() -> Iterator[Any]:
+            try:
+                while begun:
+                    value = begun[0].wait()
+                    begun.popleft()
+                    for args in itertools.islice(items, 1):
+                        begun.append(submit(args))
+                    yield value
+            finally:
+                for future in begun:
+                    future.cancel()
+
+        return results()
+
+    def _running_scheduler(self) -> Scheduler:
+        self._running_workers()
+        assert self._scheduler is not None
+        return self._scheduler
+
+
+ComputePool = Compute
+
+
+class _OnNode:
+    """A pool, seen from one of its nodes."""
+
+    def __init__(self, pool: Compute, rank: int) -> None:
+        self._pool = pool
+        self._rank = rank
+
+    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+        return self._pool.submit_call(call.on(self._rank))
+
+    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+        if self._pool.world_size > 1:
+            raise ConfigurationError("`@` runs on all processes of a pool, and this is one of its nodes. Use `@ pool`.")
+        return self._pool.broadcast_call(call)
+
+    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+        return self._pool.stream_call(call.on(self._rank))
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCompute:
+    if hasattr(function, "__skyproxy_rewrap__"):
+        return cast(PendingCompute, function(*args, **kwargs))
+    if isinstance(function, PendingCompute):
+        raise TypeError(
+            f"{function!r} is a call already. Use call.submit(pool), or pass the function and its arguments."
+        )
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return PendingCompute(function, args, kwargs, CallOptions(), name)
+
+
+_running: weakref.WeakSet[Compute] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_running):
+        try:
+            pool.close()
+        except Exception:
+            logger.exception("a pool could not be closed")

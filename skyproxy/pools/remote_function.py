@@ -1,0 +1,152 @@
+"""Functions that make calls for a pool, and the decorators for them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn, overload
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.pools.pending import CallOptions, On, PendingCompute, Retry, checked_rank
+from skyproxy.pools.pool import Compute
+from skyproxy.pools.provisioned import provisioned
+
+_DEFAULTS = CallOptions()
+
+
+class RemoteFunction:
+    """A function whose calls wait to be told where to run.
+
+    `f(x)` makes a `PendingCompute`; `f.local(x)` runs here and now. Arguments are checked against the signature when
+    the call is written, not when it runs.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: CallOptions = _DEFAULTS) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._options = options
+        self._signature = _signature(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PendingCompute:
+        if self._signature is not None:
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._name}(): {error}") from None
+        return PendingCompute(self._function, args, kwargs, self._options, self._name)
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._function, "__name__", type(self._function).__name__))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that was decorated."""
+        return self._function
+
+    def local(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function here, as if it had never been decorated."""
+        return self._function(*args, **kwargs)
+
+    def __skyproxy_rewrap__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> RemoteFunction:
+        """The same with another function inside: decorators above `@compute` work as they do below it."""
+        return RemoteFunction(wrap(self._function), self._options)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> RemoteFunction:
+        return self if instance is None else RemoteFunction(types.MethodType(self._function, instance), self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFunction, (self._function, self._options)
+
+    def __repr__(self) -> str:
+        return f"<compute function {self._name}>"
+
+    def _call_first(self, symbol: str) -> NoReturn:
+        raise TypeError(
+            f"`{self._name} {symbol} ...`: a function was named, not called. Write {self._name}(...) {symbol} pool."
+        )
+
+    def __rshift__(self, other: Any) -> NoReturn:
+        self._call_first(">>")
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        self._call_first("@")
+
+    def __gt__(self, other: Any) -> NoReturn:
+        self._call_first(">")
+
+    def __and__(self, other: Any) -> NoReturn:
+        self._call_first("&")
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins tell nobody
+        return None
+
+
+@overload
+def function(target: Callable[..., Any], /) -> RemoteFunction: ...
+@overload
+def function(
+    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
+) -> Callable[[Callable[..., Any]], RemoteFunction]: ...
+def function(
+    target: Callable[..., Any] | None = None,
+    /,
+    *,
+    timeout: float | None = None,
+    on: On = None,
+    remote: bool = False,
+    retry: Retry | int | None = None,
+) -> Any:
+    """A decorator, bare or with options: calls of the function run on a pool.
+
+    Args:
+        target: the function.
+        timeout: how many seconds each call may run; for ever by default.
+        on: the rank that runs it: a number, or "head".
+        remote: whether tensors in results stay on the worker.
+        retry: when a call is made once more: a number of times for lost workers, or a `Retry`.
+    """
+    options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry))
+
+    def decorate(target: Callable[..., Any]) -> RemoteFunction:
+        if isinstance(target, RemoteFunction):
+            raise ConfigurationError(f"{target!r} is decorated already. One @compute or @function is enough.")
+        if not callable(target):
+            raise ConfigurationError(
+                f"@compute decorates functions, not {target!r}. Options have names: @compute(timeout=60)."
+            )
+        return RemoteFunction(target, options)
+
+    return decorate if target is None else decorate(target)
+
+
+_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry"})
+_WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
+
+
+def compute(target: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """A decorator for functions that run elsewhere. What it makes depends on what it is told.
+
+    - Bare, or with the options of `function`: a function whose calls run on a pool, with `>>`, `@`, `&` and `>`.
+    - With options of `Compute` (name, image, resources, nodes, ...), on a function whose first parameter is `node`:
+    each
+      call provisions a worker, passes its node, and takes the worker away at the end. `async def` gives a coroutine.
+
+    Raises:
+        ConfigurationError: the options are of neither kind, or the function takes no node.
+    """
+    if target is not None or options.keys() <= _CALL_OPTIONS:
+        return function(target) if target is not None else function(**options)
+    if not options.keys() & _WORKER_OPTIONS:
+        unknown = ", ".join(sorted(options.keys() - _CALL_OPTIONS))
+        raise ConfigurationError(
+            f"@compute does not know {unknown}. For a call: {', '.join(sorted(_CALL_OPTIONS))}. For a worker: "
+            f"{', '.join(sorted(_WORKER_OPTIONS))}."
+        )
+    return lambda target: provisioned(target, options)

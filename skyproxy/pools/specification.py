@@ -1,0 +1,158 @@
+"""From what a user writes to what a provider is asked for."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.providers.accelerators import Accelerator
+from skyproxy.providers.base import Volume, WorkerSpec
+from skyproxy.providers.image import Image
+from skyproxy.runtime.instance import count_accelerators
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What plugins' `transform` sees.
+
+    Attributes:
+        spec: what the provider will be asked for, as far as it is known.
+    """
+
+    spec: WorkerSpec
+
+
+def worker_spec(
+    *,
+    name: str | None,
+    nodes: int,
+    procs_per_node: int | str,
+    accelerator: Accelerator | str | None,
+    vcpus: float | None,
+    memory_gb: float | None,
+    resources: Mapping[str, Any] | None,
+    image: Image | str | None,
+    volumes: Sequence[Volume | Mapping[str, Any]],
+    env: Mapping[str, Any] | None,
+    timeout: float | str,
+    idle_timeout: float | str | None,
+    max_lifetime: float | str | None,
+    keep: bool,
+    options: Mapping[str, Any],
+    local: bool,
+) -> WorkerSpec:
+    """Checks what was written and brings it into one form.
+
+    Raises:
+        ConfigurationError: an argument cannot work; names it.
+    """
+    if type(nodes) is not int or nodes < 1:
+        raise ConfigurationError(f"nodes={nodes!r}: a pool has one node or more. Use a number from 1.")
+    kind = Accelerator.parse(accelerator)
+    amounts = {str(key): str(value) for key, value in (resources or {}).items()}
+    _amount(amounts, "cpu", "vcpus", vcpus, "")
+    _amount(amounts, "memory", "memory_gb", memory_gb, "Gi")
+    if keep and name is None:
+        raise ConfigurationError("keep=True leaves workers behind that only a name finds again. Give one: name='dev'.")
+    return WorkerSpec(
+        name=name if name is not None else f"compute-{secrets.token_hex(3)}",
+        nodes=nodes,
+        procs_per_node=_procs(procs_per_node, kind, amounts, nodes, local),
+        image=image,
+        resources=amounts,
+        accelerator=kind,
+        volumes=tuple(Volume.parse(volume) for volume in volumes),
+        env={str(key): str(value) for key, value in (env or {}).items()},
+        idle_timeout_seconds=duration_seconds("idle_timeout", idle_timeout),
+        max_lifetime_seconds=duration_seconds("max_lifetime", max_lifetime),
+        timeout_seconds=_needed(duration_seconds("timeout", timeout)),
+        keep=keep,
+        options=dict(options),
+    )
+
+
+def transformed(spec: WorkerSpec, plugins: Sequence[Any]) -> WorkerSpec:
+    """The spec with the image as the plugins want it, one after the other.
+
+    Raises:
+        ConfigurationError: there are plugins with wishes, and the image is one that cannot be added to.
+    """
+    with_wishes = [plugin for plugin in plugins if callable(getattr(plugin, "transform", None))]
+    if not with_wishes:
+        return spec
+    image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
+    before = image
+    for plugin in with_wishes:
+        image = plugin.transform(image, Cluster(replace(spec, image=image)))
+        if not isinstance(image, Image):
+            raise ConfigurationError(
+                f"the plugin {type(plugin).__name__} returned a {type(image).__name__} from transform; it must "
+                "return an "
+                "Image. Use image.replace(...)."
+            )
+    return spec if image == before else replace(spec, image=image)
+
+
+def _amount(amounts: dict[str, str], key: str, name: str, value: float | None, unit: str) -> None:
+    if value is None:
+        return
+    if key in amounts:
+        raise ConfigurationError(
+            f"{name}={value} and resources[{key!r}]={amounts[key]!r} say the same twice. Give one."
+        )
+    if value <= 0:
+        raise ConfigurationError(f"{name}={value}: use a number above 0.")
+    amounts[key] = f"{value:g}{unit}"
+
+
+def _procs(given: int | str, kind: Accelerator | None, amounts: Mapping[str, str], nodes: int, local: bool) -> int:
+    if given == "gpu":
+        count = kind.count if kind is not None else int(amounts.get(_GPU, 0))
+        if count == 0 and local:
+            count = count_accelerators() // nodes
+        if count == 0:
+            raise ConfigurationError(
+                "procs_per_node='gpu' is one process for each GPU of a node, and none was asked for. Say which: "
+                "accelerator='A100:8'; or give a number."
+            )
+        return count
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ConfigurationError(f"procs_per_node={given!r}: use a number from 1, or 'gpu' for one process a GPU.")
+    return given
+
+
+def _needed(seconds: float | None) -> float:
+    if seconds is None:
+        raise ConfigurationError("timeout: workers need some time to come up. Use a number of seconds above 0.")
+    return seconds
+
+
+def duration_seconds(name: str, given: float | str | None) -> float | None:
+    """Seconds from a number of them, or from a text such as "90s", "30m" or "1h30m".
+
+    Raises:
+        ConfigurationError: it is neither, or not above zero.
+    """
+    if given is None or given == "":
+        return None
+    seconds = 0.0
+    if isinstance(given, str):
+        parts = _DURATION.findall(given)
+        if "".join(number + unit for number, unit in parts) != given:
+            raise ConfigurationError(
+                f"{name}={given!r} is no duration. Use seconds, or a text such as '30m' or '1h30m'."
+            )
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    else:
+        seconds = float(given)
+    if seconds <= 0:
+        raise ConfigurationError(f"{name}={given!r} is over before it begins. Use more than 0 seconds.")
+    return seconds

@@ -1,0 +1,85 @@
+"""What happens to those who take a call for its value: an explanation."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_BINARY = (
+    ("add", "+"),
+    ("sub", "-"),
+    ("mul", "*"),
+    ("truediv", "/"),
+    ("floordiv", "//"),
+    ("mod", "%"),
+    ("pow", "**"),
+    ("lshift", "<<"),
+    ("or", "|"),
+    ("xor", "^"),
+)
+
+
+class NotAValue:
+    """A base for calls that have not run. They have no truth, no items and no sum, and say what to write instead."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        raise NotImplementedError
+
+    def _explain(self, attempt: str, instead: str) -> NoReturn:
+        raise TypeError(f"{attempt}: {self.name} has not run yet, it has no value. {instead}")
+
+    def __bool__(self) -> bool:
+        self._explain("its truth was asked for", "Run it first: if (f() >> pool): ...")
+
+    def __iter__(self) -> NoReturn:
+        self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._explain("an item of it was asked for", "Run it first, in brackets: (f() >> pool)[0]")
+
+    def __await__(self) -> NoReturn:
+        self._explain("it was awaited", "Say where it is to run: await (f() > pool)")
+
+    def __lt__(self, other: Any) -> NoReturn:
+        self._explain(
+            "`<`",
+            "The pool stands on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
+            "b)`: write "
+            "one comparison a line.",
+        )
+
+    def __ge__(self, other: Any) -> NoReturn:
+        self._explain("`>=`", "Use `>>` for its result or `>` for a future.")
+
+    def __le__(self, other: Any) -> NoReturn:
+        self._explain("`<=`", "Use `>>` for its result or `>` for a future.")
+
+    def __rrshift__(self, other: Any) -> NoReturn:
+        self._explain(
+            "`... >> f()`", "The pool stands on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
+        )
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        self._explain("`... @ f()`", "The pool stands on the right: f() @ pool")
+
+    def __rand__(self, other: Any) -> NoReturn:
+        self._explain(
+            f"`{type(other).__name__} & call`",
+            "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with brackets.",
+        )
+
+
+def _arithmetic(symbol: str) -> Any:
+    def refuse(self: NotAValue, other: Any) -> NoReturn:
+        self._explain(
+            f"`{symbol}`",
+            f"Run it first, in brackets, for `{symbol}` and `>>` bind otherwise: (f() >> pool) {symbol} 1",
+        )
+
+    return refuse
+
+
+for _name, _symbol in _BINARY:
+    for _side in ("", "r"):
+        setattr(NotAValue, f"__{_side}{_name}__", _arithmetic(_symbol))

@@ -1,0 +1,174 @@
+"""The workers of a running pool: what the provider gave, connected and formed into a group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyproxy.errors import SkyproxyError, WorkerStartError
+from skyproxy.pools.loop_thread import loop_thread
+from skyproxy.providers.base import Endpoint, Launched, Progress, Provider, WorkerSpec
+from skyproxy.providers.together import together
+from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
+
+if TYPE_CHECKING:
+    from skyproxy.nodes import Node
+    from skyproxy.pools.ranks import RankGroup
+
+logger = logging.getLogger("skyproxy")
+
+
+class Workers:
+    """Launched, connected workers.
+
+    Attributes:
+        spec: what was asked for.
+        launched: what the provider gave.
+        group: the connections, by rank.
+    """
+
+    def __init__(self, spec: WorkerSpec, launched: Launched, group: RankGroup) -> None:
+        self.spec = spec
+        self.launched = launched
+        self.group = group
+
+    @classmethod
+    async def launch(
+        cls, provider: Provider, spec: WorkerSpec, plugins: Sequence[Any], report: Callable[[Progress], None]
+    ) -> Workers:
+        """Launches, connects and forms the group; takes everything back where one of these fails or is cancelled.
+
+        Raises:
+            WorkerStartError: it took longer than the spec allows; says what it waited for.
+        """
+        last = Progress("provisioning", None, f"asking {provider.name}")
+
+        def noting(progress: Progress) -> None:
+            nonlocal last
+            last = progress
+            report(progress)
+
+        try:
+            async with asyncio.timeout(spec.timeout_seconds) as limit:
+                noting(last)
+                launched = await provider.launch(spec, noting)
+                try:
+                    return await cls._connected(spec, launched, plugins, noting)
+                except BaseException:
+                    await _really(launched.close())
+                    raise
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            report(Progress("failed", None, f"not ready within {spec.timeout_seconds:g} s"))
+            raise WorkerStartError(
+                f"the workers of {spec.name} did not come up within {spec.timeout_seconds:g} s. The last step was: "
+                f"{last.phase}, {last.message}. Give them more time: Compute(timeout=...)."
+            ) from error
+
+    @classmethod
+    async def _connected(
+        cls, spec: WorkerSpec, launched: Launched, plugins: Sequence[Any], report: Callable[[Progress], None]
+    ) -> Workers:
+        # Late: these load torch, and whoever decorates a function should not wait for that.
+        from skyproxy.pools.ranks import RankGroup
+
+        endpoints = launched.endpoints
+        report(Progress("bootstrapping", None, f"connecting to {len(endpoints)} worker processes"))
+        nodes: list[Node] = []
+        try:
+            # The head first, so that of the pool's devices its own has the lowest number.
+            nodes.append(await _connect(spec, endpoints[0]))
+            nodes += await together(_connect(spec, endpoint) for endpoint in endpoints[1:])
+
+            def replace_rank(rank: int) -> Node:
+                return loop_thread().run(_replaced(spec, launched, rank, group.nodes[rank]))
+
+            group = RankGroup(
+                spec.name, nodes, infos_of(spec, endpoints, nodes), plugins=plugins, replace_rank=replace_rank
+            )
+            if plugins:
+                report(Progress("bootstrapping", None, "setting up the plugins on all ranks"))
+            await asyncio.to_thread(group.ensure)
+        except BaseException:
+            await _really(_close_nodes(nodes))
+            raise
+        report(Progress("running", None, f"{len(nodes)} worker processes are ready"))
+        return cls(spec, launched, group)
+
+    async def close(self) -> None:
+        """Leaves the plugins' hooks, ends the sessions, then the workers."""
+        try:
+            await asyncio.to_thread(self.group.close)
+            await _close_nodes(self.group.nodes)
+        finally:
+            await self.launched.close()
+
+
+async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
+    from skyproxy.nodes import connect
+
+    connecting = asyncio.create_task(
+        asyncio.to_thread(
+            connect,
+            endpoint.url,
+            token=endpoint.token,
+            certificate=endpoint.certificate,
+            server_name=endpoint.server_name,
+            source=f"rank {endpoint.rank} of {spec.name}",
+        )
+    )
+    try:
+        return await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await _close_nodes([await connecting])
+        raise
+
+
+async def _replaced(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:
+    await _close_nodes([old])
+    return await _connect(spec, await launched.restart(rank))
+
+
+async def _close_nodes(nodes: Sequence[Any]) -> None:
+    def close(node: Node) -> None:
+        with contextlib.suppress(SkyproxyError):
+            node.close()
+
+    await asyncio.gather(*(asyncio.to_thread(close, node) for node in nodes))
+
+
+async def _really(cleanup: Any) -> None:
+    """Runs a clean-up to its end, also where the task is cancelled once more meanwhile."""
+    task = asyncio.ensure_future(cleanup)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+def infos_of(spec: WorkerSpec, endpoints: Sequence[Endpoint], nodes: Sequence[Node]) -> list[InstanceInfo]:
+    """The topology as each rank sees it; the group fills in the job and its port."""
+    peers = tuple(Peer(endpoint.rank, endpoint.node, endpoint.address) for endpoint in endpoints)
+    head = endpoints[0].address
+    return [
+        InstanceInfo(
+            node=endpoint.node,
+            total_nodes=spec.nodes,
+            head_addr=head,
+            head_port=LOCAL_HEAD_PORT,
+            accelerators=sum(device.row["type"] != "cpu" for device in node._devices),
+            peers=peers,
+            rank=endpoint.rank,
+            world_size=spec.world_size,
+            local_rank=endpoint.local_rank,
+            procs_per_node=spec.procs_per_node,
+            job=spec.name,
+        )
+        for endpoint, node in zip(endpoints, nodes)
+    ]
