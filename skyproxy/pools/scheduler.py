@@ -282,7 +282,9 @@ class Scheduler:
             with self._lock:
                 # The process stays taken. But nobody here may hold the items, or dropping them would end nothing.
                 self._running.discard(job)
-            job.future.settle(StreamItems(value, partial(self._stream_ended, job.rank, call, output)))
+            future, job.future = job.future, PoolFuture(job.name)
+            job.running = None
+            future.settle(StreamItems(value, partial(self._stream_ended, job.rank, call, output)))
             return
         output.finish()
         self._leave(job)
@@ -331,6 +333,7 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         """The job's process is free again."""
+        job.running = None
         with self._lock:
             self._release(job)
             if self._waiting:
