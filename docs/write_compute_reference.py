@@ -18,9 +18,9 @@ DEFINITION = ROOT / "manifests/base/crd.yaml"
 HEAD = """\
 # The Compute resource
 
-A `Compute` of `skyproxy.dev/v1alpha1` (short name `sky`) is a worker, or several nodes that belong together. This page is
-written from its definition, `manifests/base/crd.yaml`, by `docs/write_compute_reference.py`; `kubectl explain compute.spec`
-shows the same. How to use it: [Workers in a cluster](../howto/kubernetes.md).
+A `Compute` of `skyproxy.dev/v1alpha1` (short name `sky`) is a worker, or several nodes that belong together. This page
+is written from its definition, `manifests/base/crd.yaml`, by `docs/write_compute_reference.py`, and
+`kubectl explain compute.spec` shows the same. How to use it: [Workers in a cluster](../howto/kubernetes.md).
 
 ```yaml
 apiVersion: skyproxy.dev/v1alpha1
@@ -40,8 +40,8 @@ RULES = """\
 
 ## What else is checked
 
-Servers from Kubernetes 1.25 on refuse what breaks one of these rules; on older ones, the operator says so in the status, as
-it does with what only it can tell: reserved names and paths, and names that are too long together.
+Servers from Kubernetes 1.25 on refuse what breaks one of these rules; on older ones, the operator says so in the status,
+as it does with what only it can tell: reserved names and paths, and names that are too long together.
 
 """
 
