@@ -40,8 +40,8 @@ RULES = """\
 
 ## What else is checked
 
-Servers from Kubernetes 1.25 on refuse what breaks one of these rules; on older ones, the operator says so in the status,
-as it does with what only it can tell: reserved names and paths, and names that are too long together.
+Servers from Kubernetes 1.25 on refuse what breaks one of these rules. On older ones, the operator says so in the
+status, as it does with what only it can tell: reserved names and paths, names that are too long together.
 
 """
 
