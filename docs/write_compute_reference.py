@@ -51,7 +51,8 @@ TAIL = """\
 
 | change of | means |
 |---|---|
-| `idleTimeout`, `maxLifetime`, `restartPolicy`, `gateway`, a volume's `storage` or `reclaimPolicy` | nothing to the Pods |
+| `idleTimeout`, `maxLifetime`, `restartPolicy`, `gateway` | nothing to the Pods |
+| a volume's `storage` or `reclaimPolicy` | nothing to the Pods |
 | `suspend` | the Pods go, or come back |
 | anything else | all Pods are made again: what they held in memory is lost |
 
@@ -72,7 +73,7 @@ cert-manager make the certificate; its issuer must be one that publishes its aut
 | NetworkPolicy | `NAME` | lets clients to the workers' ports, and nodes to one another |
 | HTTPRoute, BackendTLSPolicy, ConfigMap `NAME-ca` | `NAME` | the way through a gateway, where there is one |
 
-All of them go with the Compute; volumes whose policy is `Retain` stay, and are found again by a Compute of the same name.
+All of them go with the Compute. Volumes whose policy is `Retain` stay, and are found by a Compute of the same name.
 A Secret `NAME-token` that you make before is used as it is, and stays.
 """
 
