@@ -244,7 +244,8 @@ def _blob_store(arguments: argparse.Namespace) -> BlobStore | None:
         byte_count = byte_count if usable is None else min(byte_count, usable // 4)
     if not byte_count:
         return None
-    store = BlobStore(byte_count, FolderShelf(arguments.blob_dir) if arguments.blob_dir is not None else None)
+    shelf = FolderShelf(arguments.blob_dir) if arguments.blob_dir is not None else None
+    store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes)
     where = arguments.blob_dir or "memory"
     logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
     return store

@@ -36,6 +36,9 @@ class Draft(Protocol):
 
     def write(self, offset: int, piece: memoryview) -> None: ...
 
+    def seal(self) -> None:
+        """Nothing is written any more: lets go of what writing needs. Thousands may wait to be hashed."""
+
     def view(self) -> AbstractContextManager[memoryview]:
         """All of them, to be hashed."""
 
@@ -67,6 +70,9 @@ class _Memory:
 
     def write(self, offset: int, piece: memoryview) -> None:
         self._view[offset : offset + len(piece)] = piece
+
+    def seal(self) -> None:
+        pass
 
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:
@@ -134,26 +140,25 @@ class _FileDraft:
             count = os.write(self._descriptor, piece)
             offset, piece = offset + count, piece[count:]
 
-    @contextlib.contextmanager
-    def view(self) -> Iterator[memoryview]:
-        assert self._descriptor is not None
-        with mmap.mmap(self._descriptor, self._byte_count, access=mmap.ACCESS_READ) as mapping:
-            with memoryview(mapping) as view:
-                yield view
-
-    def keep(self, digest: bytes) -> Kept:
-        self._close()
-        target = self._path.with_name(digest.hex() + _SUFFIX)
-        os.replace(self._path, target)
-        return _File(target)
-
-    def _close(self) -> None:
+    def seal(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @contextlib.contextmanager
+    def view(self) -> Iterator[memoryview]:
+        with self._path.open("rb") as file:
+            with mmap.mmap(file.fileno(), self._byte_count, access=mmap.ACCESS_READ) as mapping:
+                with memoryview(mapping) as view:
+                    yield view
+
+    def keep(self, digest: bytes) -> Kept:
+        target = self._path.with_name(digest.hex() + _SUFFIX)
+        os.replace(self._path, target)
+        return _File(target)
+
     def discard(self) -> None:
-        self._close()
+        self.seal()
         self._path.unlink(missing_ok=True)
 
 

@@ -62,6 +62,7 @@ class Incoming:
         with self._lock:
             if not self._over:
                 self._over = True
+                self.draft.seal()
                 self._store._complete(self)
 
     def discard(self) -> None:
@@ -82,8 +83,14 @@ class BlobStore:
         max_bytes: how much it keeps, what is still arriving included.
     """
 
-    def __init__(self, max_bytes: int, shelf: Shelf | None = None) -> None:
+    def __init__(self, max_bytes: int, shelf: Shelf | None = None, least_bytes: int = 1) -> None:
+        """Args:
+        max_bytes: how much to keep.
+        shelf: where; by default in memory.
+        least_bytes: what is smaller is not worth an entry of its own.
+        """
         self.max_bytes = max_bytes
+        self._least_bytes = max(least_bytes, 1)
         self._shelf: Shelf = shelf if shelf is not None else MemoryShelf()
         self._blobs: OrderedDict[bytes, _Blob] = OrderedDict()
         self._held_bytes = 0
@@ -121,7 +128,7 @@ class BlobStore:
             user: the session that it belongs to.
         """
         with self._lock:
-            if not self._make_room(byte_count, user):
+            if byte_count < self._least_bytes or not self._make_room(byte_count, user):
                 return None
             self._held_bytes += byte_count
         try:

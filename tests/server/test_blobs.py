@@ -47,6 +47,10 @@ def settled(store: BlobStore) -> None:
     store._finished.put(None)
     store._hasher.join(30)
     assert not store._hasher.is_alive()
+    begin_hashing(store)
+
+
+def begin_hashing(store: BlobStore) -> None:
     store._hasher = threading.Thread(target=store._hash, daemon=True)
     store._hasher.start()
 
@@ -129,6 +133,29 @@ def test_what_was_given_up_takes_no_room(make: Make) -> None:
         incoming.write(0, memoryview(content(1)))
         incoming.finish()
     assert store.stats() == {"blobs": 0, "bytes": 0, "max_bytes": SIZE, "unhashed": 0}
+
+
+def test_what_is_too_small_is_not_kept() -> None:
+    store = BlobStore(10 * SIZE, least_bytes=100)
+    assert store.start(99, "a") is None
+    assert store.start(0, "a") is None
+    assert store.start(100, "a") is not None
+    store.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_uploads_that_wait_to_be_hashed_hold_no_files_open(tmp_path: Path) -> None:
+    store = BlobStore(100 * SIZE, FolderShelf(tmp_path))
+    store._finished.put(None)
+    store._hasher.join(30)  # nothing is hashed now
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        keep(store, content(number))
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    begin_hashing(store)
+    settled(store)
+    assert all(found(store, content(number)) for number in range(20))
+    store.close()
 
 
 def test_a_folder_outlives_the_worker_and_its_bound_is_kept(tmp_path: Path) -> None:
