@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ class RemoteStateDict(OrderedDict[str, Any]):
     def load_into(self, model: torch.nn.Module, *, strict: bool = True) -> Any:
         """Fills `model` with these weights; see `skyproxy.load_into`."""
         return load_into(model, self, strict=strict)
+
+    def __reduce__(self) -> Any:
+        # In files and on workers it is an ordinary one: who reads it need not have skyproxy, nor trust its classes.
+        return OrderedDict, (), self.__dict__ or None, None, iter(self.items())
+
+    def __copy__(self) -> RemoteStateDict:
+        return self._like(self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteStateDict:
+        return self._like((name, copy.deepcopy(value, memo)) for name, value in self.items())
+
+    def _like(self, items: Iterable[tuple[str, Any]]) -> RemoteStateDict:
+        result = RemoteStateDict(items)
+        result.__dict__.update(self.__dict__)
+        return result
 
 
 def as_state_dict(value: Any) -> Any:

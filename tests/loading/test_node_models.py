@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_what_was_saved_there_is_loaded_there(node: skyproxy.Node, sky: str, tmp
     assert torch.equal(again["a"], state["a"])
     assert again["b"][1] == 5
     assert torch.equal(torch.load(written)["a"], state["a"].cpu())  # an ordinary file
+
+
+def test_a_state_dict_that_a_function_returned_is_an_ordinary_one_in_a_file(
+    node: skyproxy.Node, tmp_path: Path
+) -> None:
+    state = node.run(lambda: torch.nn.Linear(3, 2).state_dict())
+    assert type(state) is type(copy.copy(state)) is type(copy.deepcopy(state)) is skyproxy.RemoteStateDict
+    assert copy.deepcopy(state)["weight"] is not state["weight"]
+    again = node.load(node.save(state, tmp_path / "state.pt"))
+    assert torch.equal(again["weight"], state["weight"])
+    torch.save(state, tmp_path / "here.pt")
+    here = torch.load(tmp_path / "here.pt", map_location="cpu", weights_only=True)
+    assert list(here) == ["weight", "bias"]
+    assert torch.equal(here["weight"], state["weight"].cpu())
 
 
 def test_files_with_code_in_them_are_refused(node: skyproxy.Node, tmp_path: Path) -> None:

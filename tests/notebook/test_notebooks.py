@@ -29,7 +29,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 
 def test_all_of_them_are_there() -> None:
-    assert [path.name[:3] for path in NOTEBOOKS] == ["01-", "02-", "03-", "05-", "06-"]
+    assert [path.name[:3] for path in NOTEBOOKS] == ["01-", "02-", "03-", "04-", "05-", "06-"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
