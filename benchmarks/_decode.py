@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,11 @@ def have_transformers() -> bool:
     """Whether transformers is installed; imports it without letting it look for anything on a network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        # A torchvision that was built for another torch does not load, and transformers wants none for text.
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
     try:
         import transformers  # noqa: F401
     except ImportError:

@@ -40,6 +40,7 @@ def activate() -> None:
             special_ops,
             state_dicts,
             storage,
+            undivided,
             values,
         )
 
@@ -49,6 +50,7 @@ def activate() -> None:
         attention.install(registration.library())
         recurrent.install(registration.library())
         special_ops.install(registration.library())
+        undivided.install(registration.library())
         storage.install()
         serialization.install()
         values.install()

@@ -27,7 +27,8 @@ _in_inference_mode = torch.is_inference_mode_enabled
 _record_lines = SETTINGS.record_lines
 
 
-def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_dispatch__` of remote tensors."""
     if type(_handler_of(_CTRL_C)) is not CarefulHandler:
         be_careful()
     try:
@@ -173,4 +174,4 @@ def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
 
 def install() -> None:
     """Makes remote tensors dispatch through here."""
-    RemoteTensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[method-assign,assignment]
+    RemoteTensor.__torch_dispatch__ = classmethod(dispatch_remote)  # type: ignore[method-assign,assignment]

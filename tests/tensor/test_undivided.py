@@ -1,0 +1,75 @@
+"""Composites without gradients: one op, the same bits, and divided wherever somebody looks at the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def _ops() -> int:
+    return int(torch.sky.stats()["ops"])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_is_one_op_and_gives_the_same_bits(rank: int, has_bias: bool, sky: str) -> None:
+    x, weight = torch.randn([2, 3, 5, 8][-rank:]), torch.randn(6, 8)
+    bias = torch.randn(6) if has_bias else None
+    remote = [None if t is None else t.to(sky) for t in (x, weight, bias)]
+    expected = linear(x, weight, bias)
+    with torch.no_grad():
+        before = _ops()
+        result = linear(*remote)
+        assert _ops() - before == 1
+    assert torch.equal(result.cpu(), expected)
+    assert result.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 7, 3, 4), (2, 7, 4, 5)), ((4,), (4,)), ((3, 4), (2, 4, 5))]
+)
+def test_matmul_is_one_op_and_gives_the_same_bits(a: tuple[int, ...], b: tuple[int, ...], sky: str) -> None:
+    x, y = torch.randn(a), torch.randn(b)
+    there = x.to(sky), y.to(sky)
+    with torch.no_grad():
+        before = _ops()
+        result = there[0] @ there[1]
+        assert _ops() - before == 1
+    assert torch.equal(result.cpu(), x @ y)
+    assert result.stride() == (x @ y).stride()
+
+
+def test_gradients_are_those_of_the_parts(sky: str) -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(6, 8, requires_grad=True), torch.randn(6, requires_grad=True)
+    linear(x, weight, bias).square().sum().backward()
+    there = [t.detach().to(sky).requires_grad_(t.requires_grad) for t in (x, weight, bias)]
+    linear(*there).square().sum().backward()
+    for mine, theirs in zip(there, (x, weight, bias), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad.cpu(), theirs.grad)
+
+
+def test_modes_and_transforms_see_the_parts(sky: str) -> None:
+    x, weight = torch.randn(3, 8, device=sky), torch.randn(6, 8, device=sky)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    assert counter.get_total_flops() == 2 * 3 * 8 * 6
+    with torch.no_grad():
+        rows = torch.vmap(lambda row: linear(row, weight))(x)
+    torch.testing.assert_close(rows.cpu(), linear(x.cpu(), weight.cpu()))
+
+
+def test_autocast_casts_undivided_ops(sky: str) -> None:
+    x, weight = torch.randn(3, 8, device=sky), torch.randn(6, 8, device=sky)
+    with torch.no_grad(), torch.autocast("sky", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype is torch.bfloat16
+        assert (x @ weight.t()).dtype is torch.bfloat16
+
+
+def test_a_wrong_shape_is_pytorch_s_error(sky: str) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.ones(3, 7, device=sky), torch.ones(6, 8, device=sky))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="same device"):
+        linear(torch.ones(3, 8), torch.ones(6, 8, device=sky))
