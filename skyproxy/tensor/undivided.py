@@ -26,9 +26,9 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
     def kernel(*args: Any) -> Any:
         # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
         if not _wants_gradients() and not _modes() and _function_transforms() is None:
-            if all([type(a) is RemoteTensor for a in args]):
+            if all(type(a) is RemoteTensor for a in args):
                 return dispatch_remote(RemoteTensor, op, (), args)
-            if args[-1] is None and all([type(a) is RemoteTensor for a in args[:-1]]):
+            if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
                 return dispatch_remote(RemoteTensor, op, (), args[:-1])
         return divide(_COMPOSITE, *args)
 
