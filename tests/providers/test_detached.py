@@ -1,0 +1,80 @@
+"""Workers that outlive their starter: what is left behind by crashes, and who may take a name. Life is in tests/cli."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.providers import detached
+from skyproxy.providers.detached import DetachedWorker, find, list_detached
+from skyproxy.providers.processes import identity_of
+from skyproxy.providers.saved import local_address
+
+GONE = (1 << 22) + 1
+"""No process has this number: it is beyond what Linux gives out."""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def leave(name: str, process_id: int, identity: str) -> DetachedWorker:
+    worker = DetachedWorker(name, process_id, identity, "cpu", "2026-01-01T00:00:00+00:00")
+    detached._write(worker, worker.folder)
+    return worker
+
+
+def test_a_name_in_use_cannot_be_taken() -> None:
+    leave("dev", os.getpid(), str(identity_of(os.getpid())))
+    with pytest.raises(ConfigurationError, match="runs already"):
+        detached._claim("dev", "cpu")
+    assert [worker.name for worker in list_detached()] == ["dev"]
+
+
+@pytest.mark.parametrize(("process_id", "identity"), [(GONE, "x"), (os.getpid(), "of an earlier process")])
+def test_what_a_crash_left_behind_is_taken_over(process_id: int, identity: str) -> None:
+    old = leave("dev", process_id, identity)
+    (old.folder / "port").write_text("1")
+    claimed = detached._claim("dev", "cpu")
+    assert claimed.process_id == os.getpid()
+    assert find("dev") == claimed
+    # Nothing of the old one is mistaken for the new one's.
+    assert claimed.url is None
+    assert [path.name for path in detached.workers_folder().iterdir()] == ["dev"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": "dev"}'])
+def test_a_broken_record_is_nobody(text: str) -> None:
+    worker = leave("dev", GONE, "x")
+    (worker.folder / "worker.json").write_text(text)
+    assert find("dev") is None
+    assert list_detached() == []
+    assert detached._claim("dev", "cpu").name == "dev"
+
+
+def test_stopping_who_is_gone_removes_the_traces_and_touches_nobody() -> None:
+    worker = leave("dev", os.getpid(), "of an earlier process")
+    worker.stop()
+    worker.stop()
+    assert find("dev") is None
+
+
+def test_the_end_of_a_long_log_is_told() -> None:
+    worker = leave("dev", GONE, "x")
+    worker.log.write_text("first\n" + "x" * 100_000 + "\nlast words\n")
+    assert worker.log_tail().endswith("last words")
+    assert "first" not in worker.log_tail()
+    with pytest.raises(ConnectError, match=r"(?s)does not run any more.*last words.*skyproxy up dev"):
+        local_address("dev")
+
+
+def test_a_worker_whose_token_is_gone_is_an_error_that_says_what_to_do() -> None:
+    worker = leave("dev", os.getpid(), str(identity_of(os.getpid())))
+    (worker.folder / "port").write_text("5")
+    with pytest.raises(ConfigurationError, match="skyproxy down dev"):
+        local_address("dev")
