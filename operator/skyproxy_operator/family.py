@@ -21,6 +21,8 @@ from skyproxy_operator.worker_spec import WorkerSpec
 Object = dict[str, Any]
 
 _GATEWAY_GROUP = "gateway.networking.k8s.io"
+_GATEWAY_VERSIONS = {"HTTPRoute": ("v1",), "BackendTLSPolicy": ("v1", "v1alpha3")}
+"""The kinds that a way in is made of, and their versions of the form that we write."""
 _KINDS_SECONDS = 300.0
 
 
@@ -194,11 +196,11 @@ class FamilyKeeper:
             family.refusals.append(Cause("GatewayIncomplete", text, actionable=True))
             return
         kinds = await self._gateway_kinds()
-        lacking = next((kind for kind in ("HTTPRoute", "BackendTLSPolicy") if kind not in kinds), "")
+        lacking = next((kind for kind, good in _GATEWAY_VERSIONS.items() if kinds.get(kind) not in good), "")
         if lacking:
             text = (
-                f"The cluster does not know {lacking} of {_GATEWAY_GROUP}, so there is no way in by a gateway. "
-                "`skyproxy connect` works without one."
+                f"The cluster does not know {lacking} of {_GATEWAY_GROUP} ({' or '.join(_GATEWAY_VERSIONS[lacking])}), "
+                "so there is no way in by a gateway. `skyproxy connect` works without one."
             )
             family.refusals.append(Cause("GatewayUnavailable", text, actionable=True))
             return

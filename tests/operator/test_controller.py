@@ -338,9 +338,10 @@ def test_a_bad_spec_is_told_and_mended() -> None:
     run(scenario, world)
 
 
-def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from_running() -> None:
+@pytest.mark.parametrize("kinds", [{}, {"HTTPRoute": "v1"}, {"HTTPRoute": "v1", "BackendTLSPolicy": "v1alpha2"}])
+def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from_running(kinds: dict[str, str]) -> None:
     world = World(gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}})
-    world.cluster.kinds = {}
+    world.cluster.kinds = kinds
 
     async def scenario(world: World) -> None:
         for _ in range(3):
