@@ -366,6 +366,11 @@ class FunctionCall:
                 self._changed.notify_all()
 
     @property
+    def has_payload(self) -> bool:
+        """Whether the function and its arguments came, or are no longer needed."""
+        return self._task is not None or self.ended
+
+    @property
     def attached(self) -> bool:
         """Whether somebody listens."""
         return self._listener is not None

@@ -87,7 +87,8 @@ class Calls:
             reason = _GONE if identity in self._gone else _NEVER_BEGUN
             return CallEvent(identity, 0, "unknown", {"reason": reason}, [])
         call.attach(listener, number)
-        return None
+        # Its arguments came, by the operations, and its payload was lost.
+        return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
 
     def detach(self, listener: Listener) -> None:
         """A connection is gone. Its calls go on."""
