@@ -63,7 +63,7 @@ def test_an_exception_that_cannot_be_made_again_is_named(node: skyproxy.Node, ki
 
 
 def test_a_result_that_cannot_be_pickled_says_so(node: skyproxy.Node) -> None:
-    with pytest.raises(TypeError, match="result of .* cannot be sent back: a lock"):
+    with pytest.raises(TypeError, match=r"result of .* cannot be sent back: a lock"):
         node.run(threading.Lock)
 
 
@@ -148,7 +148,7 @@ def test_an_async_function_is_cancelled_where_it_waits(node: skyproxy.Node) -> N
 
 def test_a_timeout_ends_the_call_wherever_its_function_is(node: skyproxy.Node) -> None:
     call = node.submit(hold, ("timeout",), timeout=0.05, name="slow")
-    with pytest.raises(TimeoutError, match="slow did not finish within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"slow did not finish within 0\.05 s"):
         call.result(60)
     node.run(open_gate, "timeout")
     with pytest.raises(ConfigurationError, match="positive"):
@@ -184,17 +184,13 @@ def numbers(upto: int):  # a generator
 
 
 def test_a_generator_streams_and_returns(node: skyproxy.Node, sky: str) -> None:
-    seen = []
     iterator = node.run(numbers, 3)
-    while True:
-        try:
-            number, tensor = next(iterator)
-        except StopIteration as end:
-            assert end.value == "the end"
-            break
-        assert tensor.device == torch.device(sky)
-        seen.append((number, tensor.tolist()))
-    assert seen == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2])]
+    items = [next(iterator) for _ in range(3)]
+    assert [(number, tensor.tolist()) for number, tensor in items] == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2])]
+    assert {tensor.device for _, tensor in items} == {torch.device(sky)}
+    with pytest.raises(StopIteration) as end:
+        next(iterator)
+    assert end.value.value == "the end"
 
 
 def test_items_come_as_they_are_made(node: skyproxy.Node) -> None:
