@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from skyproxy.providers.base import Volume as Volume
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
+    from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
     from skyproxy.providers.local import Local as Local
+    from skyproxy.providers.remote import Remote as Remote
     from skyproxy.runtime import InstanceInfo as InstanceInfo
     from skyproxy.runtime import instance_info as instance_info
     from skyproxy.runtime import shard as shard
@@ -59,11 +61,13 @@ _PUBLIC = {
     "DeviceInfo": "skyproxy.nodes",
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",
+    "Kubernetes": "skyproxy.providers.kubernetes_provider",
     "Local": "skyproxy.providers.local",
     "Node": "skyproxy.nodes",
     "PendingCompute": "skyproxy.pools",
     "PipIndex": "skyproxy.providers.image",
     "Profile": "skyproxy.profiling.profiles",
+    "Remote": "skyproxy.providers.remote",
     "RemoteStateDict": "skyproxy.tensor.state_dicts",
     "RemoteTensor": "skyproxy.tensor.remote_tensor",
     "Retry": "skyproxy.pools",

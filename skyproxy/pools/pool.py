@@ -48,7 +48,7 @@ class Compute:
         name: str | None = None,
         provider: Provider | None = None,
         accelerator: Accelerator | str | None = None,
-        nodes: int = 1,
+        nodes: int | None = None,
         procs_per_node: int | str = 1,
         vcpus: float | None = None,
         memory_gb: float | None = None,
@@ -74,7 +74,7 @@ class Compute:
             provider: where they run: Local(), Container(), Kubernetes(), Remote([...]), AWS(...). By default what
                 SKYPROXY_PROVIDER or the saved context says, else this machine.
             accelerator: of each node: "A100", "A100:8" or an `Accelerator`.
-            nodes: machines.
+            nodes: machines; one by default, or as many as Remote([...]) has.
             procs_per_node: processes on each; every process is a rank. "gpu": one for each GPU.
             vcpus: of each node.
             memory_gb: of each node, in GiB.
@@ -117,7 +117,10 @@ class Compute:
             "options": options,
         }
         # Said now, where it was written; the provider may still have a say in procs_per_node="gpu".
-        worker_spec(**self._asked | {"procs_per_node": 1 if procs_per_node == "gpu" else procs_per_node}, local=False)
+        checked = {"nodes": 1 if nodes is None else nodes}
+        if procs_per_node == "gpu":
+            checked["procs_per_node"] = 1
+        worker_spec(**self._asked | checked, local=False)
         self.plugins = tuple(plugins)
         self._provider = provider
         self._concurrency = concurrency
@@ -182,7 +185,7 @@ class Compute:
     @contextlib.contextmanager
     def _view(self) -> Iterator[Callable[[Progress], None]]:
         asked = self._asked
-        count = asked["nodes"]
+        count = asked["nodes"] or 1
         title = f"{asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
         with ProgressView(title, self._progress) as view:
 
@@ -202,7 +205,11 @@ class Compute:
             from skyproxy.providers.choice import default_provider
 
             provider = default_provider()
-        spec = worker_spec(**self._asked, local=provider.name == "local")
+        nodes = self._asked["nodes"]
+        if nodes is None:
+            per_node = self._asked["procs_per_node"]
+            nodes = max(1, getattr(provider, "process_count", 1) // (per_node if isinstance(per_node, int) else 1))
+        spec = worker_spec(**self._asked | {"nodes": nodes}, local=provider.name == "local")
         spec = transformed(spec, self.plugins)
         return await Workers.launch(provider, spec, self.plugins, report)
 

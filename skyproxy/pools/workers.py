@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyproxy.errors import SkyproxyError, WorkerStartError
+from skyproxy.errors import ConfigurationError, SkyproxyError, WorkerStartError
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.providers.base import Endpoint, Launched, Progress, Provider, WorkerSpec
+from skyproxy.providers.environments import missing_requirements
 from skyproxy.providers.together import together
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
 
@@ -84,6 +85,8 @@ class Workers:
             nodes.append(await _connect(spec, endpoints[0]))
             nodes += await together(_connect(spec, endpoint) for endpoint in endpoints[1:])
 
+            await _check_software(launched, nodes)
+
             def replace_rank(rank: int) -> Node:
                 return loop_thread().run(_replaced(spec, launched, rank, group.nodes[rank]))
 
@@ -96,7 +99,7 @@ class Workers:
         except BaseException:
             await _really(_close_nodes(nodes))
             raise
-        report(Progress("running", None, f"{len(nodes)} worker processes are ready"))
+        report(Progress("running", None, "all worker processes are ready"))
         return cls(spec, launched, group)
 
     async def close(self) -> None:
@@ -127,6 +130,26 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
         with contextlib.suppress(Exception):
             await _close_nodes([await connecting])
         raise
+
+
+async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
+    """Where nobody built the image, the workers must have by themselves what it asks for.
+
+    Raises:
+        ConfigurationError: one of them lacks something; names both.
+    """
+    image = getattr(launched, "unbuilt_image", None)
+    if image is None or not image.pip:
+        return
+    calls = [node.submit(missing_requirements, (image.pip,), results="value") for node in nodes]
+    for rank, call in enumerate(calls):
+        missing = await asyncio.to_thread(call.result)
+        if missing:
+            raise ConfigurationError(
+                f"rank {rank} lacks {', '.join(missing)}, which the image or a plugin asks for, and this provider "
+                "installs "
+                "nothing. Install it where that worker runs, or build it into its container image."
+            )
 
 
 async def _replaced(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyproxy.providers.image import PipIndex as PipIndex
     from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
     from skyproxy.providers.local import Local as Local
+    from skyproxy.providers.remote import Remote as Remote
 
 _HOMES = {
     "Accelerator": "accelerators",
@@ -31,6 +32,7 @@ _HOMES = {
     "PipIndex": "image",
     "Progress": "base",
     "Provider": "base",
+    "Remote": "remote",
     "Volume": "base",
     "WorkerSpec": "base",
 }

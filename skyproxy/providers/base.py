@@ -138,7 +138,11 @@ Report = Callable[[Progress], None]
 
 @runtime_checkable
 class Launched(Protocol):
-    """Workers that run."""
+    """Workers that run.
+
+    One that has an attribute `unbuilt_image` found its workers' software as it is: the pool then checks that they have
+    the packages of that image.
+    """
 
     @property
     def endpoints(self) -> list[Endpoint]:

@@ -48,7 +48,12 @@ def own_environment_satisfies(image: Image) -> bool:
         wanted = image.python.split(".")
         if platform.python_version_tuple()[: len(wanted)] != tuple(wanted):
             return False
-    return all(_is_satisfied(requirement) for requirement in image.pip)
+    return not missing_requirements(image.pip)
+
+
+def missing_requirements(requirements: Sequence[str]) -> list[str]:
+    """Those that the interpreter which runs this does not satisfy; pools call it on workers too."""
+    return [requirement for requirement in requirements if not _is_satisfied(requirement)]
 
 
 def _is_satisfied(text: str, seen: frozenset[str] = frozenset()) -> bool:

@@ -137,11 +137,13 @@ class KubernetesLaunched:
     Attributes:
         endpoints: one a process, in the order of ranks.
         own: whether the Compute goes when we go.
+        unbuilt_image: packages that nobody installed; the pool checks that the container image has them.
     """
 
     def __init__(self, address: ClusterAddress, spec: WorkerSpec, via: str, *, own: bool) -> None:
         self.endpoints: list[Endpoint] = []
         self.own = own
+        self.unbuilt_image = spec.image if isinstance(spec.image, Image) else None
         self._address = address
         self._spec = spec
         self._via = via
@@ -249,7 +251,7 @@ def _container_image(image: Image | str | None) -> tuple[str | None, dict[str, s
     """
     if image is None or isinstance(image, str):
         return image, {}
-    wanted = [name for name in ("python", "pip", "apt", "includes") if getattr(image, name)]
+    wanted = [name for name in ("python", "apt", "includes") if getattr(image, name)]
     if wanted:
         raise ConfigurationError(
             f"Image({', '.join(wanted)}=...): in a cluster, workers run container images that are built already. "

@@ -117,7 +117,7 @@ def test_events_tell_how_it_comes_up() -> None:
     phases = [progress.phase for progress in seen]
     assert phases[0] == "provisioning"
     assert phases[-1] == "running"
-    assert seen[-1].message == "1 worker processes are ready"
+    assert seen[-1].message == "all worker processes are ready"
 
 
 class Waits:

@@ -1,0 +1,148 @@
+"""Workers that run already, started by somebody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.image import Image
+
+TOKEN_VARIABLE = "SKYPROXY_TOKEN"
+
+
+class Remote:
+    """Workers at known addresses. They are used as they are, and stay when the pool ends.
+
+    Attributes:
+        name: "remote".
+        urls: one for each worker process, in the order of ranks.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | Sequence[str] | None = None,
+        certificate: str | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        """Says where; connects to nothing yet.
+
+        Args:
+            urls: "wss://host:8765" or "ws://host:8765", in the order of ranks.
+            token: of all workers, or one for each; the variable SKYPROXY_TOKEN by default.
+            certificate: PEM text of the only authority to trust, for "wss://".
+            server_name: the name in the workers' certificate, where it is not the host of the url.
+
+        Raises:
+            ConfigurationError: an url is none, or there are not as many tokens.
+        """
+        if isinstance(urls, str):
+            raise ConfigurationError(f"Remote({urls!r}): a list of urls is meant. Write Remote([{urls!r}]).")
+        self.urls = tuple(urls)
+        if not self.urls:
+            raise ConfigurationError(
+                "Remote([]) has no worker. Give the url of one or more: Remote(['wss://host:8765'])."
+            )
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("ws", "wss") or not parts.hostname:
+                raise ConfigurationError(
+                    f"Remote: {url!r} is no url of a worker. Use ws://host:port or wss://host:port."
+                )
+        self._tokens = None if token is None else [token] * len(self.urls) if isinstance(token, str) else list(token)
+        if self._tokens is not None and len(self._tokens) != len(self.urls):
+            raise ConfigurationError(
+                f"Remote: {len(self.urls)} urls and {len(self._tokens)} tokens. Give one for each."
+            )
+        self._certificate = certificate
+        self._server_name = server_name
+
+    @property
+    def process_count(self) -> int:
+        """How many worker processes there are."""
+        return len(self.urls)
+
+    async def launch(self, spec: WorkerSpec, report: Report) -> RemoteWorkers:
+        """Checks that what is asked for is what there is; see `Provider.launch`."""
+        if spec.world_size != len(self.urls):
+            raise ConfigurationError(
+                f"Remote() has {len(self.urls)} urls, and nodes={spec.nodes} with procs_per_node={spec.procs_per_node} "
+                f"needs {spec.world_size}. Leave nodes= out, or give as many urls."
+            )
+        image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
+        cannot = {
+            "image": image.base,
+            "image: python": image.python,
+            "image: apt": image.apt,
+            "image: includes": image.includes,
+            "env": {**image.env, **spec.env},
+            "volumes": spec.volumes,
+            "idle_timeout": spec.idle_timeout_seconds,
+            "max_lifetime": spec.max_lifetime_seconds,
+            **{str(key): value for key, value in spec.options.items()},
+        }
+        wanted = [name for name, value in cannot.items() if value]
+        if wanted:
+            raise ConfigurationError(
+                f"Remote() uses workers that run already, and cannot give them {', '.join(wanted)}. Set that "
+                "where they "
+                "are started."
+            )
+        report(Progress("bootstrapping", None, f"using {len(self.urls)} workers that run already"))
+        tokens = self._tokens or [_token_of_environment()] * len(self.urls)
+        endpoints = [
+            Endpoint(
+                url,
+                token,
+                node=rank // spec.procs_per_node,
+                rank=rank,
+                local_rank=rank % spec.procs_per_node,
+                address=urlsplit(url).hostname or "127.0.0.1",
+                certificate=self._certificate,
+                server_name=self._server_name,
+            )
+            for rank, (url, token) in enumerate(zip(self.urls, tokens))
+        ]
+        return RemoteWorkers(endpoints, image)
+
+
+class RemoteWorkers:
+    """What `Remote` found.
+
+    Attributes:
+        endpoints: where they listen, in the order of ranks.
+        unbuilt_image: what nobody installed for us, and is therefore checked.
+    """
+
+    def __init__(self, endpoints: list[Endpoint], image: Image) -> None:
+        self.endpoints = endpoints
+        self.unbuilt_image = image
+
+    async def close(self) -> None:
+        """Nothing: they are not ours."""
+
+    async def logs(self, rank: int) -> str:
+        """An empty text: their logs are where they were started."""
+        return ""
+
+    async def restart(self, rank: int) -> Endpoint:
+        """Raises:
+        WorkerStartError: always; whoever started it can start it again.
+        """
+        raise WorkerStartError(
+            f"rank {rank} ({self.endpoints[rank].url}) is gone, and Remote() cannot start it again. Start it "
+            "where it ran."
+        )
+
+
+def _token_of_environment() -> str:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise ConfigurationError(f"Remote(): no token. Pass token=..., or set {TOKEN_VARIABLE}.")
+    return token
