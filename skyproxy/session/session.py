@@ -224,9 +224,10 @@ class Session:
             raise
         return waiter
 
-    def wait(self, waiter: Waiter, purpose: str) -> Any:
-        """The answer of a request, counted as a round trip."""
-        self.count_wait(purpose)
+    def wait(self, waiter: Waiter, purpose: str, *, counted: bool = True) -> Any:
+        """The answer of a request, counted as a round trip unless it comes with that of another one."""
+        if counted:
+            self.count_wait(purpose)
         started_ns = time.time_ns() if self._trace is not None else 0
         try:
             target = waiter.keep_alive
@@ -272,9 +273,9 @@ class Session:
             raise
         return waiter
 
-    def fetched(self, waiter: Waiter, description: Description) -> torch.Tensor:
-        """Waits for what `start_fetch` asked for."""
-        self.wait(waiter, "fetch")
+    def fetched(self, waiter: Waiter, description: Description, *, counted: bool = True) -> torch.Tensor:
+        """Waits for what `start_fetch` asked for; `counted` as `wait` says."""
+        self.wait(waiter, "fetch", counted=counted)
         if waiter.keep_alive is not None:
             target = waiter.keep_alive
             assert isinstance(target, torch.Tensor)

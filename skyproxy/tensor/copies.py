@@ -12,6 +12,7 @@ from skyproxy.protocol import commands
 from skyproxy.tensor.devices import DEVICES, SkyDevice
 from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.reading_ahead import READER
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.torch_codec import is_dense, packed_stride
 
@@ -64,7 +65,10 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     meta: Meta = handle.meta
     if meta.layout is not torch.strided:
         return _download_sparse(tensor)
-    result = handle.device.session.fetch(handle.slot, meta.description)
+    ahead = READER.ahead
+    result = ahead.take(handle) if ahead is not None else None
+    if result is None:
+        result = handle.device.session.fetch(handle.slot, meta.description)
     return _as_preserved(result, meta)
 
 

@@ -17,6 +17,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.session.transfers import together
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.reading_ahead import reading_ahead
 from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.tensor.values import exchange
 
@@ -110,8 +111,8 @@ def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.
             _move.function, _move.replaced = None, {}
 
 
-def _large_tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
-    """The module's own tensors that travel on the bulk connection; tied ones come more than once."""
+def _travellers(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    """The module's own tensors that are remote, or travel on the bulk connection; tied ones come more than once."""
     for part in module.modules() if recurse else (module,):
         parameters = [value for value in part._parameters.values() if value is not None]
         gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]
@@ -119,23 +120,26 @@ def _large_tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Ten
             plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.device.type == "cpu"
             if not (plain or type(tensor) is RemoteTensor) or tensor.layout is not torch.strided:
                 continue
-            if tensor.nbytes > SETTINGS.max_inline_bytes and (tensor.is_leaf or not tensor.requires_grad):
+            travels = type(tensor) is RemoteTensor or tensor.nbytes > SETTINGS.max_inline_bytes
+            if travels and (tensor.is_leaf or not tensor.requires_grad):
                 yield tensor
 
 
 def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """The large tensors that `fn` moves to the other side, moved at once and before the module changes.
+    """The tensors that `fn` moves to another device, moved at once and before the module changes.
 
-    So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was.
+    So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was. Small ones
+    that are uploaded are left out, for they wait for nothing.
     """
-    tensors = {id(tensor): tensor for tensor in _large_tensors(module, recurse)}
+    tensors = {id(tensor): tensor for tensor in _travellers(module, recurse)}
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    with together(f"{type(module).__name__} on its way", total, SETTINGS.show_progress) as group, torch.no_grad():
+    progress = together(f"{type(module).__name__} on its way", total, SETTINGS.show_progress)
+    with progress as group, reading_ahead(tensors.values()), torch.no_grad():
         for key, tensor in tensors.items():
             result = fn(tensor)
             moved[key] = tensor, result
-            if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
+            if result.device == tensor.device:
                 break  # it is no journey, or not for all
             group.expected_bytes += result.nbytes - tensor.nbytes
     return moved

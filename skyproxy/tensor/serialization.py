@@ -14,6 +14,7 @@ from torch import _utils
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.metadata import Meta, plain_meta
+from skyproxy.tensor.reading_ahead import READER, reading_ahead
 from skyproxy.tensor.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.storage import SkyStorage, memory_of, storage_from_bytes, view_of
 
@@ -26,7 +27,22 @@ _compressed = (torch.sparse_csr, torch.sparse_bsr)
 
 
 def _tag(storage: Any) -> str | None:
-    return str(storage.device) if isinstance(storage, SkyStorage) else None
+    if not isinstance(storage, SkyStorage):
+        return None
+    if READER.ahead is not None:
+        READER.ahead.add_storage(storage)  # asked for once everything is pickled
+    return str(storage.device)
+
+
+def _saving(save: Any) -> Any:
+    """`torch.save`, whose storages come in blocks."""
+
+    @functools.wraps(save)
+    def save_in_blocks(*args: Any, **kwargs: Any) -> None:
+        with reading_ahead():
+            save(*args, **kwargs)
+
+    return save_in_blocks
 
 
 def _restore(storage: Any, location: str) -> Any:
@@ -170,15 +186,33 @@ def _opening(plain: Any) -> Any:
 
 def _patch_safetensors() -> None:
     try:
-        import safetensors
+        import safetensors.torch
     except ImportError:
         return
     plain = safetensors.safe_open
     opening = _opening(plain)
-    # Those who import it later take it from the package; some have taken it before.
+    _replace_everywhere("safe_open", plain, opening)
+    for name in ("save", "save_file"):
+        plain = getattr(safetensors.torch, name)
+        _replace_everywhere(name, plain, _saving_tensors(plain))
+
+
+def _saving_tensors(save: Any) -> Any:
+    """What writes a dict of tensors, which come in blocks."""
+
+    @functools.wraps(save)
+    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        with reading_ahead(tensors.values()):
+            return save(tensors, *args, **kwargs)
+
+    return save_in_blocks
+
+
+def _replace_everywhere(name: str, plain: Any, ours: Any) -> None:
+    """Those who import a function later take it from its package; some have taken it before."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("safe_open") is plain:
-            module.safe_open = opening  # type: ignore[attr-defined]
+        if getattr(module, "__dict__", {}).get(name) is plain:
+            setattr(module, name, ours)
 
 
 def install() -> None:
@@ -199,4 +233,5 @@ def install() -> None:
     torch.is_storage = _is_storage  # type: ignore[assignment]
     SkyStorage.__name__ = "UntypedStorage"
     _utils.set_tensor_metadata = _set_tensor_metadata
+    _replace_everywhere("save", torch.serialization.save, _saving(torch.serialization.save))
     _patch_safetensors()

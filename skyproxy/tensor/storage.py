@@ -16,6 +16,7 @@ from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import Handle, SkyDevice
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.plans import Plan, implements
+from skyproxy.tensor.reading_ahead import READER
 from skyproxy.tensor.remote_tensor import RemoteTensor, adopt, make_tensor
 
 _ALIGNMENT_BYTES = 512
@@ -145,7 +146,8 @@ class SkyStorage(torch.UntypedStorage):
 
     def cpu(self) -> torch.UntypedStorage:
         """A copy of all bytes on the CPU. Waits."""
-        return download(self.as_bytes()).untyped_storage()
+        ahead = READER.ahead
+        return download(self.as_bytes() if ahead is None else ahead.bytes_of(self)).untyped_storage()
 
     def clone(self) -> SkyStorage:
         return SkyStorage(self.as_bytes().clone()._sky)  # type: ignore[attr-defined]
