@@ -115,14 +115,17 @@ class Timeline:
 
         base = side.trace.get("baseTimeNanoseconds", 0)
         batches: dict[int, Event] = {}
-        busy = self._busy.setdefault(side.name, [])
+        on_host: list[Interval] = []
+        on_device: list[Interval] = []
         for event in self._measured(side.trace, worker, lambda ts: ours(base + ts * 1e3)):
             match = _BATCH.fullmatch(event["name"])
             if match:
                 batches[int(match.group(1))] = event
             elif event.get("cat") in _OPS | _GPU:
-                busy.append(_interval(event))
+                (on_device if event["cat"] in _GPU else on_host).append(_interval(event))
                 self._ops[event["name"]].append(event["dur"])
+        # Where there is a GPU, the host's operations only start its kernels.
+        self._busy[side.name] = on_device or on_host
         self._add_wire(side, wire, batches, started_ns, ours)
 
     def _add_wire(
