@@ -210,6 +210,10 @@ def test_logs_can_be_followed_and_cut(cluster: Cluster, namespace: str) -> None:
     followed = cluster.kubectl(*command, "--follow")  # until the container ends, which it does: there is no /gate
     assert followed.startswith("one\ntwo\n")
     assert cluster.kubectl(*command, "--tail=1") == followed.splitlines(keepends=True)[-1]
+    stamped = [line.partition(" ") for line in cluster.kubectl(*command, "--timestamps").splitlines()]
+    assert [text for _, _, text in stamped] == followed.splitlines()
+    assert all(stamp.startswith("20") and stamp.endswith("Z") for stamp, _, _ in stamped)
+    assert cluster.kubectl(*command, "--since-time=2100-01-01T00:00:00Z") == ""
 
 
 def test_port_forward_reaches_the_pod_through_the_api_server(cluster: Cluster, namespace: str) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,8 @@ from tests.e2e.kubelet.network import Network
 _SETUP = Path(__file__).with_name("container.sh")
 _CLONE_NEWNET = 0x40000000
 # The first child is process 1 of the new process namespace; its end is told as an exit code, 128 + n for a signal.
-# Not `unshare --fork`, which fails on a child that was killed.
-_FIRST = 'exec 3>&2 2>/dev/null; setpriv --pdeathsig KILL -- "$0" "$@" 2>&3 3>&-; exit $?'
+# Not `unshare --fork`, which fails on a child that was killed. The shell's own remarks go nowhere.
+_FIRST = 'setpriv --pdeathsig KILL -- "$0" "$@" 2>&1; exit $?'
 _REPOSITORY = Path(__file__).resolve().parents[3]
 
 # What images hold: the interpreter of this environment, and the tree under test.
@@ -155,6 +156,20 @@ class Sandbox:
         self._network.release(self.address)
 
 
+async def copy_lines(source: asyncio.StreamReader, log: Path) -> None:
+    """Writes what a container says to its log, each line with its time in front, until the container has ended."""
+    with log.open("ab", buffering=0) as file:
+        rest = b""
+        while chunk := await source.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            now = time.time_ns()
+            day = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now // 1_000_000_000))
+            stamp = f"{day}.{now % 1_000_000_000:09}Z ".encode()
+            file.write(b"".join(stamp + line + b"\n" for line in lines))
+        if rest:
+            file.write(stamp + rest + b"\n")
+
+
 @dataclass
 class Container:
     """One run of a container.
@@ -167,6 +182,7 @@ class Container:
     process: asyncio.subprocess.Process
     log: Path
     message: Path
+    copying: asyncio.Task[None]
     exit_code: int | None = field(default=None)
 
     @classmethod
@@ -199,7 +215,7 @@ class Container:
         table.write_text("".join(f"{m.mode}\t{m.source}\t{m.target}\n" for m in everything), encoding="utf-8")
         log.parent.mkdir(parents=True, exist_ok=True)
         receiver, sender = os.pipe()
-        with log.open("ab") as output, open(sender, "wb", buffering=0) as begun:
+        with open(sender, "wb", buffering=0) as begun:
             process = await asyncio.create_subprocess_exec(
                 *bound(["nsenter", f"--net={sandbox.namespace}"]),
                 *("unshare", "--mount", "--uts", "--ipc", "--pid", "/bin/sh", "-c", _FIRST),
@@ -207,14 +223,16 @@ class Container:
                 *user.command(),
                 *argv,
                 stdin=begun,  # container.sh writes to it, then takes /dev/null instead
-                stdout=output,
-                stderr=output,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
                 env={**IMAGE_ENVIRONMENT, **environment},
                 start_new_session=True,
             )
+        assert process.stdout is not None
+        copying = asyncio.create_task(copy_lines(process.stdout, log))
         with open(receiver, "rb", buffering=0) as pipe:
             await asyncio.to_thread(pipe.read, 1)
-        return cls(process, log, message)
+        return cls(process, log, message, copying)
 
     @property
     def first_process(self) -> int | None:
@@ -234,6 +252,7 @@ class Container:
     async def wait(self) -> int:
         """Waits for its end; gives the exit code."""
         code = await self.process.wait()
+        await self.copying
         self.exit_code = code if code >= 0 else 128 - code
         return self.exit_code
 
@@ -259,5 +278,6 @@ class Container:
         """What it left in its message file, else the end of its log if that was asked for."""
         text = self.message.read_text(errors="replace")[-4096:]
         if not text and from_log and self.exit_code:
-            text = "\n".join(self.log.read_text(errors="replace").splitlines()[-80:])[-2048:]
+            lines = self.log.read_text(errors="replace").splitlines()[-80:]
+            text = "\n".join(line.partition(" ")[2] for line in lines)[-2048:]
         return text

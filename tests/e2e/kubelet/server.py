@@ -7,6 +7,7 @@ import contextlib
 import logging
 import ssl
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,10 @@ class Server:
         path = pod.log_of(name, query.get("previous") == "true")
         if path is None:
             raise web.HTTPBadRequest(text=f'container "{name}" in pod "{pod.name}" is waiting to start')
-        follow = query.get("follow") == "true"
+        follow, stamped = query.get("follow") == "true", query.get("timestamps") == "true"
+        since = query.get("sinceTime", "")
+        if "sinceSeconds" in query:
+            since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - int(query["sinceSeconds"])))
         left = int(query["limitBytes"]) if "limitBytes" in query else None
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
@@ -69,13 +73,15 @@ class Server:
                 lines = file.read().splitlines(keepends=True)
                 wanted = int(query["tailLines"])
                 file.seek(sum(map(len, lines[: len(lines) - wanted])) if wanted < len(lines) else 0)
-            while True:
+            while left != 0:
                 ended = _ended(pod, name)  # before the read: what came after it is read in the next turn
-                chunk = file.read(1 << 16 if left is None else min(left, 1 << 16))
-                if chunk:
-                    await response.write(chunk)
-                    left = None if left is None else left - len(chunk)
-                elif left == 0 or not follow or ended:
+                if line := file.readline():  # lines are written whole
+                    stamp, _, text = line.partition(b" ")
+                    if stamp.decode() >= since.rstrip("Z"):
+                        shown = (line if stamped else text)[:left]
+                        left = None if left is None else left - len(shown)
+                        await response.write(shown)
+                elif not follow or ended:
                     break
                 else:
                     await asyncio.sleep(_FOLLOW_SECONDS)
