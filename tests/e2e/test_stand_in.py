@@ -154,7 +154,7 @@ def test_a_pod_without_its_secret_waits_for_it(cluster: Cluster, namespace: str)
     assert cluster.get(path)["status"]["phase"] == "Pending"
     secret = {"metadata": {"name": "late"}, "stringData": {"word": "here"}}
     cluster.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
-    assert output(cluster, path) == "here"
+    assert output(cluster, path).strip() == "here"
 
 
 def test_services_reach_ready_pods_by_address_and_name(cluster: Cluster, namespace: str) -> None:
