@@ -166,14 +166,14 @@ class Lifecycle:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A task of the pool: `function` as the plugins want it called."""
-        for plugin in reversed(self._plugins):
-            if has_hook(plugin, "decorate"):
-                try:
-                    function = plugin.decorate(function)
-                except Exception as error:
-                    raise PluginError(
-                        f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}"
-                    ) from error
+        decorating = [plugin for plugin in reversed(self._plugins) if has_hook(plugin, "decorate")]
+        if decorating and not hasattr(function, "__name__"):
+            function = _as_function(function)
+        for plugin in decorating:
+            try:
+                function = plugin.decorate(function)
+            except Exception as error:
+                raise PluginError(f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}") from error
         with self.running():
             return function(*args, **kwargs)
 
@@ -210,6 +210,16 @@ def _register_exit() -> None:
         _registered = True
         # Late, so that it runs before what the frameworks registered when they were imported.
         atexit.register(LIFECYCLE.close, None, _CLOSE_LOCK_SECONDS)
+
+
+def _as_function(called: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable object, such as a batch of joblib's, as the function that `decorate` hooks may expect."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = type(called).__name__
+    return function
 
 
 class Task:

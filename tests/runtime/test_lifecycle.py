@@ -147,6 +147,19 @@ def test_tasks_are_called_as_the_plugins_want_it_the_first_outermost(lifecycle: 
     assert lifecycle.run(lambda text: text, ("x",), {}) == "a(b(x))"
 
 
+def test_a_decorator_gets_a_function_also_where_an_object_is_called(lifecycle: Lifecycle) -> None:
+    class Named(Plugin):
+        def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: (function.__name__, function(*args))
+
+    class Adder:
+        def __call__(self, number: int) -> int:
+            return number + 1
+
+    lifecycle.open([Named()], INFO)
+    assert lifecycle.run(Adder(), (1,), {}) == ("Adder", 2)
+
+
 def test_the_topology_is_in_the_environment_while_hooks_are_open(
     lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
