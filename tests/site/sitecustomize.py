@@ -1,7 +1,7 @@
 """For processes that tests start with this folder on their path: a torchvision that loads.
 
-Its wheel for CUDA cannot load its compiled part beside a torch for the CPU, and then `import torchvision` fails for want
-of two operators, as does much of transformers. They are declared here; nothing in the tests calls them.
+Its wheel for CUDA cannot load its compiled part beside a torch for the CPU, and then `import torchvision` fails for
+want of two operators, as does much of transformers. They are declared here; nothing in the tests calls them.
 """
 
 from types import ModuleType
