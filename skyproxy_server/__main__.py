@@ -24,7 +24,7 @@ from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
-from skyproxy_server.processes import run_processes
+from skyproxy_server.processes import run_processes, wait_for_ports
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_port, default=8765, help="port to listen on; 0 takes a free one")
     add("--processes", type=_process_count, default=1, help="workers to run, on ports from --port on; all end with one")
+    # Of --processes: who finds the first worker finds all of them.
+    add("--after-port", type=_port, action="append", default=[], help=argparse.SUPPRESS)
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
     add("--token-file", type=Path, metavar="PATH", help="file with the token that clients must know")
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
@@ -116,11 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
+        session_host = _session_host(arguments)
+        if not wait_for_ports(arguments.host, arguments.after_port, stop):
+            return 0
         listener = serve(
             arguments.host,
             arguments.port,
             token,
-            _session_host(arguments),
+            session_host,
             _ssl_context(arguments.tls_cert, arguments.tls_key),
             partial(_announce, arguments.embedded, arguments.port_file),
             insecure=arguments.insecure,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +37,8 @@ def run_processes(arguments: Sequence[str], count: int, port: int, stop: threadi
     """
     # The last word counts, so each of them runs a single worker on a port of its own.
     own = [["--processes", "1", "--port", str(port + index)] for index in range(count)]
+    # The first listens when the others do, so that one question about readiness is one about all of them.
+    own[0] += [word for index in range(1, count) for word in ("--after-port", str(port + index))]
     commands = [[sys.executable, "-m", "skyproxy_server", *arguments, *words] for words in own]
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -55,6 +58,25 @@ def run_processes(arguments: Sequence[str], count: int, port: int, stop: threadi
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def wait_for_ports(host: str, ports: Sequence[int], stop: threading.Event) -> bool:
+    """Waits until something listens on each of these ports of this machine; False when `stop` was set instead.
+
+    Args:
+        host: the address that we listen on ourselves, which may stand for all of them.
+        ports: those to wait for.
+        stop: ends the wait.
+    """
+    address = {"": "localhost", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    for port in ports:
+        while not stop.is_set():
+            try:
+                socket.create_connection((address, port), 1.0).close()
+                break
+            except OSError:
+                stop.wait(_LOOK_SECONDS)
+    return not stop.is_set()
 
 
 def environment(given: Mapping[str, str], local_rank: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy_server.__main__ import main
-from skyproxy_server.processes import environment
+from skyproxy_server.processes import environment, wait_for_ports
 
 TOKEN = "a-token-for-several-workers"
 
@@ -72,6 +73,9 @@ def pair(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_each_has_its_port_and_all_end_together(pair: tuple[subprocess.Popen[bytes], int]) -> None:
     process, port = pair
+    activity(port)
+    # Who finds the first one finds the others.
+    socket.create_connection(("127.0.0.1", port + 1), 5).close()
     assert [activity(port + index)["sessions"] for index in range(2)] == [0, 0]
     first, second = children(process.pid)
     os.kill(second, signal.SIGKILL)
@@ -87,6 +91,20 @@ def test_they_end_in_an_orderly_way_when_told_to(pair: tuple[subprocess.Popen[by
         activity(port + index)
     process.terminate()
     assert process.wait(60) == 0
+
+
+def test_the_first_waits_for_the_others_and_no_longer_than_it_should() -> None:
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert wait_for_ports("0.0.0.0", [other.getsockname()[1]], stop)
+        gone = other.getsockname()[1]
+    waiting: list[bool] = []
+    thread = threading.Thread(target=lambda: waiting.append(wait_for_ports("127.0.0.1", [gone], stop)))
+    thread.start()
+    assert waiting == []
+    stop.set()
+    thread.join(30)
+    assert waiting == [False]
 
 
 def test_each_knows_its_own_rank() -> None:
