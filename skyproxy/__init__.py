@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from skyproxy.profiling.profiles import profile as profile
     from skyproxy.providers.accelerators import Accelerator as Accelerator
     from skyproxy.providers.base import Volume as Volume
+    from skyproxy.providers.container import Container as Container
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
     from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
@@ -58,6 +59,7 @@ _PUBLIC = {
     "Cluster": "skyproxy.pools",
     "Compute": "skyproxy.pools",
     "ComputePool": "skyproxy.pools",
+    "Container": "skyproxy.providers.container",
     "DeviceInfo": "skyproxy.nodes",
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",

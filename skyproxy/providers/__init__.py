@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from skyproxy.providers.base import Provider as Provider
     from skyproxy.providers.base import Volume as Volume
     from skyproxy.providers.base import WorkerSpec as WorkerSpec
+    from skyproxy.providers.container import Container as Container
     from skyproxy.providers.image import Image as Image
     from skyproxy.providers.image import PipIndex as PipIndex
     from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Accelerator": "accelerators",
+    "Container": "container",
     "Endpoint": "base",
     "Image": "image",
     "Kubernetes": "kubernetes_provider",

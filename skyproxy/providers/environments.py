@@ -18,14 +18,14 @@ from typing import IO
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.errors import ConfigurationError
+from skyproxy.providers.commands import run_command
 from skyproxy.providers.image import Image, requirement_name
 
 WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9")
 """What a worker needs beside torch, where it does not share the client's environment."""
 
 _FINISHED = "finished"
-_SHOWN_LINES = 30
 _LOCK_POLL_SECONDS = 0.2
 
 
@@ -134,7 +134,7 @@ class EnvironmentStore:
         if uv is not None:
             version = image.python or platform.python_version()
             interpreter = sys.executable if _is_own_version(image.python) else version
-            await _run([uv, "venv", "--quiet", "--python", interpreter, str(place)], "make an environment")
+            await run_command([uv, "venv", "--quiet", "--python", interpreter, str(place)], "make an environment")
             install = [uv, "pip", "install", "--quiet", "--python", str(_python_of(place))]
         elif not _is_own_version(image.python):
             raise ConfigurationError(
@@ -142,13 +142,13 @@ class EnvironmentStore:
                 f"{platform.python_version()}. Install it: pip install uv"
             )
         else:
-            await _run([sys.executable, "-m", "venv", str(place)], "make an environment")
+            await run_command([sys.executable, "-m", "venv", str(place)], "make an environment")
             install = [str(_python_of(place)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if not isolated:
             self._share_own_packages(place)
         for arguments in install_steps(image, isolated):
             report("installing " + " ".join(part for part in arguments if not part.startswith(("-", "http"))))
-            await _run([*install, *arguments], "install the packages of the image")
+            await run_command([*install, *arguments], "install the packages of the image")
 
     def _share_own_packages(self, place: Path) -> None:
         # addsitedir, not a bare path: packages that are installed for development are lines in such files themselves.
@@ -220,30 +220,6 @@ def _source_folder(place: Path) -> str:
         except OSError:  # Windows, without the right to make links
             shutil.copytree(source, link, dirs_exist_ok=True)
     return str(folder)
-
-
-async def _run(command: Sequence[str], purpose: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-        )
-    except OSError as error:
-        raise WorkerStartError(f"cannot {purpose}: {command[0]}: {error}") from error
-    try:
-        output, _ = await process.communicate()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await asyncio.shield(process.wait())
-        raise
-    if process.returncode != 0:
-        end = "\n".join(output.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:])
-        raise WorkerStartError(f"cannot {purpose}: `{' '.join(command)}` ended with {process.returncode}.\n{end}")
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -43,6 +43,7 @@ class LocalWorker:
         settings: Settings,
         *,
         python: str = sys.executable,
+        command: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> None:
@@ -52,6 +53,7 @@ class LocalWorker:
             device: "auto", "cpu" or "cuda".
             settings: limits.
             python: the interpreter to run it.
+            command: what starts it in another way, with --embedded: in a container, for instance.
             environment: all of its variables; ours by default.
             wait: whether to wait; otherwise call `wait_until_it_listens`, before anything else but `stop`.
 
@@ -62,8 +64,9 @@ class LocalWorker:
         self._owner = os.getpid()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._last_words = ""
-        command = [python, "-P", "-m", "skyproxy_server", "--embedded"]
-        command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
+        if command is None:
+            command = [python, "-P", "-m", "skyproxy_server", "--embedded"]
+            command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -1,0 +1,48 @@
+"""Programs of others, run to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+
+from skyproxy.errors import WorkerStartError
+
+_SHOWN_LINES = 30
+_HIDDEN = ("PYTHONPATH", "PYTHONHOME")
+
+
+async def run_command(command: Sequence[str], purpose: str) -> str:
+    """Runs a program and gives what it wrote; cancelling the task kills it.
+
+    Args:
+        command: the program and its arguments. No secret belongs there: everybody on the machine can read them.
+        purpose: what for, as in "cannot PURPOSE".
+
+    Raises:
+        WorkerStartError: it is not there, or failed; with the end of its output.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+        )
+    except OSError as error:
+        raise WorkerStartError(f"cannot {purpose}: {command[0]}: {error}") from error
+    try:
+        output, _ = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await asyncio.shield(process.wait())
+        raise
+    text = output.decode(errors="replace").strip()
+    if process.returncode != 0:
+        end = "\n".join(text.splitlines()[-_SHOWN_LINES:])
+        raise WorkerStartError(f"cannot {purpose}: `{' '.join(command)}` ended with {process.returncode}.\n{end}")
+    return text

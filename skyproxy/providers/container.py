@@ -1,0 +1,294 @@
+"""Workers in containers on this machine, by docker or podman."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.commands import run_command
+from skyproxy.providers.container_image import container_image
+from skyproxy.providers.image import Image
+from skyproxy.providers.local import devices_of_node
+from skyproxy.providers.together import together
+from skyproxy.runtime.instance import LOCAL_HEAD_PORT, POOL_VARIABLE, InstanceInfo, Peer
+from skyproxy.session.local_worker import LocalWorker
+from skyproxy.settings import SETTINGS
+
+logger = logging.getLogger("skyproxy")
+
+_PORT = 8765
+_INCLUDES = "/opt/skyproxy-includes"
+_GPU = "nvidia.com/gpu"
+_BYTES = {
+    "": 1,
+    "K": 1000,
+    "M": 1000**2,
+    "G": 1000**3,
+    "T": 1000**4,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
+
+
+class Container:
+    """A container for every node, on this machine. What a described `Image` asks for is built in once.
+
+    The worker's life is tied to this program as that of a local one is: its token comes, and its end shows, on the
+    standard input of `docker run`. Its port is published on loopback only.
+
+    Attributes:
+        name: "container".
+    """
+
+    name = "container"
+
+    def __init__(self, *, cli: str | None = None, shared_memory: str = "2g") -> None:
+        """
+        Args:
+            cli: "docker", "podman" or the path of one; by default the first of them that is installed.
+            shared_memory: the size of /dev/shm, which data loaders and NCCL need.
+        """
+        self._cli = cli
+        self._shared_memory = shared_memory
+
+    def __repr__(self) -> str:
+        return "Container()" if self._cli is None else f"Container(cli={self._cli!r})"
+
+    async def launch(self, spec: WorkerSpec, report: Report) -> Containers:
+        """Builds the image where it is not there yet, and starts all containers; see `Provider.launch`."""
+        if spec.keep:
+            raise ConfigurationError("containers of Container() end with this program, so keep=True cannot be had.")
+        if spec.options:
+            raise ConfigurationError(f"Container() does not know {', '.join(map(str, spec.options))}.")
+        cli = await self._checked_cli()
+        gpus = spec.accelerator is not None or int(spec.resources.get(_GPU, 0)) > 0
+        image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
+        if isinstance(spec.image, str):
+            tag = spec.image
+        elif image.base is not None and not (image.pip or image.apt or image.python):
+            tag = image.base
+        else:
+            report(Progress("provisioning", None, "building the image, or finding it built"))
+            tag = await container_image(cli, image, gpus=gpus)
+        for volume in spec.volumes:
+            logger.info("skyproxy: a volume of %s has no limit; %s asks for %s", cli, volume.name, volume.storage)
+        containers = Containers(cli, spec, tag, image, self._shared_memory, gpus)
+        try:
+            await containers.start(report)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(containers.close()))
+            raise
+        return containers
+
+    async def _checked_cli(self) -> str:
+        cli = self._cli or next((name for name in ("docker", "podman") if shutil.which(name)), None)
+        if cli is None or shutil.which(cli) is None:
+            raise ConfigurationError(
+                f"Container() needs {cli or 'docker or podman'}, which is not installed. Install it, or use Local()."
+            )
+        try:
+            await run_command([cli, "info", "--format", "{{json .ID}}"], "reach the container engine")
+        except WorkerStartError as error:
+            raise ConfigurationError(
+                f"Container(): {cli} is installed, but its engine does not answer: {error}\nStart it (systemctl start "
+                f"docker, or Docker Desktop), see that `{cli} info` works for you, or use Local()."
+            ) from error
+        return cli
+
+
+class Containers:
+    """What `Container` launched."""
+
+    def __init__(self, cli: str, spec: WorkerSpec, tag: str, image: Image, shared_memory: str, gpus: bool) -> None:
+        self._cli = cli
+        self._spec = spec
+        self._tag = tag
+        self._image = image
+        self._shared_memory = shared_memory
+        self._gpus = gpus
+        # Unique: pools of one name, or one that crashed, are in nobody's way.
+        self._name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"skyproxy-{spec.name}-{secrets.token_hex(3)}")
+        self._network: str | None = None
+        self._workers: list[LocalWorker | None] = [None] * spec.world_size
+        self._urls: list[str] = [""] * spec.world_size
+        self._closed = False
+
+    async def start(self, report: Report) -> None:
+        """Starts the first process of every node, then the others beside it."""
+        spec = self._spec
+        if spec.nodes > 1:
+            await run_command([self._cli, "network", "create", self._name], "make a network for the nodes")
+            self._network = self._name
+        report(Progress("bootstrapping", None, f"starting {spec.nodes} container(s) from {self._tag}"))
+        procs = spec.procs_per_node
+        # The others share the network and the memory of the first, and so must come after it.
+        await together(self._start_rank(node * procs, report) for node in range(spec.nodes))
+        await together(self._start_rank(rank, report) for rank in range(spec.world_size) if rank % procs)
+
+    async def _start_rank(self, rank: int, report: Report) -> None:
+        # Values go through the client's environment: arguments can be read by everybody on the machine.
+        variables = self._variables(rank)
+        command = self._command(rank, variables)
+        worker = LocalWorker("auto", SETTINGS, command=command, environment={**os.environ, **variables}, wait=False)
+        self._workers[rank] = worker
+        waiting = asyncio.create_task(asyncio.to_thread(worker.wait_until_it_listens, self._spec.timeout_seconds))
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(worker.stop)
+            with contextlib.suppress(WorkerStartError):
+                await waiting
+            raise
+        except WorkerStartError as error:
+            raise WorkerStartError(f"rank {rank}, container {self._container(rank)}: {error}") from None
+        node, local_rank = divmod(rank, self._spec.procs_per_node)
+        published = await run_command(
+            [self._cli, "port", self._container(rank - local_rank), f"{_PORT + local_rank}/tcp"],
+            "find the worker's port",
+        )
+        self._urls[rank] = f"ws://127.0.0.1:{published.splitlines()[0].rpartition(':')[2]}"
+        report(Progress("running", node, f"rank {rank} listens in container {self._container(rank)}"))
+
+    def _container(self, rank: int) -> str:
+        node, local_rank = divmod(rank, self._spec.procs_per_node)
+        return f"{self._name}-{node}" + (f"-{local_rank}" if local_rank else "")
+
+    def _command(self, rank: int, variables: Mapping[str, str]) -> list[str]:
+        spec = self._spec
+        node, local_rank = divmod(rank, spec.procs_per_node)
+        command = [self._cli, "run", "--rm", "--interactive", "--init", "--name", self._container(rank)]
+        command += ["--label", f"skyproxy.pool={spec.name}"]
+        if local_rank:
+            first = self._container(rank - local_rank)
+            command += ["--network", f"container:{first}", "--ipc", f"container:{first}"]
+        else:
+            command += ["--shm-size", self._shared_memory, "--ipc", "shareable"]
+            if self._network is not None:
+                command += ["--network", self._network, "--hostname", self._container(rank)]
+            for offset in range(spec.procs_per_node):
+                command += ["--publish", f"127.0.0.1::{_PORT + offset}"]
+        if "cpu" in spec.resources:
+            command += ["--cpus", str(cpus(spec.resources["cpu"]) / spec.procs_per_node)]
+        if "memory" in spec.resources:
+            command += ["--memory", str(memory_bytes(spec.resources["memory"]) // spec.procs_per_node)]
+        if self._gpus:
+            devices = devices_of_node(node, spec.nodes)
+            if "podman" in os.path.basename(self._cli):
+                command += [part for device in devices or ["all"] for part in ("--device", f"nvidia.com/gpu={device}")]
+            else:
+                command += ["--gpus", f'"device={",".join(devices)}"' if devices else "all"]
+        for volume in spec.volumes:
+            command += ["--volume", f"skyproxy-{volume.name}:{volume.path}"]
+        for path in self._image.included_paths():
+            command += ["--volume", f"{path}:{_INCLUDES}/{path.name}:ro"]
+        for name in variables:
+            command += ["--env", name]
+        command += [self._tag, "python3", "-m", "skyproxy_server", "--embedded", "--insecure", "--host", "0.0.0.0"]
+        return [*command, "--port", str(_PORT + local_rank)]
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        spec, procs = self._spec, self._spec.procs_per_node
+        node, local_rank = divmod(rank, procs)
+        info = InstanceInfo(
+            node=node,
+            total_nodes=spec.nodes,
+            head_addr=self._address(0),
+            head_port=LOCAL_HEAD_PORT,
+            accelerators=len(devices_of_node(node, spec.nodes)) if self._gpus else 0,
+            peers=tuple(Peer(other, other // procs, self._address(other)) for other in range(spec.world_size)),
+            rank=rank,
+            world_size=spec.world_size,
+            local_rank=local_rank,
+            procs_per_node=procs,
+            job=spec.name,
+        )
+        variables = {**self._image.env, **spec.env, POOL_VARIABLE: info.to_json()}
+        if self._image.includes:
+            variables["PYTHONPATH"] = f"/opt/skyproxy:{_INCLUDES}"
+        return variables
+
+    def _address(self, rank: int) -> str:
+        first = rank - rank % self._spec.procs_per_node
+        return self._container(first) if self._network is not None else "127.0.0.1"
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where they listen, in the order of ranks."""
+        return [self._endpoint(rank) for rank in range(self._spec.world_size)]
+
+    def _endpoint(self, rank: int) -> Endpoint:
+        worker = self._workers[rank]
+        assert worker is not None
+        node, local_rank = divmod(rank, self._spec.procs_per_node)
+        return Endpoint(self._urls[rank], worker.token, node, rank, local_rank, self._address(rank))
+
+    async def logs(self, rank: int) -> str:
+        """The end of what the process wrote to its standard error."""
+        worker = self._workers[rank]
+        return "" if worker is None else await asyncio.to_thread(worker.output)
+
+    async def restart(self, rank: int) -> Endpoint:
+        """Removes one container and starts it anew.
+
+        Raises:
+            WorkerStartError: it did not come up, or other processes live in its network.
+        """
+        if self._closed:
+            raise WorkerStartError(f"rank {rank} cannot be restarted: the containers of {self._spec.name} were closed.")
+        if self._spec.procs_per_node > 1 and rank % self._spec.procs_per_node == 0:
+            raise WorkerStartError(
+                f"rank {rank} cannot be restarted alone: the other processes of its node share its network. Start the "
+                "pool anew, or use procs_per_node=1."
+            )
+        await self._remove(rank)
+        await self._start_rank(rank, lambda progress: None)
+        return self._endpoint(rank)
+
+    async def _remove(self, rank: int) -> None:
+        worker = self._workers[rank]
+        if worker is None:
+            return
+        await asyncio.to_thread(worker.stop)
+        # It has ended with its standard input, unless it was frozen; then its client is gone, and it is not.
+        with contextlib.suppress(WorkerStartError):
+            await run_command([self._cli, "rm", "--force", self._container(rank)], "remove a container")
+
+    async def close(self) -> None:
+        """Ends and removes all containers, and their network; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(self._remove(rank) for rank in range(self._spec.world_size)))
+        network, self._network = self._network, None
+        if network is not None:
+            try:
+                await run_command([self._cli, "network", "rm", network], "remove the network")
+            except WorkerStartError as error:
+                logger.warning("skyproxy: %s", error)
+
+
+def cpus(quantity: str) -> float:
+    """A number of processors from a quantity of Kubernetes."""
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+
+
+def memory_bytes(quantity: str) -> int:
+    """Bytes from a quantity of Kubernetes.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?)?", quantity)
+    if found is None:
+        raise ConfigurationError(f"memory={quantity!r} is no amount. Use one such as 8Gi.")
+    return int(float(found[1]) * _BYTES[found[2] or ""])

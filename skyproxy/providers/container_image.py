@@ -1,0 +1,82 @@
+"""Container images from descriptions: built once for every content, found again by its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+from skyproxy.providers.commands import run_command
+from skyproxy.providers.environments import install_steps
+from skyproxy.providers.image import Image, PipIndex, requirement_name
+
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+_REPOSITORY = "skyproxy-worker"
+_SOURCE = "/opt/skyproxy"
+
+
+async def container_image(cli: str, image: Image, *, gpus: bool) -> str:
+    """The name of a container image with what `image` asks for, a worker's needs, and this very skyproxy.
+
+    Args:
+        cli: docker or podman.
+        image: what is wanted; its `base` by default is the official Python of its version.
+        gpus: whether torch is to be one with CUDA, where the image does not say.
+
+    Raises:
+        WorkerStartError: the build failed; with the end of its output.
+    """
+    image = _with_defaults(image, gpus)
+    packages = _packages()
+    text = containerfile(image)
+    sources = hashlib.sha256()
+    for folder in packages:
+        for path in sorted(folder.rglob("*.py")):
+            sources.update(str(path.relative_to(folder.parent)).encode() + b"\0" + path.read_bytes())
+    tag = f"{_REPOSITORY}:{image.content_hash(text, sources.hexdigest())}"
+    if await run_command([cli, "images", "--quiet", tag], "look for the image"):
+        return tag
+    with tempfile.TemporaryDirectory(prefix="skyproxy-build-") as context:
+        (Path(context) / "Dockerfile").write_text(text, encoding="utf-8")
+        for folder in packages:
+            copied = Path(context) / "skyproxy-source" / folder.name
+            shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        await run_command([cli, "build", "--quiet", "--tag", tag, context], "build the image")
+    return tag
+
+
+def containerfile(image: Image) -> str:
+    """The steps of the build; those that seldom change come first."""
+    lines = [f"FROM {image.base}", "ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1"]
+    if image.apt:
+        install = "apt-get update && apt-get install -y --no-install-recommends"
+        lines.append(f"RUN {install} {' '.join(sorted(image.apt))} && rm -rf /var/lib/apt/lists/*")
+    for arguments in install_steps(image, isolated=True):
+        lines.append("RUN " + json.dumps(["python3", "-m", "pip", "install", *arguments]))
+    lines += [f"COPY skyproxy-source {_SOURCE}", f"ENV PYTHONPATH={_SOURCE}"]
+    return "\n".join(lines) + "\n"
+
+
+def _with_defaults(image: Image, gpus: bool) -> Image:
+    if image.base is None:
+        version = image.python or ".".join(platform.python_version_tuple()[:2])
+        image = image.replace(base=f"docker.io/library/python:{version}-slim")
+    scoped = {requirement_name(package) for index in image.pip_indexes for package in index.packages}
+    if not gpus and "torch" not in scoped:
+        # From PyPI torch brings gigabytes of CUDA, for nothing.
+        image = image.replace(pip_indexes=(*image.pip_indexes, PipIndex(CPU_WHEELS, ["torch"])))
+    return image
+
+
+def _packages() -> list[Path]:
+    found = []
+    for name in ("skyproxy", "skyproxy_server"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        found.append(Path(spec.origin).resolve().parent)
+    return found
