@@ -139,11 +139,11 @@ class User:
         folders = {f"XDG_{kind}_HOME": str(self.home / kind.lower()) for kind in ("CONFIG", "STATE", "CACHE", "DATA")}
         return {**kept, **folders, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'operator'}", "OMP_NUM_THREADS": "1"}
 
-    def try_python(self, *arguments: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
-        """Runs Python; gives the ended process with stdout and stderr as text."""
+    def try_python(self, *arguments: str, seconds: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python, with more environment variables; gives the ended process with stdout and stderr as text."""
         return subprocess.run(
             [sys.executable, *arguments],
-            env=self.environment,
+            env={**self.environment, **variables},
             cwd=self.home,
             capture_output=True,
             text=True,
@@ -151,7 +151,7 @@ class User:
             check=False,
         )
 
-    def python(self, program: str, *arguments: str, seconds: float = 200) -> str:
+    def python(self, program: str, *arguments: str, seconds: float = 200, **variables: str) -> str:
         """Runs a program and gives its output.
 
         Raises:
@@ -159,7 +159,7 @@ class User:
         """
         script = self.home / "program.py"
         script.write_text(program, encoding="utf-8")
-        return _output(self.try_python(str(script), *arguments, seconds=seconds))
+        return _output(self.try_python(str(script), *arguments, seconds=seconds, **variables))
 
     @contextlib.contextmanager
     def started(self, program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
