@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 _APP_PROTOCOL = "kubernetes.io/wss"
 """Tells gateways that they speak WebSocket over TLS to the worker."""
-_ROUTE_API = "gateway.networking.k8s.io/v1"
+ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
 def service(compute: Object, spec: WorkerSpec) -> Object:
@@ -163,7 +163,7 @@ def gateway_parent(spec: WorkerSpec, options: Options) -> dict[str, str] | None:
 def route(compute: Object, spec: WorkerSpec, host: str, parent: Mapping[str, str]) -> Object:
     """The way from a Gateway to the first node."""
     name = compute["metadata"]["name"]
-    return _object(compute, _ROUTE_API, "HTTPRoute", name) | {
+    return _object(compute, ROUTE_API, "HTTPRoute", name) | {
         "spec": {
             "parentRefs": [{"group": "gateway.networking.k8s.io", "kind": "Gateway", **parent}],
             "hostnames": [host],

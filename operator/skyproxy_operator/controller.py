@@ -8,10 +8,9 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from skyproxy.errors import ConfigurationError
 from skyproxy_operator import status as state
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled
 from skyproxy_operator.cluster import ApiError, Cluster
@@ -20,6 +19,7 @@ from skyproxy_operator.family import Family, FamilyKeeper
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
+from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import Prober
 from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds
 from skyproxy_operator.work_queue import WorkQueue
@@ -34,6 +34,8 @@ logger = logging.getLogger("skyproxy.operator")
 _FIRST_RETRY_SECONDS = 0.5
 _MAX_RETRY_SECONDS = 60.0
 _LEFTOVER_SECONDS = 1.0
+_SILENT_PROBES = 3
+"""A worker that has not answered that often in a row is worth a word; one that computes may miss a question."""
 
 
 @dataclass
@@ -46,13 +48,17 @@ class _Memory:
         phase: its last one.
         failures: looks in a row that failed.
         probe_at: when its workers are asked again, in the time of `time.monotonic`.
+        unanswered: how often in a row not all of its workers answered.
+        silence: why one of them did not, the last time.
     """
 
     uid: str = ""
     generation: int = 0
     phase: str = ""
     failures: int = 0
-    probe_at: float = field(default=0.0)
+    probe_at: float = 0.0
+    unanswered: int = 0
+    silence: str = ""
 
 
 def _utc_now() -> datetime.datetime:
@@ -159,8 +165,9 @@ class Controller:
         picture = Picture(compute, pods, self._clock())
         try:
             spec = WorkerSpec.parse(name, compute.get("spec") or {})
-            decide(picture, spec, self._options)
-        except (ConfigurationError, ValueError) as exc:
+            # A podTemplate that does not fit shows when it is applied.
+            build_pod(compute, spec, 0, 0, self._options)
+        except ValueError as exc:
             plan = refuse(picture, str(exc))
         else:
             plan = await self._plan(picture, spec, memory)
@@ -178,6 +185,9 @@ class Controller:
         family = await self._families.bring_up(compute, spec, picture.now)
         refusals = [*([family.blocking] if family.blocking else ()), *family.refusals]
         reports = await self._reports(picture, spec, family, memory)
+        if spec.idle_timeout_seconds is not None and memory.unanswered >= _SILENT_PROBES:
+            text = f"A worker does not tell whether it is idle: {memory.silence}. idleTimeout has no effect meanwhile."
+            refusals.append(Cause("ActivityUnknown", text, actionable=True))
         picture = Picture(compute, picture.pods, self._clock(), reports, await self._events(picture), tuple(refusals))
         plan = decide(picture, spec, self._options)
         if not plan.create:
@@ -209,13 +219,16 @@ class Controller:
     async def _reports(self, picture: Picture, spec: WorkerSpec, family: Family, memory: _Memory) -> list[Report]:
         """What the workers are doing; empty where it is not time to ask."""
         ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned(picture) if is_ready(pod)}
+        if len(ready) < spec.nodes:
+            memory.unanswered = 0
         if not ready or family.access is None or spec.suspend or time.monotonic() < memory.probe_at:
             return []
         addresses = [(ready.get(node, ""), port) for node in range(spec.nodes) for port in spec.ports]
         reports = await self._prober.ask(addresses, family.access)
-        for report in reports:
-            if report.problem:
-                logger.debug("%s/%s: a worker was not asked: %s", *_key(picture.compute), report.problem)
+        problems = [report.problem for report in reports if report.problem]
+        if len(ready) == spec.nodes:
+            memory.unanswered = memory.unanswered + 1 if problems else 0
+            memory.silence = problems[0] if problems else ""
         started = state.moment((picture.compute.get("status") or {}).get("startTime"))
         pause = next_check_seconds(spec, started, reports, self._clock(), self._options)
         # A little early, for the look that is planned for then must not find that it is not time yet.

@@ -75,7 +75,9 @@ class FamilyKeeper:
         for item in wanted_objects:
             await self._apply(compute, item, family, blocks=item["kind"] == "Service")
         await self._claims(compute, spec, family)
-        if spec.gateway is not None and pair is not None:
+        if spec.gateway is None:
+            await self._close_gateway(compute)
+        elif pair is not None:
             await self._gateway(compute, spec, pair.get("ca.crt", ""), family)
         if token is not None and pair is not None:
             metadata = compute["metadata"]
@@ -207,6 +209,15 @@ class FamilyKeeper:
         await self._apply(compute, children.ca_bundle(compute, authority), family)
         await self._apply(compute, children.backend_policy(compute, kinds["BackendTLSPolicy"]), family)
         await self._apply(compute, children.route(compute, spec, host, parent), family)
+
+    async def _close_gateway(self, compute: Object) -> None:
+        """Takes away a way in that is not wanted any more. What else it was made of leads nowhere by itself."""
+        if "HTTPRoute" not in await self._gateway_kinds():
+            return
+        name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
+        existing = await self._cluster.read(children.ROUTE_API, "HTTPRoute", namespace, name)
+        if existing is not None and _is_owned(compute, existing):
+            await self._cluster.delete(existing)
 
     async def _gateway_kinds(self) -> Mapping[str, str]:
         if time.monotonic() >= self._kinds_until:

@@ -261,6 +261,8 @@ def used() -> set[tuple[str, str, str]]:
             pod["status"] = {"phase": "Pending"}
         await worlds[0].look()
         await worlds[1].look()
+        worlds[0].edit(gateway={"enabled": False})
+        await worlds[0].look()
         # The certificate is renewed before it ends.
         worlds[0].now += datetime.timedelta(days=1700)
         worlds[0].start_operator()

@@ -353,6 +353,54 @@ def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from
     assert world.status["conditions"][3]["reason"] == "GatewayUnavailable"
 
 
+def test_a_way_in_that_is_not_wanted_any_more_goes() -> None:
+    world = World(gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}})
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        assert world.names("HTTPRoute") == ["dev"]
+        world.edit(gateway={"enabled": False})
+        await world.settle()
+        assert world.names("HTTPRoute") == []
+        assert "externalUrl" not in world.status
+        # One that somebody else made stays.
+        theirs = {"kind": "HTTPRoute", "metadata": {"name": "dev", "namespace": "lab", "labels": {}}}
+        world.cluster.put(theirs)
+        world.controller.touch(KEY, children=True)
+        await world.look()
+        assert world.names("HTTPRoute") == ["dev"]
+
+    run(scenario, world)
+
+
+def test_a_worker_that_tells_nothing_for_long_is_worth_a_word() -> None:
+    world = World(idleTimeout="10m")
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        reasons = []
+        for idle in (None, None, None, None, 1.0):
+            world.prober.idle_seconds = idle
+            world.controller._memories[KEY].probe_at = 0.0
+            await world.look()
+            reasons.append(world.status["conditions"][3]["reason"])
+            assert world.status["phase"] == "Running"
+        assert reasons == ["AsExpected", "AsExpected", "ActivityUnknown", "ActivityUnknown", "AsExpected"]
+
+    run(scenario, world)
+
+
+def test_a_template_that_does_not_fit_is_told() -> None:
+    world = World(podTemplate={"spec": {"containers": [{"image": "x"}]}})
+
+    async def scenario(world: World) -> None:
+        await world.look()
+
+    run(scenario, world)
+    assert world.status["conditions"][1]["reason"] == "InvalidSpec"
+    assert "has no name" in world.status["conditions"][1]["message"]
+
+
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
