@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import skyproxy
-from skyproxy.errors import ConfigurationError, RemoteError
+from skyproxy.errors import ConfigurationError, RemoteError, SessionLostError
 from skyproxy.nodes import Node
 
 STEPS = 5
@@ -217,3 +219,20 @@ def test_one_session_at_a_time_is_profiled_and_the_end_of_a_session_ends_its_pro
 
 def session_of(node: Node) -> Any:
     return node._session
+
+
+def test_a_lost_worker_leaves_the_others_in_the_trace(sky: str) -> None:
+    node = skyproxy.launch_local("cpu")
+    lost = torch.ones(2, device=node.devices[0])
+    with skyproxy.profile() as profile:
+        torch.ones(2, device=sky).sum().item()
+        assert node.process_id is not None
+        os.kill(node.process_id, signal.SIGKILL)
+        with pytest.raises(SessionLostError):
+            while True:
+                lost.sum().item()
+    assert profile.trace is not None
+    rows = Trace(profile.trace).rows
+    assert f"worker of {sky}" in rows
+    assert f"worker of {node.devices[0]}" not in rows
+    assert session_of(node).lost is not None
