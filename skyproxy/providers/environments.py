@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.image import Image, requirement_name
+from skyproxy.runtime.requirements import is_satisfied
 
 WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9")
 """What a worker needs beside torch, where it does not share the client's environment."""
@@ -53,36 +52,7 @@ def own_environment_satisfies(image: Image) -> bool:
 
 def missing_requirements(requirements: Sequence[str]) -> list[str]:
     """Those that the interpreter which runs this does not satisfy; pools call it on workers too."""
-    return [requirement for requirement in requirements if not _is_satisfied(requirement)]
-
-
-def _is_satisfied(text: str, seen: frozenset[str] = frozenset()) -> bool:
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement:
-        return False  # a path, or something that only pip understands
-    if requirement.url is not None:
-        return False
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return True
-    try:
-        distribution = importlib.metadata.distribution(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    if not requirement.specifier.contains(distribution.version, prereleases=True):
-        return False
-    # An extra is there when what it asks for is.
-    for extra in requirement.extras - seen:
-        for needed in distribution.requires or ():
-            wanted = Requirement(needed)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                continue  # not of this extra
-            if not wanted.marker.evaluate({"extra": extra}):
-                continue
-            wanted.marker = None
-            if not _is_satisfied(str(wanted), seen | requirement.extras):
-                return False
-    return True
+    return [requirement for requirement in requirements if not is_satisfied(requirement)]
 
 
 class EnvironmentStore:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError, WorkerStartError
@@ -16,6 +19,7 @@ from skyproxy.kubernetes.reach import VIA, Way, reach
 from skyproxy.kubernetes.resources import compute_manifest
 from skyproxy.kubernetes.waiting import apply_and_wake, wait_until_ready
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image
 
 logger = logging.getLogger("skyproxy.providers")
@@ -23,6 +27,8 @@ logger = logging.getLogger("skyproxy.providers")
 _DELETE_SECONDS = 60.0
 _LOG_LINES = 200
 _GPU = "nvidia.com/gpu"
+_CONTAINER = "worker"
+"""What the operator calls the container of a worker."""
 
 
 class Kubernetes:
@@ -101,6 +107,8 @@ class Kubernetes:
             if "affinity" not in more:
                 more["affinity"] = await placement(client, spec.accelerator.name)
         image, image_env = _container_image(spec.image)
+        if isinstance(spec.image, Image) and spec.image.pip:
+            more["podTemplate"] = with_packages(more.get("podTemplate"), spec.image)
         return compute_manifest(
             spec.name,
             namespace=client.namespace,
@@ -247,14 +255,40 @@ def _container_image(image: Image | str | None) -> tuple[str | None, dict[str, s
     """The name of the container image, and the variables that its description adds.
 
     Raises:
-        ConfigurationError: it is described by packages: a cluster runs images that are built already.
+        ConfigurationError: what is described cannot be added to a container without rights.
     """
     if image is None or isinstance(image, str):
         return image, {}
     wanted = [name for name in ("python", "apt", "includes") if getattr(image, name)]
     if wanted:
         raise ConfigurationError(
-            f"Image({', '.join(wanted)}=...): in a cluster, workers run container images that are built already. "
-            "Build one on skyproxy's worker image, push it, and pass its name: image='registry.example/worker:1'."
+            f"Image({', '.join(wanted)}=...): in a cluster, workers run container images that are built already, and "
+            "only pip=[...] is added when they start. Build one on skyproxy's worker image, push it, and pass its name: "
+            "Image(base='registry.example/worker:1', pip=[...])."
         )
     return image.base, dict(image.env)
+
+
+def with_packages(pod_template: Mapping[str, Any] | None, image: Image) -> dict[str, Any]:
+    """A Pod template whose workers install what an image asks for before they start; what they have stays theirs.
+
+    Args:
+        pod_template: the user's own, which is kept.
+        image: with requirements.
+
+    Raises:
+        ConfigurationError: the user's own says what the worker runs.
+    """
+    template = copy.deepcopy(dict(pod_template or {}))
+    containers = template.setdefault("spec", {}).setdefault("containers", [])
+    worker = next((row for row in containers if row.get("name") == _CONTAINER), None)
+    if worker is None:
+        worker = {"name": _CONTAINER}
+        containers.append(worker)
+    if "command" in worker:
+        raise ConfigurationError(
+            "podTemplate says what the worker runs, so Image(pip=[...]) cannot be added. Drop one."
+        )
+    wanted = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
+    worker["command"] = ["python", "-m", "skyproxy_server.bootstrap", json.dumps(wanted)]
+    return template
