@@ -263,7 +263,7 @@ def _container_image(image: Image | str | None) -> tuple[str | None, dict[str, s
     if wanted:
         raise ConfigurationError(
             f"Image({', '.join(wanted)}=...): in a cluster, workers run container images that are built already, and "
-            "only pip=[...] is added when they start. Build one on skyproxy's worker image, push it, and pass its name: "
+            "only pip=[...] is added at their start. Build one on skyproxy's worker image, push it, and pass its name: "
             "Image(base='registry.example/worker:1', pip=[...])."
         )
     return image.base, dict(image.env)
