@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# First: torch's import makes the device, which needs all of this package.
+import torch  # noqa: F401
+
 from skyproxy.functions.call import Call
 from skyproxy.functions.payload import Payload
 

@@ -48,11 +48,9 @@ class Adopter:
             tensors = self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE])
             return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
 
-    def drop(self, number: int, tables: dict[str, Any]) -> None:
-        """The value is not wanted; its tensors are let go."""
-        count = sum(row[0] == REFERENCE for row in tables["tensors"])
-        if count:
-            self._session.do("adopt_results", self._call, number, [0] * count)
+    def release(self) -> None:
+        """Nothing more comes of this call: its arguments need not live because of it."""
+        self._arguments = ()
 
     def _adopt(self, number: int, rows: list[Row]) -> list[torch.Tensor]:
         if not rows:

@@ -119,6 +119,7 @@ class Call:
                     except BaseException as error:
                         self._error = error
                     self.forget()
+                    self._adopter.release()
                 self._taken = True
         return self._error
 

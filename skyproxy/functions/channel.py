@@ -71,9 +71,7 @@ class Channel:
 
         Raises:
             SessionLostError: the worker is gone.
-            ConnectError: it does not take the connection.
         """
-        self._ensure_open()
         self._calls[call.id] = call
         self.session.check()
         try:
@@ -90,7 +88,7 @@ class Channel:
 
     def attach(self, call: Call) -> None:
         """Asks for the events of a call that was begun before, perhaps by another process."""
-        self._ensure_open()
+        self.open()
         self._calls[call.id] = call
         self._say(CallAttach(call.id, call.received))
 
@@ -119,7 +117,13 @@ class Channel:
 
     # --- its connection ----------------------------------------------------------------------------------------------
 
-    def _ensure_open(self) -> None:
+    def open(self) -> None:
+        """Opens the connection, the first time.
+
+        Raises:
+            SessionLostError: the worker is gone.
+            ConnectError: it does not take the connection.
+        """
         with self._opening:
             self.session.check()
             if self._transport is not None:

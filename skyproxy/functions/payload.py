@@ -68,7 +68,7 @@ class Payload:
             return chosen.place
 
         try:
-            pickled = Pickler(refer, refer_device).pickle((fn, tuple(args), dict(kwargs or {})))
+            pickled = Pickler(refer, refer_device, sends_projects=True).pickle((fn, tuple(args), dict(kwargs or {})))
         except ConfigurationError:
             raise
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ again on the other side, whichever way they travel.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
@@ -88,18 +89,23 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     Args:
         refer: for a tensor that goes by reference, what its row ends with; None for one that goes by value.
         refer_device: the same for a device that only one side knows; what stands for it.
+        sends_projects: whether the user's own modules travel as code, as they must to a worker. What comes back names
+            them: who sent a class gets that very class, and who can import one gets that.
     """
 
     def __init__(
         self,
         refer: Callable[[torch.Tensor], list[Any] | None],
         refer_device: Callable[[torch.device], Any] = lambda device: None,
+        *,
+        sends_projects: bool = False,
     ) -> None:
         self._file = io.BytesIO()
         self._buffers: list[PickleBuffer] = []
         super().__init__(self._file, protocol=5, buffer_callback=self._take_buffer)
         self._refer = refer
         self._refer_device = refer_device
+        self._sends_projects = sends_projects
         self._numbers: dict[int, int] = {}
         self._met: list[torch.Tensor] = []
         self._rows: list[Row] = []
@@ -111,7 +117,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Raises:
         Exception: something in `value` cannot be pickled; whatever its class raised.
         """
-        with project_by_value():
+        with project_by_value() if self._sends_projects else contextlib.nullcontext():
             self.dump(value)
         contents = [storage.content() for storage in self._storages.values()]
         pieces: list[Buffer] = [self._file.getbuffer(), *(buffer.raw() for buffer in self._buffers)]

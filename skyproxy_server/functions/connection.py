@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import NoneType
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.payloads.pickling import memory_for
@@ -59,9 +60,8 @@ class FunctionsConnection:
 
     def _on_start(self, message: CallStart) -> None:
         task = message.task
-        if any(type(task.get(name)) is not kind for name, kind in _TASK.items()) or len(task["bases"]) >= len(
-            message.sizes
-        ):
+        fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
+        if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
         if len(self._coming) >= self._settings.max_calls:
             raise ProtocolError(f"more than {self._settings.max_calls} payloads are on their way at once")

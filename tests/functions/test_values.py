@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,3 +316,34 @@ def test_async_functions_run_to_their_end(node: skyproxy.Node) -> None:
 
 def test_functions_may_use_modules_that_are_no_plain_modules(node: skyproxy.Node) -> None:
     assert node.run(lambda: torch.ops.aten.add.Tensor(torch.ones(2), torch.ones(2)).tolist()) == [2, 2]
+
+
+def test_a_class_that_both_sides_can_import_is_one_class(
+    node: skyproxy.Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared_shapes.py").write_text("class Shape:\n    def __init__(self, n): self.n = n\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import shared_shapes
+
+    def make(folder: str) -> object:
+        import sys
+
+        sys.path.insert(0, folder)
+        try:
+            import shared_shapes as theirs
+        finally:
+            sys.path.remove(folder)
+        return theirs.Shape(3)
+
+    made = node.run(make, str(tmp_path))
+    assert type(made) is shared_shapes.Shape
+    assert made.n == 3
+
+
+def test_arguments_do_not_live_longer_than_their_call(node: skyproxy.Node, sky: str) -> None:
+    x = torch.ones(3, device=sky)
+    before = handles(node)
+    call = node.submit(torch.sum, (x + 1,))
+    assert call.result(60).item() == 6
+    assert handles(node) == before + 1
+    del call

@@ -1,0 +1,206 @@
+"""Calls on the worker's side, without a connection: what is kept for whom, and for how long."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from skyproxy.errors import SessionLostError
+from skyproxy.payloads.pickling import Pickler
+from skyproxy.settings import Settings
+from skyproxy_server.activity import Activity
+from skyproxy_server.functions.call import Event
+from skyproxy_server.functions.registry import Calls
+
+DEVICES = [{"type": "cpu", "index": 0, "name": "cpu"}]
+LAST = ("result", "error")
+
+
+class Caller:
+    """A connection that remembers what it is sent."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, str, dict[str, Any]]] = []
+        self.ended: dict[str, threading.Event] = {}
+        self.broken = False
+
+    def send_event(self, call: str, event: Event) -> None:
+        if self.broken:
+            raise SessionLostError("cut")
+        self.events.append((call, event.number, event.kind, event.value))
+        if event.kind in LAST:
+            self.ended.setdefault(call, threading.Event()).set()
+
+    def wait(self, call: str) -> None:
+        assert self.ended.setdefault(call, threading.Event()).wait(60)
+
+    def kinds(self, call: str) -> list[str]:
+        return [kind for name, _, kind, _ in self.events if name == call]
+
+
+def make_calls(**limits: Any) -> Calls:
+    return Calls(DEVICES, Settings(**limits), Activity())
+
+
+def start(calls: Calls, caller: Caller, name: str, function: Any, *args: Any, timeout: float | None = None) -> None:
+    pickled = Pickler(lambda tensor: None).pickle((function, args, {}))
+    task = {"name": name, "results": "value", "context": b"", "timeout": timeout, **pickled.tables}
+    pieces = [bytes(piece) for piece in pickled.pieces]
+    calls.bind("session", name, [], [])
+    calls.start("session", caller, name, task, pieces)
+
+
+def ended(calls: Calls, name: str) -> None:
+    """Waits until the call's thread is through."""
+    call = calls._get(name)
+    assert call is not None
+    assert call._thread is not None
+    call._thread.join(60)
+
+
+def test_it_begins_when_payload_and_arguments_are_there() -> None:
+    calls, caller = make_calls(), Caller()
+    pickled = Pickler(lambda tensor: None).pickle((abs, (-3,), {}))
+    task = {"name": "a", "results": "value", "context": b"", "timeout": None, **pickled.tables}
+    calls.start("session", caller, "a", task, [bytes(piece) for piece in pickled.pieces])
+    assert caller.events == []
+    calls.bind("session", "a", [], [])
+    caller.wait("a")
+    assert caller.kinds("a") == ["started", "result"]
+
+
+def test_a_second_start_changes_nothing() -> None:
+    calls, caller, runs = make_calls(), Caller(), []
+    append = runs.append
+    calls.bind("session", "a", [], [])
+    task = {"name": "a", "results": "value", "context": b"", "timeout": None, "tensors": [], "bases": []}
+    pickled = [bytes(Pickler(lambda tensor: None).pickle((count_up, (), {})).pieces[0])]
+    for _ in range(2):
+        calls.start("session", caller, "a", task, pickled)
+    caller.wait("a")
+    ended(calls, "a")
+    calls.forget("a")
+    calls.start("session", caller, "a", task, pickled)
+    append(COUNT[0])
+    assert runs == [1]
+
+
+COUNT = [0]
+
+
+def count_up() -> None:
+    COUNT[0] += 1
+
+
+def test_a_connection_that_breaks_is_made_up_for() -> None:
+    calls, first, second = make_calls(), Caller(), Caller()
+    first.broken = True
+    start(calls, first, "a", abs, -3)
+    ended(calls, "a")
+    assert calls.attach(second, "a", 0) is None
+    assert second.kinds("a") == ["started", "result"]
+    assert [number for _, number, _, _ in second.events] == [1, 2]
+
+
+def test_only_what_was_not_received_is_sent_again() -> None:
+    calls, first, second = make_calls(), Caller(), Caller()
+    start(calls, first, "a", abs, -3)
+    first.wait("a")
+    calls.attach(second, "a", 1)
+    assert second.kinds("a") == ["result"]
+
+
+def test_without_a_caller_the_oldest_output_goes() -> None:
+    calls, caller = make_calls(max_waiting_output_bytes=30), Caller()
+    release = threading.Event()
+    RELEASES["a"] = release
+    start(calls, caller, "a", wait_for, "a")
+    call = calls._get("a")
+    assert call is not None
+    calls.detach(caller)
+    for number in range(10):
+        call.write("stdout", f"line {number:04d}\n")
+    calls.attach(caller, "a", 1)
+    release.set()
+    caller.wait("a")
+    lines = [value["text"] for _, _, kind, value in caller.events if kind == "output"]
+    assert lines == [f"line {number:04d}\n" for number in (7, 8, 9)]
+    assert sum(value.get("lost", 0) for _, _, _, value in caller.events) <= 70
+
+
+RELEASES: dict[str, threading.Event] = {}
+
+
+def wait_for(name: str) -> None:
+    RELEASES[name].wait(60)
+
+
+def test_the_oldest_unread_results_go_first() -> None:
+    calls, caller = make_calls(max_kept_calls=2), Caller()
+    for name in "abc":
+        start(calls, caller, name, abs, -1)
+        caller.wait(name)
+        ended(calls, name)
+        calls.detach(caller)
+    answers = [calls.attach(Caller(), name, 0) for name in "abc"]
+    assert [answer.value["reason"] if answer else None for answer in answers] == ["gone", None, None]
+
+
+def test_a_result_that_was_received_may_be_shed() -> None:
+    calls, caller, late = make_calls(max_kept_result_bytes=1000), Caller(), Caller()
+    for name in "ab":
+        start(calls, caller, name, bytes, 900)
+        caller.wait(name)
+        ended(calls, name)
+    calls.attach(late, "a", 0)
+    assert late.events[-1][2] == "error"
+    assert "SKYPROXY_MAX_KEPT_RESULT_BYTES" in late.events[-1][3]["message"]
+    calls.attach(late, "b", 0)
+    assert late.events[-1][2] == "result"
+
+
+def test_too_many_at_once_are_refused() -> None:
+    calls, caller = make_calls(max_calls=1), Caller()
+    RELEASES["a"] = threading.Event()
+    start(calls, caller, "a", wait_for, "a")
+    start(calls, caller, "b", abs, -1)
+    assert caller.events[-1][3]["type"] == "LimitExceededError"
+    RELEASES["a"].set()
+    caller.wait("a")
+    ended(calls, "a")
+    assert calls.running == 0
+
+
+def test_a_cancel_that_comes_before_the_payload_holds() -> None:
+    calls, caller = make_calls(), Caller()
+    calls.cancel("session", "a", InterruptedError("given up"))
+    start(calls, caller, "a", count_up)
+    assert caller.kinds("a") == ["error"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_orphans_live_until_their_grace_is_over(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Any] = []
+
+    class Timer:
+        def __init__(self, seconds: float, function: Any, arguments: tuple[Any, ...]) -> None:
+            self.fire = lambda: function(*arguments)
+            assert seconds == 300
+            timers.append(self)
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr("skyproxy_server.functions.registry.threading.Timer", Timer)
+    calls, caller = make_calls(), Caller()
+    start(calls, caller, "a", abs, -1)
+    caller.wait("a")
+    calls.detach(caller)
+    calls.session_ended("session")
+    if comes_back:
+        assert calls.attach(Caller(), "a", 0) is None
+    timers[0].fire()
+    answer = calls.attach(Caller(), "a", 0)
+    assert (answer is None) == comes_back
