@@ -64,6 +64,9 @@ def serve_command(
     blob_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
     ] = None,
+    no_functions: Annotated[
+        bool, typer.Option("--no-functions", help="Take tensor operations only, and run no code of clients.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -92,7 +95,8 @@ def serve_command(
             arguments += [flag, str(value)]
     for origin in allow_origin or ():
         arguments += ["--allow-origin", origin]
-    arguments += [flag for flag, given in (("--insecure", insecure), ("--embedded", embedded)) if given]
+    switches = {"--insecure": insecure, "--embedded": embedded, "--no-functions": no_functions}
+    arguments += [flag for flag, given in switches.items() if given]
     run_server(arguments)
 
 

@@ -86,6 +86,10 @@ class Channel:
             head = partial(_start_message, call)
             send_payload(transport.send, head, call.id, 0, payload.pickled.pieces, self._settings.chunk_bytes)
 
+    def find(self, identity: str) -> Call | None:
+        """The call of this name that this session waits for; None if it waits for none."""
+        return self._calls.get(identity)
+
     def attach(self, call: Call) -> None:
         """Asks for the events of a call that was begun before, perhaps by another process."""
         self.open()

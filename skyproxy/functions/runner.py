@@ -77,6 +77,9 @@ class Runner:
     def reattach(self, identity: str, on_output: OnOutput | None = None) -> Call:
         """A call that was begun before; see `Node.reattach`."""
         self._check()
+        known = self._channel.find(identity)
+        if known is not None:
+            return known
         call = self._call("the call", [], on_output, identity)
         self._channel.attach(call)
         return call

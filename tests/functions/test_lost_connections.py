@@ -140,6 +140,13 @@ def test_a_result_outlives_its_session(worker: skyproxy.Node) -> None:
         worker.reattach(identity).result(60)
 
 
+def test_a_call_of_this_session_is_found_again(worker: skyproxy.Node) -> None:
+    call = worker.submit(hold, ("found",))
+    assert worker.reattach(call.id) is call
+    worker.run(open_gate, "found")
+    call.result(60)
+
+
 def test_unknown_calls_are_unknown(worker: skyproxy.Node) -> None:
     with pytest.raises(LookupError, match="has no call"):
         worker.reattach("0" * 32).result(60)
