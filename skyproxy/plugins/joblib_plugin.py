@@ -38,6 +38,15 @@ class JoblibPlugin(Plugin):
         """Adds joblib."""
         return with_requirements(image, [requirement("joblib", self.version)])
 
+    @staticmethod
+    def register() -> None:
+        """Makes joblib know the backend "sky" where no pool has the plugin; again and again does no harm."""
+        import joblib
+
+        from skyproxy.plugins.joblib_backend import SkyBackend
+
+        joblib.register_parallel_backend("sky", SkyBackend)
+
     def around_client(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
         """`Parallel` without a word about its backend uses the pool, on the thread of the `with` block."""
         return _by_default(pool, self.n_jobs)
@@ -49,15 +58,6 @@ def _by_default(pool: Any, n_jobs: int) -> Iterator[None]:
         import joblib
     except ModuleNotFoundError as error:
         raise ConfigurationError("the joblib plugin needs joblib on the client too. Try: pip install joblib") from error
-    register()
+    JoblibPlugin.register()
     with joblib.parallel_config("sky", n_jobs=n_jobs, pool=pool):
         yield
-
-
-def register() -> None:
-    """Makes joblib know the backend "sky"; again and again does no harm."""
-    import joblib
-
-    from skyproxy.plugins.joblib_backend import SkyBackend
-
-    joblib.register_parallel_backend("sky", SkyBackend)

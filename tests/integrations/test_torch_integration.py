@@ -54,6 +54,23 @@ def plain() -> bool:
     return dist.is_initialized()
 
 
+@sky.compute
+def by_hand() -> float:
+    import torch.distributed as dist
+
+    info = sky.instance_info()
+    where = f"tcp://{info.head_addr}:{info.head_port}"
+    dist.init_process_group("gloo", init_method=where, rank=info.rank, world_size=info.world_size)
+    total = torch.tensor(float(info.rank + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_a_framework_can_be_set_up_by_hand(pool: Any) -> None:
+    assert by_hand() @ pool == [3.0, 3.0]
+
+
 def test_the_first_task_joins_and_the_others_find_it(pool: Any, capfd: pytest.CaptureFixture) -> None:
     assert plain() @ pool == [False, False]
     calls = [train(number).submit_to_all(pool) for number in (10, 20, 30)]

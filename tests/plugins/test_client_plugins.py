@@ -87,6 +87,12 @@ def test_a_pool_can_be_chosen_in_place(pool: Any) -> None:
     assert list(generator) == [0, 1, 2, 3, 4]
 
 
+def test_the_older_way_to_choose_a_backend_works_too(pool: Any) -> None:
+    sky.plugins.joblib.register()
+    with joblib.parallel_backend("sky", pool=pool):
+        assert joblib.Parallel(n_jobs=2)(joblib.delayed(abs)(-number) for number in range(4)) == [0, 1, 2, 3]
+
+
 def fail(number: int) -> int:
     if number == 3:
         raise LookupError(f"number {number}")

@@ -27,7 +27,12 @@ SITE = Path(__file__).resolve().parents[1] / "site"
 def pool() -> Iterator[Any]:
     # On the path of the workers: what makes torchvision load, which transformers imports where it is installed.
     path = os.pathsep.join([str(SITE), *(item for item in sys.path if item)])
-    plugins = [sky.plugins.torch(backend="gloo"), sky.plugins.huggingface(), sky.plugins.coordination()]
+    plugins = [
+        sky.plugins.torch(backend="gloo"),
+        sky.plugins.huggingface(),
+        sky.plugins.accelerate(),
+        sky.plugins.coordination(),
+    ]
     with sky.Compute(
         provider=sky.Local(device="cpu"), nodes=2, procs_per_node=2, plugins=plugins, env={"PYTHONPATH": path}
     ) as opened:
@@ -181,6 +186,69 @@ def test_the_trainer_of_hugging_face_finds_the_group(pool: Any) -> None:
     assert {result["mode"] for result in results} == {"ParallelMode.DISTRIBUTED"}
     for other in results[1:]:
         assert torch.equal(results[0]["weights"], other["weights"])
+
+
+@sky.compute
+def accelerated() -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(wrapped(torch.full((1, 2), float(accelerator.process_index))).sum())
+    optimizer.step()
+    return {
+        "index": accelerator.process_index,
+        "local": accelerator.local_process_index,
+        "count": accelerator.num_processes,
+        "weight": model.weight.tolist(),
+    }
+
+
+def test_accelerate_finds_all_ranks_with_no_configuration(pool: Any) -> None:
+    results = accelerated() @ pool
+    assert [result["index"] for result in results] == [0, 1, 2, 3]
+    assert [result["local"] for result in results] == [0, 1, 0, 1]
+    assert {result["count"] for result in results} == {RANKS}
+    assert [result["weight"] for result in results] == [[[-1.5, -1.5]]] * RANKS  # the mean of 0, 1, 2, 3
+
+
+@sky.compute
+@sky.stdout(only=lambda info: info.rank in (1, 3))
+def speak() -> None:
+    print(f"rank {sky.instance_info().rank} speaks")
+
+
+@sky.compute
+@sky.silent
+def quiet() -> None:
+    print("never")
+    while sky.plugins.counter("loud").value < RANKS:  # until the others have printed beside this task
+        time.sleep(0.01)
+    print("nor now", file=sys.stderr)
+
+
+@sky.compute
+def loud() -> None:
+    print(f"rank {sky.instance_info().rank} is loud")
+    sky.plugins.counter("loud").add()
+
+
+def test_a_predicate_chooses_who_prints(pool: Any, capfd: pytest.CaptureFixture) -> None:
+    speak() @ pool
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["[1] rank 1 speaks", "[3] rank 3 speaks"]
+
+
+def test_a_silent_task_silences_nobody_beside_it(pool: Any, capfd: pytest.CaptureFixture) -> None:
+    running = quiet().on(0) > pool
+    loud() @ pool
+    running.result(100)
+    seen = capfd.readouterr()
+    assert sorted(seen.out.splitlines()) == [f"[{rank}] rank {rank} is loud" for rank in range(RANKS)]
+    assert "nor now" not in seen.err
 
 
 @sky.compute
