@@ -36,7 +36,7 @@ _WHY = {
     commands.RECEIVE: "a tensor of the CPU is copied to the worker",
     commands.REPLAY: "a graph is replayed inside the capture of another one",
 }
-_APART = frozenset({"forget_compiled", "graph_forget"})
+_APART = frozenset({"forget_call", "forget_compiled", "graph_forget"})
 """Controls that destructors ask for: no part of the step, but to be done."""
 _HINT = (
     " while a graph is captured, when nothing runs on the worker. Do it before or after the capture; what is new in "

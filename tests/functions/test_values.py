@@ -347,3 +347,16 @@ def test_arguments_do_not_live_longer_than_their_call(node: skyproxy.Node, sky: 
     assert call.result(60).item() == 6
     assert handles(node) == before + 1
     del call
+
+
+def test_a_call_may_be_dropped_while_a_graph_is_captured(node: skyproxy.Node, sky: str) -> None:
+    x = torch.ones(2, device=sky)
+    call = node.submit(lambda: torch.ones(1000))
+    call._future.result(60)
+    graph = torch.sky.SkyGraph()
+    with torch.sky.graph(graph):
+        y = x + 1
+        del call
+        gc.collect()
+    graph.replay()
+    assert y.tolist() == [2, 2]
