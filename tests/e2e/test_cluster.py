@@ -8,16 +8,17 @@ from tests.e2e.computes import User, collection, wait_nothing_left
 PAIR = """
 import asyncio, copy, os, socket, sys
 import torch
-from skyproxy import Cluster, Compute
+from skyproxy import Cluster, Compute, Image
 from skyproxy.providers import Kubernetes
 
 where = Kubernetes(sys.argv[1])
+steps = []
 
 
-def look():
+def look(there):
     with open("/cache/written", "a") as file:
         file.write("x")
-    return socket.gethostname(), os.environ["HF_HOME"]
+    return socket.gethostname(), os.environ["HF_HOME"], os.environ["OF_IMAGE"], there.device.type, there.sum().item()
 
 
 async def main():
@@ -27,11 +28,14 @@ async def main():
         resources={"cpu": "1", "memory": "4Gi"},
         volumes=[{"name": "cache", "storage": "1Gi", "path": "/cache"}],
         env={"HF_HOME": "/cache"},
+        image=Image(pip=["torch"], env={"OF_IMAGE": "yes"}),
     )
-    right = Compute(name="right", provider=where, resources={"cpu": "1", "memory": "4Gi"})
+    right = Compute(
+        name="right", provider=where, resources={"cpu": "1", "memory": "4Gi"}, on_event=lambda s: steps.append(s.phase)
+    )
     async with Cluster(left, right) as (a, b):
-        print(*await a.execute(look))
-        print((await b.execute(socket.gethostname)))
+        print(*await a.execute(look, torch.arange(4.0, device=a.device("cpu"))))
+        print(await b.execute(socket.gethostname), steps[0], steps[-1])
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 2)
         policy = copy.deepcopy(model).to(a.device("cpu"))
@@ -125,7 +129,7 @@ with sky.Compute(
 
 def test_two_computes_in_a_cluster_work_together_and_leave_together(cluster: Cluster, user: User) -> None:
     lines = user.python(PAIR, user.namespace).splitlines()
-    assert lines == ["left-0 /cache", "right-0", "False True"]
+    assert lines == ["left-0 /cache yes cpu 6.0", "right-0 provisioning running", "False True"]
     wait_nothing_left(cluster, user.namespace)
 
 
