@@ -23,6 +23,7 @@ from skyproxy_operator.cluster import _PLURALS
 from skyproxy_operator.options import Options, load
 from skyproxy_operator.pod_builder import build_pod
 from tests.manifests.custom_resource import VERSION
+from tests.manifests.gateway_api import SPECS, gateway_problems
 from tests.manifests.kustomization import INSTALLATIONS, MANIFESTS, ROOT, documents, identity, of_kind, rendered
 from tests.manifests.pod_security import violations
 from tests.operator.makers import OPTIONS, make_compute, spec_of
@@ -141,6 +142,30 @@ def made_by_the_operator() -> list[dict[str, Any]]:
 def test_kubernetes_accepts_what_the_operator_makes(version: str) -> None:
     for item in made_by_the_operator():
         kubernetes_validate.validate(item, version, strict=True)
+
+
+def gateway_objects() -> list[dict[str, Any]]:
+    spec = spec_of(EVERYTHING)
+    parent = {"name": "g", "namespace": "infra", "sectionName": "https"}
+    return [
+        *(item for name in INSTALLATIONS for item in rendered(MANIFESTS / name) if item["kind"] in SPECS),
+        children.route(EVERYTHING, spec, "a.example", parent),
+        children.backend_policy(EVERYTHING, "v1"),
+        children.backend_policy(EVERYTHING, "v1alpha3"),
+    ]
+
+
+def test_the_gateway_api_accepts_what_is_for_it() -> None:
+    objects = gateway_objects()
+    assert {item["kind"] for item in objects} == set(SPECS)
+    assert [problem for item in objects for problem in gateway_problems(item)] == []
+
+
+@pytest.mark.parametrize("number", range(len(gateway_objects())))
+def test_a_misspelt_field_for_the_gateway_would_be_found(number: int) -> None:
+    item = copy.deepcopy(gateway_objects()[number])
+    item["spec"]["hostname"] = "a.example"
+    assert gateway_problems(item)
 
 
 def test_a_misspelt_field_would_be_found() -> None:

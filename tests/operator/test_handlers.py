@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +67,15 @@ def test_only_what_bears_our_label_is_watched(monkeypatch: pytest.MonkeyPatch) -
     assert started[1:] == ["started"]
     assert set(settings.watching.label_selectors.values()) == {"skyproxy.dev/compute"}
     assert settings.posting.enabled is False
+
+
+def test_the_operator_needs_no_torch_and_no_worker() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy', 'skyproxy_server')));"
+        "import skyproxy_operator.handlers, skyproxy_operator.__main__, skyproxy_operator.certificates"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_has_to_say_what_to_look_after() -> None:
