@@ -19,7 +19,7 @@ from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Pro
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleets import Access, fleet_of
 from skyproxy.cli.output import console, progress, show_json
-from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore
+from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
 from skyproxy.errors import SkyproxyError
 from skyproxy.kubernetes.address import ClusterAddress
 
@@ -180,26 +180,9 @@ def _chosen_access() -> Access | None:
             url, os.environ.get("SKYPROXY_TOKEN", ""), trusted, os.environ.get("SKYPROXY_SERVER_NAME") or None
         )
     context = ContextStore().chosen()
-    return None if context is None else access_of(context)
-
-
-def access_of(context: Context) -> Access:
-    """A way to the worker of a saved context.
-
-    Raises:
-        ConnectError: it cannot be reached.
-    """
-    if context.provider == "remote":
-        options = context.options
-        trusted = options.get("certificate_file")
-        return Access(
-            options["url"],
-            Path(options["token_file"]).read_text(encoding="ascii").strip(),
-            Path(trusted).read_text(encoding="ascii") if trusted else None,
-            options.get("server_name"),
-        )
-    fleet = fleet_of(context.provider, ClusterAddress.of_options(context.options))
-    return asyncio.run(fleet.access(context.name))
+    if context is None:
+        return None
+    return asyncio.run(fleet_of(context.provider, ClusterAddress.of_options(context.options)).access(context.name))
 
 
 def _versions(theirs: dict[str, str]) -> Iterator[Finding]:

@@ -114,7 +114,7 @@ class Fleet(Protocol):
 
 
 def fleet_of(provider: str, address: ClusterAddress) -> Fleet:
-    """The workers of a provider."""
+    """The workers of a provider, one of `contexts.PROVIDERS`."""
     if provider == ProviderName.KUBERNETES:
         from skyproxy.cli.cluster_fleet import ClusterFleet
 
@@ -127,7 +127,9 @@ def fleet_of(provider: str, address: ClusterAddress) -> Fleet:
         from skyproxy.cli.container_fleet import ContainerFleet
 
         return ContainerFleet()
-    raise ConfigurationError(f"this command knows no workers of the provider {provider!r}.")
+    from skyproxy.cli.remote_fleet import RemoteFleet
+
+    return RemoteFleet()
 
 
 def asks_for_cluster(address: ClusterAddress) -> bool:
@@ -168,7 +170,7 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
         return name, fleet_of(provider, address)
     if asks_for_cluster(address):
         return name, fleet_of(ProviderName.KUBERNETES, address)
-    if context is not None and context.provider in tuple(ProviderName):
+    if context is not None:
         return name, fleet_of(context.provider, ClusterAddress.of_options(context.options))
     fleets = [fleet_of(ProviderName.LOCAL, address)]
     if await has_cluster(address):

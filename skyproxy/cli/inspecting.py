@@ -66,6 +66,8 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
     wants_cluster = provider is ProviderName.KUBERNETES or asks_for_cluster(address) or all_namespaces
     if provider in (None, ProviderName.LOCAL):
         rows += await fleet_of(ProviderName.LOCAL, address).rows()
+    if provider is None:
+        rows += await fleet_of("remote", address).rows()
     if provider is ProviderName.CONTAINER or (provider is None and _knows_containers()):
         rows += await fleet_of(ProviderName.CONTAINER, address).rows()
     if wants_cluster or (provider is None and await has_cluster(address)):

@@ -25,7 +25,7 @@ from skyproxy.cli.connecting import connection_files
 from skyproxy.cli.fleets import Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
 from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
@@ -103,7 +103,11 @@ def up(
             "max_lifetime_seconds": duration_seconds(max_lifetime),
         }
         seconds = duration_seconds(timeout) if wait else None
-        fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
+        try:
+            fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
+        except (KeyboardInterrupt, WorkerStartError):
+            note(f"{name} is still wanted, and may still come. To give it up: skyproxy down {name}")
+            raise
     found = asyncio.run(_finish(fleet, name, use))
     if as_json:
         show_json(found.row)

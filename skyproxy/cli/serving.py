@@ -37,6 +37,9 @@ class LogLevel(StrEnum):
 def serve_command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8765,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Workers to run, on ports from --port on; all end with one.")
+    ] = 1,
     device: Annotated[Device, typer.Option(help="Devices to offer; auto: CUDA if any, then the CPU.")] = Device.AUTO,
     token_file: Annotated[
         Path | None,
@@ -83,6 +86,7 @@ def serve_command(
     """
     arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
     arguments += ["--drain-seconds", str(drain_seconds)]
+    arguments += ["--processes", str(processes)] if processes > 1 else []
     paths = {
         "--token-file": token_file,
         "--port-file": port_file,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from skyproxy.cli.arguments import complete_worker
 from skyproxy.contexts import Context, ContextStore
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
@@ -45,6 +46,12 @@ def test_a_url_is_kept_with_the_path_of_its_token(run: Run, read: Read, worker: 
     saved = read("context", "current")
     assert saved == {"name": "far", "provider": "remote", "options": {"url": worker.url, "token_file": str(token)}}
     assert run("doctor").exit_code == 0
+    assert read("status")["ready"] is True
+    assert [(row["name"], row["provider"]) for row in read("list")] == [("far", "remote")]
+    assert read("top", "--interval", "0.1")["name"] == "far"
+    for command in ("down", "logs"):
+        assert run(command, "far").exit_code == 2
+    assert ContextStore().names() == ["far"]
     for path in (home / "config").rglob("*"):
         assert path.is_dir() or worker.token not in path.read_text()
 
@@ -56,3 +63,19 @@ def test_a_refused_token_ends_with_5_and_keeps_nothing(run: Run, worker: LocalWo
     assert result.exit_code == 5
     assert "refused the token" in result.output
     assert ContextStore().names() == []
+
+
+def test_a_worker_elsewhere_that_is_gone_is_said_to_be(run: Run, read: Read, home: Path) -> None:
+    token = home / "token"
+    token.write_text("x" * 20)
+    ContextStore().save(Context("far", "remote", {"url": "ws://127.0.0.1:1", "token_file": str(token)}))
+    assert read("list")[0]["phase"] == "Lost"
+    status = run("status")
+    assert status.exit_code == 1
+    assert "skyproxy context remove far" in status.stdout
+
+
+def test_names_are_completed(run: Run) -> None:
+    for name in ("dev", "dev-2", "prod"):
+        ContextStore().save(Context(name, "local"))
+    assert complete_worker("dev") == ["dev", "dev-2"]

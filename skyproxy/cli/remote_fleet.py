@@ -1,0 +1,97 @@
+"""The workers that others run, as far as contexts of ours lead to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.local_fleet import devices_text
+from skyproxy.contexts import Context, ContextStore
+from skyproxy.errors import ConfigurationError, ConnectError
+
+
+class RemoteFleet:
+    """Workers at urls.
+
+    Attributes:
+        provider: "remote".
+    """
+
+    provider = "remote"
+
+    async def rows(self) -> list[WorkerRow]:
+        """All that a context leads to, by name."""
+        store = ContextStore()
+        contexts = (store.get(name) for name in store.names())
+        names = [context.name for context in contexts if context is not None and context.provider == self.provider]
+        return [row for row in await asyncio.gather(*map(self.row, names)) if row is not None]
+
+    async def row(self, name: str) -> WorkerRow | None:
+        """One of them, as it says itself; None where no context leads to it."""
+        context = ContextStore().get(name)
+        if context is None or context.provider != self.provider:
+            return None
+        message, report = "", {}
+        try:
+            report = await asyncio.to_thread(access_of_url(context).report)
+        except ConnectError as error:
+            message = str(error)
+        return WorkerRow(
+            name=name,
+            provider=self.provider,
+            where="elsewhere",
+            phase="Running" if report else "Lost",
+            ready=bool(report),
+            devices=devices_text(report.get("devices", ())),
+            idle_seconds=report.get("idle_seconds"),
+            url=context.options.get("url"),
+            reason="" if report else "Lost",
+            message=message,
+            hint="" if report else f"Ask who runs it; or forget it: skyproxy context remove {name}",
+            software=dict(report.get("software", {})),
+        )
+
+    async def down(self, name: str, *, wait: bool) -> bool:
+        """Refuses: whoever started it ends it."""
+        raise ConfigurationError(
+            f"{name} was not started by skyproxy up, so it is not ended from here. "
+            f"To forget it: skyproxy context remove {name}"
+        )
+
+    async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
+        """Refuses: its log is where it runs."""
+        for line in self._no_log(name):
+            yield line
+
+    def _no_log(self, name: str) -> list[str]:
+        raise ConfigurationError(f"{name} runs elsewhere, and its log is there.")
+
+    async def context(self, name: str) -> Context:
+        """The one that leads to it."""
+        context = ContextStore().get(name)
+        assert context is not None
+        return context
+
+    async def access(self, name: str) -> Access:
+        """Its address and token."""
+        return access_of_url(await self.context(name))
+
+
+def access_of_url(context: Context) -> Access:
+    """A way to the worker of a context that holds a url.
+
+    Raises:
+        ConfigurationError: its token or certificate cannot be read.
+    """
+    options = context.options
+    try:
+        token = Path(options["token_file"]).read_text(encoding="ascii").strip()
+        path = options.get("certificate_file")
+        trusted = Path(path).read_text(encoding="ascii") if path else None
+        return Access(options["url"], token, trusted, options.get("server_name"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"the context {context.name!r} cannot be used: {error}. Save it: skyproxy connect URL --token-file FILE"
+        ) from error
