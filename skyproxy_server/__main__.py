@@ -113,12 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_watcher.forget("torch")  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
+    blobs: BlobStore | None = None
     try:
         stop = _stop_event(arguments.embedded)
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
-        session_host = _session_host(arguments)
+        blobs = _blob_store(arguments)
+        session_host = _session_host(arguments, blobs)
         if not wait_for_ports(arguments.host, arguments.after_port, stop):
             return 0
         listener = serve(
@@ -136,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"skyproxy_server: {exc}", file=sys.stderr)
         return 2
     finally:
+        if blobs is not None:
+            blobs.close()
         if made is not None:
             made.unlink(missing_ok=True)
     return 0
@@ -165,7 +169,8 @@ def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threa
         raise ConfigurationError("--processes needs a --token-file, which all of the workers can read.")
     if arguments.port + arguments.processes > 65536:
         raise ConfigurationError(f"There are not {arguments.processes} ports from {arguments.port} on.")
-    return run_processes(argv, arguments.processes, arguments.port, stop)
+    share = ["--blob-bytes", str(_blob_bytes(arguments))]
+    return run_processes([*argv, *share], arguments.processes, arguments.port, stop)
 
 
 def _stop_event(embedded: bool) -> threading.Event:
@@ -228,30 +233,38 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
     return context
 
 
-def _session_host(arguments: argparse.Namespace) -> SessionHost:
+def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> SessionHost:
     devices = inventory(arguments.device)
     # Late: it loads torch, and a wrong argument should not wait for that.
     from skyproxy_server.worker_session import WorkerHost
 
     logger.info("devices: %s", ", ".join(_named(row) for row in devices))
     host: SessionHost = WorkerHost(
-        devices=devices, settings=SETTINGS, blobs=_blob_store(arguments), functions=not arguments.no_functions
+        devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions
     )
     return host
 
 
+def _blob_bytes(arguments: argparse.Namespace) -> int:
+    """How much of uploads this process may keep; with --processes, each of them."""
+    wanted: int | None = arguments.blob_bytes
+    if wanted is None:
+        # An embedded worker's client never comes back to it.
+        wanted = SETTINGS.max_blob_bytes if arguments.blob_dir or not arguments.embedded else 0
+    usable = usable_memory_bytes() if arguments.blob_dir is None else None
+    return (wanted if usable is None else min(wanted, usable // 4)) // int(arguments.processes)
+
+
 def _blob_store(arguments: argparse.Namespace) -> BlobStore | None:
-    byte_count = arguments.blob_bytes
-    if byte_count is None:
-        byte_count = SETTINGS.max_blob_bytes if arguments.blob_dir or not arguments.embedded else 0
-    if arguments.blob_dir is None:
-        usable = usable_memory_bytes()
-        byte_count = byte_count if usable is None else min(byte_count, usable // 4)
+    byte_count = _blob_bytes(arguments)
     if not byte_count:
         return None
-    shelf = FolderShelf(arguments.blob_dir) if arguments.blob_dir is not None else None
+    where, shelf = "memory", None
+    if arguments.blob_dir is not None:
+        # One for each port: several workers may be given the same folder, and each keeps its own bound.
+        where = str(arguments.blob_dir / f"port-{arguments.port}")
+        shelf = FolderShelf(Path(where))
     store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes)
-    where = arguments.blob_dir or "memory"
     logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
     return store
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.protocol.digests import DIGEST_BYTES, content_digest
 
 _SUFFIX = ".blob"
+_THREADS = 4
 _DRAFT_PREFIX = "draft-"
 _FORGOTTEN_DRAFT_SECONDS = 3600.0
 """Drafts that are older belong to a worker that is gone."""
@@ -55,6 +57,9 @@ class Shelf(Protocol):
 
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
         """Names, bytes and sizes of what is here already; what was used longest ago comes first."""
+
+    def close(self) -> None:
+        """Ends what it uses; what lies here stays."""
 
 
 class _Memory:
@@ -100,10 +105,14 @@ class MemoryShelf:
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
         return ()
 
+    def close(self) -> None:
+        pass
+
 
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hashing: Executor) -> None:
         self._path = path
+        self._hashing = hashing
 
     def copy_into(self, target: memoryview, digest: bytes) -> bool:
         """The bytes are hashed again, for a file can change behind our back."""
@@ -116,16 +125,17 @@ class _File:
                 done += count
         with contextlib.suppress(OSError):
             os.utime(self._path)  # after a restart, the order of use is known
-        return content_digest(target) == digest
+        return content_digest(target, self._hashing.map) == digest
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
 class _FileDraft:
-    def __init__(self, path: Path, byte_count: int) -> None:
+    def __init__(self, path: Path, byte_count: int, hashing: Executor) -> None:
         self._path = path
         self._byte_count = byte_count
+        self._hashing = hashing
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.truncate(self._descriptor, byte_count)
@@ -155,7 +165,7 @@ class _FileDraft:
     def keep(self, digest: bytes) -> Kept:
         target = self._path.with_name(digest.hex() + _SUFFIX)
         os.replace(self._path, target)
-        return _File(target)
+        return _File(target, self._hashing)
 
     def discard(self) -> None:
         self.seal()
@@ -177,9 +187,15 @@ class FolderShelf:
             raise ConfigurationError(f"--blob-dir {folder} cannot be written. Name a folder that the worker owns.")
         self._folder = folder
         self._numbers = itertools.count(1)
+        # A client waits while what it asked for is hashed again.
+        self._hashing = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "skyproxy-blob-files")
 
     def draft(self, byte_count: int) -> Draft:
-        return _FileDraft(self._folder / f"{_DRAFT_PREFIX}{os.getpid()}-{next(self._numbers)}", byte_count)
+        path = self._folder / f"{_DRAFT_PREFIX}{os.getpid()}-{next(self._numbers)}"
+        return _FileDraft(path, byte_count, self._hashing)
+
+    def close(self) -> None:
+        self._hashing.shutdown(wait=False, cancel_futures=True)
 
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
         now = time.time()
@@ -191,4 +207,4 @@ class FolderShelf:
                     path.unlink()
                 elif path.suffix == _SUFFIX and len(digest := bytes.fromhex(path.stem)) == DIGEST_BYTES:
                     rows.append((status.st_mtime, digest, path, status.st_size))
-        return [(digest, _File(path), size) for _, digest, path, size in sorted(rows)]
+        return [(digest, _File(path, self._hashing), size) for _, digest, path, size in sorted(rows)]

@@ -234,6 +234,7 @@ class BlobStore:
                 rest = self._finished.get_nowait()
                 if rest is not None:
                     rest.draft.discard()
+        self._shelf.close()
 
 
 def usable_memory_bytes(root: Path = Path("/")) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ import pytest
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.protocol.digests import content_digest
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Offer
+from skyproxy.settings import SETTINGS
+from skyproxy_server import __main__ as program
+from skyproxy_server.__main__ import _blob_bytes, parser
 from skyproxy_server.blob_shelves import FolderShelf, MemoryShelf, Shelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.transfers import Transfers
@@ -133,6 +137,21 @@ def test_what_was_given_up_takes_no_room(make: Make) -> None:
         incoming.write(0, memoryview(content(1)))
         incoming.finish()
     assert store.stats() == {"blobs": 0, "bytes": 0, "max_bytes": SIZE, "unhashed": 0}
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    return parser().parse_args(argv)
+
+
+def test_what_a_worker_may_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "usable_memory_bytes", lambda: 40 << 20)
+    assert _blob_bytes(arguments()) == 10 << 20
+    assert _blob_bytes(arguments("--blob-bytes", "4096")) == 4096
+    assert _blob_bytes(arguments("--blob-bytes", "0")) == 0
+    assert _blob_bytes(arguments("--embedded")) == 0
+    assert _blob_bytes(arguments("--embedded", "--blob-bytes", "4096")) == 4096
+    assert _blob_bytes(arguments("--blob-dir", "x")) == SETTINGS.max_blob_bytes
+    assert _blob_bytes(arguments("--processes", "5")) == 2 << 20
 
 
 def test_what_is_too_small_is_not_kept() -> None:
