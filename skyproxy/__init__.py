@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from skyproxy.profiling.profiles import Profile as Profile
     from skyproxy.profiling.profiles import profile as profile
     from skyproxy.providers.accelerators import Accelerator as Accelerator
+    from skyproxy.providers.aws import AWS as AWS
     from skyproxy.providers.base import Volume as Volume
     from skyproxy.providers.container import Container as Container
     from skyproxy.providers.image import Image as Image
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from skyproxy.tensor.state_dicts import load_into as load_into
 
 _PUBLIC = {
+    "AWS": "skyproxy.providers.aws",
     "Accelerator": "skyproxy.providers.accelerators",
     "Cluster": "skyproxy.pools",
     "Compute": "skyproxy.pools",

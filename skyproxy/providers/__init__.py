@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyproxy.providers.accelerators import Accelerator as Accelerator
+    from skyproxy.providers.aws import AWS as AWS
     from skyproxy.providers.base import Endpoint as Endpoint
     from skyproxy.providers.base import Launched as Launched
     from skyproxy.providers.base import Progress as Progress
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from skyproxy.providers.remote import Remote as Remote
 
 _HOMES = {
+    "AWS": "aws",
     "Accelerator": "accelerators",
     "Container": "container",
     "Endpoint": "base",

@@ -1,0 +1,392 @@
+"""Workers on instances of Amazon EC2."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import secrets
+import socket
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, new_keys, startup_script
+from skyproxy.providers.aws_catalogue import instance_type_for
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.environments import install_steps
+from skyproxy.providers.image import Image
+from skyproxy.providers.processes import identity_of, is_alive
+from skyproxy.providers.together import together
+
+logger = logging.getLogger("skyproxy")
+
+_OWNER = "skyproxy:owner"
+_POOL = "skyproxy:pool"
+_POLL_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
+_IDLE_SECONDS = 1800.0
+_CPU_IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
+_GPU_IMAGE = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+_LEFT = ("pending", "running", "stopping", "stopped")
+
+
+class AWS:
+    """An instance for every node. They are terminated when the pool ends.
+
+    They are terminated also where this program dies: each shuts itself down after `idle_timeout` (half an hour by
+    default) without work, and the next launch from this machine ends what dead programs left.
+
+    Attributes:
+        name: "aws".
+    """
+
+    name = "aws"
+
+    def __init__(
+        self,
+        *,
+        region: str | None = None,
+        instance_type: str | None = None,
+        image_id: str | None = None,
+        subnet: str | None = None,
+        allow_from: str | None = None,
+        spot: bool = False,
+        disk_gb: int = 100,
+        package: str | None = None,
+        profile: str | None = None,
+        endpoint_url: str | None = None,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        """Says where; asks nothing of AWS yet.
+
+        Args:
+            region: of the instances; boto3's own choice by default.
+            instance_type: what every node is; by default the smallest that has what is asked for.
+            image_id: the AMI, of a Debian kind; by default Ubuntu's, or for GPUs AWS's own with drivers.
+            subnet: where the instances are; one of the default network by default.
+            allow_from: the addresses that may reach the workers, such as "203.0.113.0/24"; by default this machine's
+                own public address. The workers ask for the token in any case, and speak TLS only.
+            spot: whether to take instances that AWS may take back.
+            disk_gb: of each instance.
+            package: how the workers install skyproxy: a requirement for pip; this very version by default.
+            profile: of the AWS configuration.
+            endpoint_url: of another service that speaks EC2's language.
+            poll_seconds: how often to look whether instances and workers are up.
+        """
+        self._region = region
+        self._instance_type = instance_type
+        self._image_id = image_id
+        self._subnet = subnet
+        self._allow_from = allow_from
+        self._spot = spot
+        self._disk_gb = disk_gb
+        self._package = package or f"skyproxy=={importlib.metadata.version('skyproxy')}"
+        self._profile = profile
+        self._endpoint_url = endpoint_url
+        self._poll_seconds = poll_seconds
+
+    async def launch(self, spec: WorkerSpec, report: Report) -> Instances:
+        """Starts all instances or none; see `Provider.launch`."""
+        image = self._checked(spec)
+        ec2, ssm = await asyncio.to_thread(self._clients)
+        reaped = await asyncio.to_thread(reap, ec2)
+        if reaped:
+            report(Progress("provisioning", None, f"terminated {reaped} instance(s) that programs which died had left"))
+        instances = Instances(ec2, spec, new_keys(), self._poll_seconds, self.reach)
+        try:
+            await instances.start(await asyncio.to_thread(self._request, ssm, spec, image, instances, report), report)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(instances.close()))
+            raise
+        return instances
+
+    def reach(self, instance: Mapping[str, Any], local_rank: int) -> tuple[str, int]:
+        """Host and port by which this machine reaches a worker process. A subclass may know another way."""
+        return str(instance.get("PublicIpAddress") or instance["PrivateIpAddress"]), PORT + local_rank
+
+    def _checked(self, spec: WorkerSpec) -> Image:
+        if isinstance(spec.image, str) or (spec.image is not None and spec.image.base is not None):
+            raise ConfigurationError(
+                "AWS() runs no container images. Describe the software: Image(pip=[...], apt=[...])."
+            )
+        image = spec.image or Image()
+        wanted = {"keep": spec.keep, "volumes": spec.volumes, "Image(includes)": image.includes, **spec.options}
+        cannot = [str(name) for name, value in wanted.items() if value]
+        if cannot:
+            raise ConfigurationError(
+                f"AWS() cannot give {', '.join(cannot)} yet. Modules of your program travel by value."
+            )
+        return image
+
+    def _clients(self) -> tuple[Any, Any]:
+        try:
+            import boto3
+        except ModuleNotFoundError as error:
+            raise ConfigurationError("AWS() needs boto3. Install it: pip install 'skyproxy[aws]'") from error
+        session = boto3.Session(profile_name=self._profile, region_name=self._region)
+        if session.region_name is None:
+            raise ConfigurationError(
+                "AWS(): no region is configured. Pass AWS(region='eu-central-1'), or set AWS_REGION."
+            )
+        if session.get_credentials() is None:
+            raise ConfigurationError("AWS(): no credentials were found. Set them up: aws configure, or aws sso login")
+        ec2, ssm = (session.client(name, endpoint_url=self._endpoint_url) for name in ("ec2", "ssm"))
+        return ec2, ssm
+
+    def _request(
+        self, ssm: Any, spec: WorkerSpec, image: Image, instances: Instances, report: Report
+    ) -> dict[str, Any]:
+        """The arguments of run_instances, but for what the launch makes itself."""
+        kind = self._instance_type or instance_type_for(spec)
+        ami = self._image_id
+        if ami is None:
+            parameter = _GPU_IMAGE if spec.accelerator is not None else _CPU_IMAGE
+            ami = ssm.get_parameter(Name=parameter)["Parameter"]["Value"]
+        report(Progress("provisioning", None, f"asking EC2 for {spec.nodes} x {kind}"))
+        script = startup_script(
+            keys=instances.keys,
+            token=instances.token,
+            python=image.python or ".".join(platform.python_version_tuple()[:2]),
+            apt=image.apt,
+            install_steps=[*install_steps(image, isolated=True), [self._package]],
+            env={**image.env, **spec.env},
+            name=spec.name,
+            nodes=spec.nodes,
+            procs_per_node=spec.procs_per_node,
+            idle_seconds=spec.idle_timeout_seconds or _IDLE_SECONDS,
+            lifetime_seconds=spec.max_lifetime_seconds,
+        )
+        request: dict[str, Any] = {
+            "ImageId": ami,
+            "InstanceType": kind,
+            "MinCount": spec.nodes,
+            "MaxCount": spec.nodes,
+            "UserData": script,
+            # With this, the instance's own `shutdown` is the end of its costs.
+            "InstanceInitiatedShutdownBehavior": "terminate",
+            # The token is in the user data: functions should need more than one request to read it, other hosts cannot.
+            "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
+            "BlockDeviceMappings": [
+                {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": self._disk_gb, "VolumeType": "gp3"}}
+            ],
+        }
+        if self._subnet is not None:
+            request["SubnetId"] = self._subnet
+        if self._spot:
+            request["InstanceMarketOptions"] = {"MarketType": "spot"}
+        request["AllowFrom"] = self._allow_from or f"{_own_address()}/32"
+        return request
+
+
+class Instances:
+    """What `AWS` launched.
+
+    Attributes:
+        keys: of this launch.
+        token: of this launch.
+    """
+
+    def __init__(
+        self,
+        ec2: Any,
+        spec: WorkerSpec,
+        keys: Keys,
+        poll_seconds: float,
+        reach: Callable[[Mapping[str, Any], int], tuple[str, int]],
+    ) -> None:
+        self.keys = keys
+        self.token = secrets.token_urlsafe(32)
+        self._ec2 = ec2
+        self._spec = spec
+        self._poll_seconds = poll_seconds
+        self._reach = reach
+        self._name = f"skyproxy-{spec.name}-{secrets.token_hex(3)}"
+        self._group: str | None = None
+        self._instances: list[dict[str, Any]] = []
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self, request: dict[str, Any], report: Report) -> None:
+        """Asks for the instances, and waits until every worker process accepts connections."""
+        # Not interrupted halfway: what was asked for and not noted down would be paid for and forgotten.
+        self._starting = asyncio.create_task(asyncio.to_thread(self._run, request))
+        await asyncio.shield(self._starting)
+        report(Progress("provisioning", None, f"waiting for {len(self._instances)} instance(s)"))
+        await self._wait_until_running()
+        await together(
+            self._wait_until_it_listens(node, local_rank, report)
+            for node in range(self._spec.nodes)
+            for local_rank in range(self._spec.procs_per_node)
+        )
+
+    def _run(self, request: dict[str, Any]) -> None:
+        tags = [
+            {"Key": "Name", "Value": self._name},
+            {"Key": _POOL, "Value": self._spec.name},
+            {"Key": _OWNER, "Value": owner()},
+        ]
+        allow_from = request.pop("AllowFrom")
+        place: dict[str, str] = {}
+        if "SubnetId" in request:
+            found = self._ec2.describe_subnets(SubnetIds=[request["SubnetId"]])["Subnets"][0]
+            place["VpcId"] = found["VpcId"]
+        self._group = self._ec2.create_security_group(
+            GroupName=self._name,
+            Description="skyproxy workers",
+            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+            **place,
+        )["GroupId"]
+        last = PORT + self._spec.procs_per_node - 1
+        from_client = {"IpProtocol": "tcp", "FromPort": PORT, "ToPort": last, "IpRanges": [{"CidrIp": allow_from}]}
+        among_them = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": self._group}]}
+        self._ec2.authorize_security_group_ingress(GroupId=self._group, IpPermissions=[from_client, among_them])
+        try:
+            answer = self._ec2.run_instances(
+                **request,
+                SecurityGroupIds=[self._group],
+                TagSpecifications=[{"ResourceType": kind, "Tags": tags} for kind in ("instance", "volume")],
+            )
+        except Exception as error:
+            raise WorkerStartError(
+                f"EC2 gives no {self._spec.nodes} x {request['InstanceType']}: {error}. Another region, another "
+                "instance type or a higher quota may help."
+            ) from error
+        self._instances = sorted(answer["Instances"], key=lambda row: int(row.get("AmiLaunchIndex", 0)))
+
+    async def _wait_until_running(self) -> None:
+        while True:
+            rows = await asyncio.to_thread(self._described)
+            ended = [row for row in rows if row["State"]["Name"] not in ("pending", "running")]
+            if ended:
+                reason = ended[0].get("StateReason", {}).get("Message", "no reason was given")
+                raise WorkerStartError(f"instance {ended[0]['InstanceId']} is {ended[0]['State']['Name']}: {reason}")
+            if rows and all(row["State"]["Name"] == "running" for row in rows):
+                self._instances = rows
+                return
+            await asyncio.sleep(self._poll_seconds)
+
+    def _described(self) -> list[dict[str, Any]]:
+        ids = [row["InstanceId"] for row in self._instances]
+        answer = self._ec2.describe_instances(InstanceIds=ids)
+        rows = {row["InstanceId"]: row for group in answer["Reservations"] for row in group["Instances"]}
+        return [rows[instance] for instance in ids if instance in rows]
+
+    async def _wait_until_it_listens(self, node: int, local_rank: int, report: Report) -> None:
+        """Installing takes minutes; an instance that ends meanwhile will never listen."""
+        instance = self._instances[node]
+        host, port = self._reach(instance, local_rank)
+        report(Progress("bootstrapping", node, f"{instance['InstanceId']} installs its software"))
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+                report(Progress("running", node, f"a worker listens on {instance['InstanceId']}"))
+                return
+            (row,) = [r for r in await asyncio.to_thread(self._described) if r["InstanceId"] == instance["InstanceId"]]
+            if row["State"]["Name"] != "running":
+                log = await self.logs(node * self._spec.procs_per_node)
+                raise WorkerStartError(f"instance {instance['InstanceId']} ended before its worker listened.\n{log}")
+            await asyncio.sleep(self._poll_seconds)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where they listen, in the order of ranks."""
+        procs = self._spec.procs_per_node
+        return [self._endpoint(rank // procs, rank % procs) for rank in range(self._spec.world_size)]
+
+    def _endpoint(self, node: int, local_rank: int) -> Endpoint:
+        host, port = self._reach(self._instances[node], local_rank)
+        rank = node * self._spec.procs_per_node + local_rank
+        address = self._instances[node]["PrivateIpAddress"]
+        url = f"wss://{host}:{port}"
+        return Endpoint(url, self.token, node, rank, local_rank, address, self.keys.authority, SERVER_NAME)
+
+    async def logs(self, rank: int) -> str:
+        """The end of the instance's console, where cloud-init reports."""
+        instance = self._instances[rank // self._spec.procs_per_node]["InstanceId"]
+        try:
+            answer = await asyncio.to_thread(self._ec2.get_console_output, InstanceId=instance)
+        except Exception as error:
+            return f"(no console: {error})"
+        return "\n".join(str(answer.get("Output", "")).splitlines()[-40:])
+
+    async def restart(self, rank: int) -> Endpoint:
+        """Waits until a process that died listens again: the instance itself starts it anew."""
+        node, local_rank = divmod(rank, self._spec.procs_per_node)
+        await self._wait_until_it_listens(node, local_rank, lambda progress: None)
+        return self._endpoint(node, local_rank)
+
+    async def close(self) -> None:
+        """Terminates the instances and removes their security group; idempotent."""
+        if self._starting is not None:
+            with contextlib.suppress(Exception):
+                await self._starting  # only then it is known what there is to end
+        await asyncio.to_thread(_take_away, self._ec2, [row["InstanceId"] for row in self._instances], self._group)
+        self._group = None
+
+
+def _take_away(ec2: Any, instances: list[str], group: str | None) -> None:
+    if instances:
+        ec2.terminate_instances(InstanceIds=instances)
+    if group is None:
+        return
+    if instances:
+        # A group cannot go before its members.
+        ec2.get_waiter("instance_terminated").wait(InstanceIds=instances, WaiterConfig={"Delay": 5, "MaxAttempts": 60})
+    try:
+        ec2.delete_security_group(GroupId=group)
+    except Exception as error:
+        logger.warning("skyproxy: the security group %s stays behind: %s", group, error)
+
+
+def owner() -> str:
+    """This program, as nobody else ever was or will be."""
+    return f"{socket.gethostname()}/{os.getpid()}/{identity_of(os.getpid())}"
+
+
+def reap(ec2: Any) -> int:
+    """Ends the instances whose program, one of this machine, lives no more.
+
+    Returns:
+        How many there were.
+    """
+    filters = [{"Name": "tag-key", "Values": [_OWNER]}, {"Name": "instance-state-name", "Values": list(_LEFT)}]
+    answer = ec2.describe_instances(Filters=filters)
+    orphans: list[str] = []
+    for row in (row for group in answer["Reservations"] for row in group["Instances"]):
+        tags = {tag["Key"]: tag["Value"] for tag in row.get("Tags", ())}
+        if _is_orphan(tags[_OWNER]):
+            orphans.append(row["InstanceId"])
+    if orphans:
+        logger.warning("skyproxy: terminating instances that were left behind: %s", ", ".join(orphans))
+        ec2.terminate_instances(InstanceIds=orphans)
+    groups = ec2.describe_security_groups(Filters=[{"Name": "tag-key", "Values": [_OWNER]}])["SecurityGroups"]
+    for group in groups:
+        tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
+        if _is_orphan(tags[_OWNER]):
+            # Its instances may still be ending; then the next launch succeeds.
+            with contextlib.suppress(Exception):
+                ec2.delete_security_group(GroupId=group["GroupId"])
+    return len(orphans)
+
+
+def _is_orphan(text: str) -> bool:
+    host, _, rest = text.partition("/")
+    process, _, identity = rest.partition("/")
+    return host == socket.gethostname() and process.isdigit() and not is_alive(int(process), identity)
+
+
+def _own_address() -> str:
+    try:
+        with urllib.request.urlopen("https://checkip.amazonaws.com", timeout=_CONNECT_SECONDS) as answer:
+            return str(answer.read().decode().strip())
+    except OSError as error:
+        raise ConfigurationError(
+            f"AWS(): this machine's public address cannot be found out ({error}). Pass "
+            "AWS(allow_from='203.0.113.7/32')."
+        ) from error

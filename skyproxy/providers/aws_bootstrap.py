@@ -1,0 +1,211 @@
+"""What an instance does when it starts: cloud-init runs it once, as root."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.runtime.instance import POOL_VARIABLE
+
+PORT = 8765
+SERVER_NAME = "worker.skyproxy.internal"
+"""What the certificates are for: addresses are not known when they are made."""
+_FOLDER = "/var/lib/skyproxy"
+_VALID_DAYS = 30
+_INSTALL_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What workers of one launch prove themselves with. All texts are PEM.
+
+    Attributes:
+        authority: what the client trusts, and nothing else.
+        certificate: the workers'.
+        key: the private key of it.
+    """
+
+    authority: str
+    certificate: str
+    key: str
+
+    def __repr__(self) -> str:
+        return "Keys(...)"
+
+
+def new_keys() -> Keys:
+    """An authority for one launch, and a certificate of it; the authority's own key is forgotten at once.
+
+    Raises:
+        ConfigurationError: cryptography is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ModuleNotFoundError as error:
+        raise ConfigurationError("AWS() needs cryptography. Install it: pip install 'skyproxy[aws]'") from error
+    now = datetime.datetime.now(datetime.UTC)
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    def builder(subject: str, key: ec.EllipticCurvePrivateKey, is_authority: bool) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name(subject))
+            .issuer_name(name("skyproxy launch"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+
+    authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    authority = builder("skyproxy launch", authority_key, True).add_extension(usage, critical=True)
+    names = [x509.DNSName(SERVER_NAME), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    worker = builder(SERVER_NAME, key, False).add_extension(x509.SubjectAlternativeName(names), critical=False)
+    encoding = serialization.Encoding.PEM
+    return Keys(
+        authority.sign(authority_key, hashes.SHA256()).public_bytes(encoding).decode(),
+        worker.sign(authority_key, hashes.SHA256()).public_bytes(encoding).decode(),
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode(),
+    )
+
+
+def startup_script(
+    *,
+    keys: Keys,
+    token: str,
+    python: str,
+    apt: Sequence[str],
+    install_steps: Sequence[Sequence[str]],
+    env: dict[str, str],
+    name: str,
+    nodes: int,
+    procs_per_node: int,
+    idle_seconds: float,
+    lifetime_seconds: float | None,
+) -> str:
+    """The script: a watch that ends the instance when nobody needs it, software, a service for each process.
+
+    Args:
+        keys: of this launch.
+        token: what clients must know.
+        python: the version of the interpreter.
+        apt: Debian packages.
+        install_steps: arguments of the installer, one run after the other.
+        env: variables of the workers.
+        name: of the pool.
+        nodes: in the pool; the instance learns which one it is.
+        procs_per_node: services.
+        idle_seconds: after how long without work it shuts down, which terminates it; also where its client crashed.
+        lifetime_seconds: after how long in any case.
+    """
+
+    def write(path: str, text: str) -> str:
+        return f"install -m 600 /dev/null {path}\ncat > {path} <<'SKYPROXY_END'\n{text.rstrip()}\nSKYPROXY_END"
+
+    topology = json.dumps({"total_nodes": nodes, "procs_per_node": procs_per_node, "job": name})
+    variables = "\n".join(f"{key}={json.dumps(value)}" for key, value in env.items())
+    lines = [
+        "#!/bin/bash",
+        "set -euo pipefail",
+        f"mkdir -p -m 700 {_FOLDER}",
+        write(f"{_FOLDER}/token", token),
+        write(f"{_FOLDER}/tls.crt", keys.certificate),
+        write(f"{_FOLDER}/tls.key", keys.key),
+        write(f"{_FOLDER}/env", variables),
+        _watch(procs_per_node, idle_seconds, lifetime_seconds),
+        _METADATA,
+        "NODE=$(imds ami-launch-index || echo 0)",
+        "export DEBIAN_FRONTEND=noninteractive",
+        "apt-get update -q",
+        "apt-get install -q -y --no-install-recommends " + " ".join(["python3-venv", "curl", *map(shlex.quote, apt)]),
+        "python3 -m venv /opt/skyproxy-installer && /opt/skyproxy-installer/bin/pip install -q uv",
+        f"export UV=/opt/skyproxy-installer/bin/uv; $UV venv -q --python {shlex.quote(python)} /opt/skyproxy-worker",
+    ]
+    for arguments in install_steps:
+        lines.append("$UV pip install -q --python /opt/skyproxy-worker/bin/python " + shlex.join(arguments))
+    for local_rank in range(procs_per_node):
+        port = PORT + local_rank
+        unit = f"""[Unit]
+Description=skyproxy worker {local_rank}
+[Service]
+EnvironmentFile={_FOLDER}/env
+EnvironmentFile={_FOLDER}/pool-{local_rank}
+ExecStart=/opt/skyproxy-worker/bin/python -m skyproxy_server --host 0.0.0.0 --port {port} \
+--token-file {_FOLDER}/token --tls-cert {_FOLDER}/tls.crt --tls-key {_FOLDER}/tls.key
+Restart=always
+[Install]
+WantedBy=multi-user.target"""
+        lines += [
+            _topology(local_rank, topology),
+            write(f"/etc/systemd/system/skyproxy-worker-{local_rank}.service", unit),
+            f"systemctl enable --now skyproxy-worker-{local_rank}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_METADATA = r"""imds() {
+  local session; session=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' \
+    http://169.254.169.254/latest/api/token)
+  curl -sf -H "X-aws-ec2-metadata-token: $session" "http://169.254.169.254/latest/meta-data/$1"
+}"""
+
+
+def _topology(local_rank: int, topology: str) -> str:
+    """Writes the variable of one process; only the instance knows which node it is."""
+    script = f"""import json, sys
+pool = json.loads({topology!r})
+pool.update(node=int(sys.argv[1]), local_rank={local_rank})
+print({POOL_VARIABLE + "="!r} + json.dumps(json.dumps(pool)))"""
+    return f"python3 - \"$NODE\" > {_FOLDER}/pool-{local_rank} <<'SKYPROXY_END'\n{script}\nSKYPROXY_END"
+
+
+def _watch(procs_per_node: int, idle_seconds: float, lifetime_seconds: float | None) -> str:
+    """Shuts down when every worker has been idle for long enough: a client that died cannot do it any more.
+
+    It begins before anything is installed, so that an installation that fails is no exception.
+    """
+    script = f"""import json, ssl, subprocess, time, urllib.request
+end = time.time() + {lifetime_seconds if lifetime_seconds is not None else "1e12"}
+token = open("{_FOLDER}/token").read().strip()
+context = ssl.create_default_context()
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+silent_since, limit = time.time(), {max(idle_seconds, _INSTALL_SECONDS)}
+while True:
+    time.sleep(30)
+    idle = []
+    for port in range({PORT}, {PORT + procs_per_node}):
+        request = urllib.request.Request(f"https://127.0.0.1:{{port}}/activity")
+        request.add_header("Authorization", "Bearer " + token)
+        try:
+            idle.append(float(json.load(urllib.request.urlopen(request, context=context, timeout=10))["idle_seconds"]))
+            silent_since, limit = time.time(), {idle_seconds}
+        except OSError:
+            idle.append(time.time() - silent_since)
+    if min(idle) > limit or time.time() > end:
+        subprocess.run(["shutdown", "-h", "now"])"""
+    return f"cat > {_FOLDER}/watch.py <<'SKYPROXY_END'\n{script}\nSKYPROXY_END\nnohup python3 {_FOLDER}/watch.py &"
