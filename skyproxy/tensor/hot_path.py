@@ -27,6 +27,26 @@ _in_inference_mode = torch.is_inference_mode_enabled
 _record_lines = SETTINGS.record_lines
 
 
+def multiplies_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a worker, where nothing requires gradients, takes a product the way PyTorch would take it here.
+
+    A batch times a matrix is one product if the matrix requires gradients, in `torch.no_grad()` too; otherwise it
+    depends on the batch's strides whether it is one or several, whose last bits differ.
+    """
+    if b.requires_grad and a.dim() > 2 and not a.is_contiguous():
+        return False
+    return b.dim() < 3 or not a.requires_grad
+
+
+def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` for a batch and a matrix (or vector), in either order, with all items of the batch as rows of one."""
+    if b.dim() > 2:
+        product = one_product(b.mT, a.t())
+        return product.mT.contiguous() if a.dim() == 2 else product
+    rows = a.reshape(-1, a.size(-1))
+    return (rows.mm(b) if b.dim() == 2 else rows.mv(b)).view(*a.shape[:-1], *b.shape[1:])
+
+
 def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__` of remote tensors."""
     if type(_handler_of(_CTRL_C)) is not CarefulHandler:
@@ -37,6 +57,8 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         plan = plan_of(func)
     if plan.special is not None:
         return plan.special(plan, func, args, kwargs or {})
+    if plan.multiplies and not multiplies_alike(args[0], args[1]) and (len(args) < 3 or args[2] is None):
+        return one_product(args[0], args[1].t() if plan.name == "aten::linear" else args[1])
     device = None
     key = [plan]
     wire = [0]

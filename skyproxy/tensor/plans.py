@@ -123,6 +123,7 @@ class Plan:
         learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
             are not to be trusted with this op.
         learns_halves: the same for tensors of half precision only.
+        multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
     """
 
     __slots__ = (
@@ -131,6 +132,7 @@ class Plan:
         "kinds",
         "learns",
         "learns_halves",
+        "multiplies",
         "name",
         "names",
         "places_host_indices",
@@ -173,6 +175,7 @@ class Plan:
             or any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         )
         self.learns_halves = packet in _WITH_STATISTICS
+        self.multiplies = self.name in ("aten::linear", "aten::matmul")
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)

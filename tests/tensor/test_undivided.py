@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -39,6 +41,30 @@ def test_matmul_is_one_op_and_gives_the_same_bits(a: tuple[int, ...], b: tuple[i
         assert _ops() - before == 1
     assert torch.equal(result.cpu(), x @ y)
     assert result.stride() == (x @ y).stride()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_require_gradients_are_multiplied_as_here(mode: type, sky: str) -> None:
+    """The last position of a batch: PyTorch takes one product if the weight requires gradients, and several if not."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(2, 6, 32), torch.nn.Parameter(torch.randn(99, 32))
+    there, remote = states.to(sky), torch.nn.Parameter(weight.detach().to(sky))
+    vector, there_too = torch.nn.Parameter(torch.randn(32)), torch.nn.Parameter(torch.zeros(32, device=sky))
+    there_too.data.copy_(vector.data)
+    pairs: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = [
+        (lambda x, w, v: linear(x[:, -1:], w), [there, remote, there_too], [states, weight, vector]),
+        (lambda x, w, v: linear(x[:, -1:], w.detach()), [there, remote, there_too], [states, weight, vector]),
+        (lambda x, w, v: x[:, ::2] @ w.t(), [there, remote, there_too], [states, weight, vector]),
+        (lambda x, w, v: x[:, ::2] @ v, [there, remote, there_too], [states, weight, vector]),
+        (lambda x, w, v: w @ x.mT, [there, remote, there_too], [states, weight, vector]),
+        (lambda x, w, v: v @ x.mT, [there, remote, there_too], [states, weight, vector]),
+    ]
+    for compute, ours, theirs in pairs:
+        with mode():
+            found, expected = compute(*ours), compute(*theirs)
+            assert found.is_inference() == expected.is_inference()
+            assert found.stride() == expected.stride()
+            assert torch.equal(found.cpu(), expected)
 
 
 def test_gradients_are_those_of_the_parts(sky: str) -> None:
