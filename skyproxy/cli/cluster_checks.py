@@ -5,7 +5,8 @@ from __future__ import annotations
 from skyproxy.cli.doctor import Finding
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.client import GROUP, PLURAL, ClusterClient
+from skyproxy.kubernetes.api_server import GROUP
+from skyproxy.kubernetes.client import PLURAL, ClusterClient
 
 _NEEDED = [
     (GROUP, PLURAL, "", ("create", "get", "list", "watch", "patch", "delete")),

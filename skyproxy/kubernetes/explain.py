@@ -34,18 +34,28 @@ class Explanation:
     events: tuple[str, ...] = ()
 
 
+_CHECK_IMAGE = "Check --image and imagePullSecrets; the cluster must be allowed to pull it."
+_SEE_LOG = "See what the worker wrote: skyproxy logs NAME."
 _HINTS = {
-    "Unschedulable": "See what is free: skyproxy gpus. Ask for less, or wait until another worker ends.",
-    "ImagePullFailed": "Check --image and imagePullSecrets; the cluster must be allowed to pull it.",
-    "ImagePullBackOff": "Check --image and imagePullSecrets; the cluster must be allowed to pull it.",
-    "ErrImagePull": "Check --image and imagePullSecrets; the cluster must be allowed to pull it.",
-    "CrashLoopBackOff": "See what the worker wrote: skyproxy logs NAME.",
-    "OOMKilled": "Ask for more memory: skyproxy up NAME --memory.",
+    "CrashLoopBackOff": _SEE_LOG,
+    "ErrImagePull": _CHECK_IMAGE,
+    "Expired": "Start it anew: skyproxy up NAME.",
+    "ImagePullBackOff": _CHECK_IMAGE,
+    "ImagePullFailed": _CHECK_IMAGE,
+    "InvalidImageName": _CHECK_IMAGE,
     "InvalidSpec": "Change it: skyproxy up NAME with other arguments.",
     "NoOperator": "See whether it runs: skyproxy doctor. An administrator installs it: skyproxy install.",
+    "OOMKilled": "Ask for more memory: skyproxy up NAME --memory.",
+    "PodFailed": _SEE_LOG,
+    "PodSecurityViolation": "The namespace allows only other Pods; see podTemplate of the Compute, or take another namespace.",
+    "ProvisioningFailed": "See what the storage class says: kubectl get events.",
+    "QuotaExceeded": "Ask for less, end other workers of this namespace, or have its quota raised: kubectl describe quota.",
     "Suspended": "Wake it up: skyproxy up NAME.",
-    "Expired": "Start it anew: skyproxy up NAME.",
+    "Unschedulable": "See what is free: skyproxy gpus. Ask for less, or wait until another worker ends.",
+    "VolumeUnbound": "See which storage classes there are: kubectl get storageclass; name one with :storageClassName=.",
+    "WorkerExited": _SEE_LOG,
 }
+"""What to do, by the reason that the operator or the Pod gives."""
 
 
 def explain(

@@ -13,7 +13,8 @@ from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.client import APPLY, ClusterClient, Manifest
+from skyproxy.kubernetes.api_server import Manifest
+from skyproxy.kubernetes.client import APPLY, ClusterClient
 
 _KNOWN_FIELDS = {"apiVersion", "kind", "resources", "patches"}
 _FIRST = ("Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "Role")

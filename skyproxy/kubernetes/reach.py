@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from skyproxy.errors import ClusterError, ConnectError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.client import ClusterClient, Manifest
+from skyproxy.kubernetes.api_server import Manifest
+from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.port_forward import PortForward
 
 __all__ = ["ClusterAddress", "Way", "reach", "reach_in_thread", "run_apart"]

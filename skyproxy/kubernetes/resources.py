@@ -8,7 +8,8 @@ from typing import Any
 
 from skyproxy.contexts import checked_name
 from skyproxy.errors import ConfigurationError
-from skyproxy.kubernetes.client import GROUP, VERSION, Manifest
+from skyproxy.kubernetes.api_server import GROUP, Manifest
+from skyproxy.kubernetes.client import VERSION
 
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+|[EPTGMk]i?|Ki|m|u|n)?")
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from skyproxy.errors import ClusterError, WorkerStartError
-from skyproxy.kubernetes.client import GROUP, ClusterClient, Manifest
+from skyproxy.kubernetes.api_server import GROUP, Manifest
+from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.explain import Explanation, explain
 
 WAKE = f"{GROUP}/wake"

@@ -12,7 +12,8 @@ from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.client import ClusterClient, Manifest
+from skyproxy.kubernetes.api_server import Manifest
+from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.explain import Explanation
 from skyproxy.kubernetes.gpus import placement
 from skyproxy.kubernetes.reach import VIA, Way, reach
