@@ -230,9 +230,11 @@ class Recorder:
         self._buffered_bytes -= buffered
         self._sent_ops += line_count // 2
         self._sequence += 1
-        # In the order in which they died: the next slot is the same, wherever a batch was cut.
-        self.free += self._releasing[::-1]
+        self.free += self._releasing
         self._releasing = []
+        # The smallest comes first. So what a loop records depends on which slots live, not on the order in which others
+        # died, and settles: its batches are those of a few steps before.
+        self.free.sort(reverse=True)
 
     def _cut_point(self) -> tuple[int, int, int]:
         """How much of the stream to send: a number of its items, of lines, and of buffers.
