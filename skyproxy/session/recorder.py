@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from operator import call
 from typing import Any, NamedTuple, Protocol
 
@@ -49,8 +48,9 @@ class Recorder:
     Attributes:
         stream: commands that are not sent yet.
         lines: for each op in `stream`, a code object and an instruction offset.
-        dirty: slots whose tensors died since the last batch; the worker still holds their values.
-        free: slots that hold nothing.
+        free: slots that no tensor has, as a heap: the smallest is given out first. So what a loop records depends on
+            which tensors live and on nothing else, and its batches come again.
+        dirty: slots whose tensors died since the last batch, whether they were given out again or not.
         widths: how many operands each op number that was defined takes.
         limit: the length of `stream` from which the dispatcher calls `send_some`.
     """
@@ -78,7 +78,7 @@ class Recorder:
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
         self._buffered_bytes = 0
-        self._releasing: list[int] = []
+        self._taken: list[int] = []
         self._send = send
         self._unacked = unacked
         self._max_in_flight = settings.max_in_flight_bytes
@@ -100,11 +100,11 @@ class Recorder:
         Raises:
             LimitExceededError: the session holds as many values as it may.
         """
-        # No call may stand between these statements: Ctrl-C strikes, and threads change, after calls only.
-        slots = self.dirty or self.free
-        if slots:
-            handle.slot = slots[-1]
-            del slots[-1]
+        # No call may end between these statements: Ctrl-C strikes, and threads change, after calls only.
+        free = self.free
+        if free:
+            handle.slot = free[0]
+            heappop(free)
         else:
             self.give_unused_slot(handle)
 
@@ -134,7 +134,7 @@ class Recorder:
     @property
     def handles(self) -> int:
         """Values that the client holds on the worker."""
-        return self._top - len(self.free) - len(self.dirty)
+        return self._top - len(self.free) - len(self._taken)
 
     def append(self, *command: Any) -> None:
         """Records one built-in command; sends, if it is time."""
@@ -161,7 +161,7 @@ class Recorder:
             SessionLostError: the worker is gone.
         """
         with self._lock:
-            while self.stream or self.dirty or self._releasing or self._outgoing is not None:
+            while self.stream or self.dirty or self._outgoing is not None:
                 self._send_next(whole=True)
             self.limit = self._first_limit
 
@@ -204,13 +204,7 @@ class Recorder:
         self._outgoing = None
 
     def _cut(self, whole: bool) -> None:
-        # Slots are taken one by one: a pop is atomic, so no other thread can be given a slot that is released here.
-        # `extend` keeps what it took if another thread was faster, and the attribute keeps it if Ctrl-C strikes.
-        dirty = self.dirty
-        with contextlib.suppress(IndexError):
-            self._releasing.extend(map(list.pop, itertools.repeat(dirty, len(dirty))))
-        if self._releasing:
-            self.stream.extend((commands.RELEASE, list(self._releasing)))
+        self._release()
         if whole:
             count, line_count, buffer_count = len(self.stream), len(self.lines), len(self._buffers)
         else:
@@ -230,11 +224,21 @@ class Recorder:
         self._buffered_bytes -= buffered
         self._sent_ops += line_count // 2
         self._sequence += 1
-        self.free += self._releasing
-        self._releasing = []
-        # The smallest comes first. So what a loop records depends on which slots live, not on the order in which others
-        # died, and settles: its batches are those of a few steps before.
-        self.free.sort(reverse=True)
+
+    def _release(self) -> None:
+        """Records that the worker may forget the values of dead tensors, but for those that were written over."""
+        # Nobody is given a slot that is being released. As in `give_slot`, no call may end between taking and marking;
+        # what Ctrl-C leaves in `_taken` goes back with the next batch.
+        self._taken += self.free
+        del self.free[:]
+        dead = self.dirty[:]
+        releasing = sorted(set(dead).intersection(self._taken))
+        if releasing:
+            self.stream.extend((commands.RELEASE, releasing))
+        del self.dirty[: len(dead)]
+        self.free += self._taken
+        self._taken = []
+        heapify(self.free)
 
     def _cut_point(self) -> tuple[int, int, int]:
         """How much of the stream to send: a number of its items, of lines, and of buffers.
@@ -265,6 +269,11 @@ class Recorder:
                 buffers += 1
             position += 1 + width
         return best if lines == line_count else whole
+
+    @property
+    def is_all_executed(self) -> bool:
+        """Whether the worker has told that it did whatever was sent."""
+        return self._unacked()[0] == 0
 
     def _has_room(self) -> bool:
         batches, byte_count = self._unacked()
@@ -308,4 +317,11 @@ class Recorder:
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
         self.stream.extend((commands.RELEASE, [slot]))
-        self.dirty.append(slot)
+        heappush(self.free, slot)
+
+    def give_back(self, slots: list[int]) -> None:
+        """Takes slots back whose values the worker still holds."""
+        # In this order: a slot that were marked first could be looked at, and forgotten about, before it is free.
+        for slot in slots:
+            heappush(self.free, slot)
+            self.dirty.append(slot)

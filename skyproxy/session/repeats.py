@@ -8,6 +8,7 @@ for the second time is given a name; from the third time on, the name and what s
 from __future__ import annotations
 
 from collections import OrderedDict
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgpack
@@ -75,8 +76,8 @@ class Repeats:
     """What the client remembers of the batches it sent.
 
     Attributes:
-        seen: for each batch that was sent, without its holes: its name, or 0 if it came once only, and what stood in
-            the holes the last time.
+        seen: for the hash of each batch that was sent, without its holes: its name, or 0 if it came once only, and
+            what stood in the holes the last time.
     """
 
     def __init__(self, widths: dict[int, int]) -> None:
@@ -95,7 +96,8 @@ class Repeats:
             template = stream.copy()
             for i in holes:
                 template[i] = None
-        key = self._pack((template, holes))
+        # A hash, for a thousand batches of some kilobytes would be the client's largest possession.
+        key = blake2b(self._pack((template, holes)), digest_size=16).digest()
         known = self.seen.get(key)
         if known is None:
             if len(self.seen) >= MAX_NAMES:

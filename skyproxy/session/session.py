@@ -470,9 +470,10 @@ class Session:
         while not self._stop.wait(idle):
             recorder = self.recorder
             pending = len(recorder.stream)
-            # Three looks without news: a program that merely pauses between two operations is not cut off there.
+            # A program that merely pauses between two operations is not cut off there: where it is cut, a loop does not
+            # repeat itself. While the worker has enough to do, nothing is lost by waiting longer.
             unchanged = unchanged + 1 if pending == seen else 0
-            stale = (pending or recorder.dirty) and unchanged >= 3
+            stale = (pending or recorder.dirty) and unchanged >= (3 if recorder.is_all_executed else 20)
             seen = pending
             idle = 0.001 if pending else min(idle * 2, 0.05)
             try:

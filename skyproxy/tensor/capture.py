@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from heapq import heappop, heappush
 from typing import Any
 
 from skyproxy import torch_codec
@@ -87,10 +88,6 @@ class StandIn:
 
     # Other threads get fresh slots only: the recording may read what they give back meanwhile.
     @property
-    def dirty(self) -> list[int]:
-        return self._capture.dirty if self._capture.is_mine else self._capture.pool_of_others
-
-    @property
     def free(self) -> list[int]:
         return self._capture.free if self._capture.is_mine else self._capture.pool_of_others
 
@@ -128,7 +125,7 @@ class SessionCapture:
         number: the recording's name on the worker.
         recorder: the session's real recorder.
         stream, lines: what was recorded.
-        dirty, free: slots of the capture's own that can be used again inside it.
+        free: slots of the capture's own that can be used again inside it, as a heap.
         used: the devices that were computed on, by index.
     """
 
@@ -139,7 +136,6 @@ class SessionCapture:
         self.recorder: Recorder = session.recorder
         self.stream = RecordedStream(self)
         self.lines: list[Any] = []
-        self.dirty: list[int] = []
         self.free: list[int] = []
         self.pool_of_others: list[int] = []
         self.used: dict[int, SkyDevice] = {}
@@ -163,10 +159,9 @@ class SessionCapture:
         if not self.is_mine:
             self.recorder.give_unused_slot(handle)
             return
-        slots = self.dirty or self.free
-        if slots:
-            handle.slot = slots[-1]
-            del slots[-1]
+        if self.free:
+            handle.slot = self.free[0]
+            heappop(self.free)
         else:
             self.recorder.give_unused_slot(handle)
             self._slots.append(handle.slot)
@@ -200,15 +195,13 @@ class SessionCapture:
         if self._recording:
             if large:
                 list.extend(self.stream, (commands.RELEASE, [slot]))
-                self.free.append(slot)
-            else:
-                self.dirty.append(slot)
+            heappush(self.free, slot)
             return
         with self._lock:
             if self._kept:
-                self.free.append(slot)  # the recording goes on filling it
+                heappush(self.free, slot)  # the recording goes on filling it
             else:
-                self.recorder.dirty.append(slot)
+                self.recorder.give_back([slot])
 
     # --- begin and end -----------------------------------------------------------------------------------------------
 
@@ -231,7 +224,6 @@ class SessionCapture:
             device.handle_type = ordinary
         self._kept = kept
         self._recording = False
-        self.free.extend(self.dirty)
 
     def _held(self) -> set[int]:
         """The slots whose tensors are still held."""
@@ -254,7 +246,7 @@ class SessionCapture:
         """After the end: nothing was kept, and nothing of it ever ran."""
         held = sorted(self._held())
         self.session.do("graph_abort", held)
-        self.recorder.free.extend(self.free)
+        self.recorder.give_back(self.free)
         self.stream.clear()
 
     def replay(self) -> None:
@@ -272,7 +264,7 @@ class SessionCapture:
         self.session.recordings.pop(self.number, None)
         # Straight into the stream: this may run in a destructor, which must not wait, and inside another capture.
         self.recorder.stream.extend((commands.DO, "graph_forget", [self.number]))
-        self.recorder.dirty.extend(self.free)
+        self.recorder.give_back(self.free)
         self.free.clear()
 
 

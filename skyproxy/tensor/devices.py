@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,7 @@ class SkyDevice:
 
 
 def _handle_type(sky_device: SkyDevice) -> type[Handle]:
+    free = sky_device.recorder.free
     dirty_append = sky_device.recorder.dirty.append
     release_now = sky_device.recorder.release_now
 
@@ -103,6 +105,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
             if meta is not None and meta.large:
                 release_now(slot)
             else:
+                heappush(free, slot)  # then the mark, as in `give_back`
                 dirty_append(slot)
 
     return DeviceHandle

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import sys
+from heapq import heappop
 from typing import Any
 
 import torch
@@ -161,10 +162,10 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             handle = device.handle_type()
             handle.meta = meta
             handle.root = (root.root or root) if entry.shares_first else None
-            slots = recorder.dirty or recorder.free
-            if slots:  # as in `give_slot`: no call may stand here
-                handle.slot = slots[-1]
-                del slots[-1]
+            free = recorder.free
+            if free:  # as in `give_slot`: no call may end between
+                handle.slot = free[0]
+                heappop(free)
             else:
                 recorder.give_slot(handle)
             result._sky = handle

@@ -77,9 +77,9 @@ def new_slot(recorder: Recorder) -> int:
 
 def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wire: Wire) -> None:
     first, second = new_slot(wire.recorder), new_slot(wire.recorder)
-    wire.recorder.dirty.append(first)
+    wire.recorder.give_back([first])
     assert new_slot(wire.recorder) == first
-    wire.recorder.dirty.append(second)
+    wire.recorder.give_back([second])
     assert wire.recorder.handles == 1
     wire.recorder.flush()
     assert wire.commands == [commands.RELEASE, [second]]
@@ -89,12 +89,21 @@ def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wi
 
 def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
     slot = new_slot(wire.recorder)
-    wire.recorder.dirty.append(slot)
+    wire.recorder.give_back([slot])
     given: list[int] = []
     wire.before_send = lambda message: given.append(new_slot(wire.recorder))
     wire.recorder.flush()
     assert wire.commands[:2] == [commands.RELEASE, [slot]]
     assert given == [slot]  # any command that uses it comes after the release
+
+
+def test_slots_depend_on_what_lives_and_not_on_how_it_died_or_where_batches_were_cut(wire: Wire) -> None:
+    held = [new_slot(wire.recorder) for _ in range(6)]
+    for slot in (held[4], held[1]):
+        wire.recorder.give_back([slot])
+    wire.recorder.flush()
+    wire.recorder.give_back([held[2]])
+    assert [new_slot(wire.recorder) for _ in range(4)] == [2, 3, 5, 7]
 
 
 def test_large_values_are_released_in_their_place(wire: Wire) -> None:
@@ -112,7 +121,7 @@ def test_there_is_a_bound_on_slots() -> None:
     slots = [new_slot(recorder) for _ in range(3)]
     with pytest.raises(LimitExceededError, match="SKYPROXY_MAX_HANDLES"):
         new_slot(recorder)
-    recorder.dirty.append(slots[1])
+    recorder.give_back([slots[1]])
     assert new_slot(recorder) == slots[1]
 
 
