@@ -1,0 +1,91 @@
+"""What is shown, and where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from skyproxy.cli.arguments import duration_seconds, variables_of, volume_of
+from skyproxy.cli.output import age_text, bytes_text
+from skyproxy.errors import ConfigurationError
+
+WAIT = """
+from skyproxy.cli.output import progress
+with progress("asking [for] it") as say:
+    say("dev: no node has [room]")
+print("result")
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(item for item in sys.path if item), "TERM": "xterm"}
+
+
+def test_progress_is_silent_without_a_terminal() -> None:
+    done = subprocess.run([sys.executable, "-c", WAIT], capture_output=True, text=True, check=True, env=environment())
+    assert (done.stdout, done.stderr) == ("result\n", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
+def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_result() -> None:
+    ours, theirs = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", WAIT],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            text=True,
+            check=True,
+            env=environment(),
+        )
+        os.set_blocking(ours, False)
+        shown = os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.stdout == "result\n"
+    assert "[for] it" in shown or "no node has [room]" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (0, "0s"), (119, "119s"), (120, "2m"), (7200, "2h"), (200000, "2d"), (-1, "0s")]
+)
+def test_ages(seconds: float | None, text: str) -> None:
+    assert age_text(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(None, ""), (5, "5 B"), (1536, "1.5 KiB"), (80 << 30, "80.0 GiB")])
+def test_sizes(count: int | None, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(None, None), ("", None), ("90", 90), ("90s", 90), ("1h30m", 5400), ("2d", 172800)]
+)
+def test_durations(text: str | None, seconds: float | None) -> None:
+    assert duration_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "1x", "-1s", "1.5h", "m", "1m1h"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="no length of time"):
+        duration_seconds(text)
+
+
+def test_volumes_and_variables_are_read() -> None:
+    assert volume_of("cache:10Gi:/cache:reclaimPolicy=Retain") == {
+        "name": "cache",
+        "storage": "10Gi",
+        "path": "/cache",
+        "reclaimPolicy": "Retain",
+    }
+    assert variables_of(["A=b=c", "B=", "MINE"], {"MINE": "x"}) == {"A": "b=c", "B": "", "MINE": "x"}
+
+
+@pytest.mark.parametrize("text", ["", "cache", "cache:10Gi", "cache::/x", "cache:10Gi:/x:ReadWriteMany"])
+def test_what_is_no_volume(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="NAME:SIZE:PATH"):
+        volume_of(text)

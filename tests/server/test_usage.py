@@ -1,0 +1,27 @@
+"""How much of a device is in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyproxy_server.usage import usage
+
+
+def test_the_cpu_tells_what_this_process_has() -> None:
+    before = usage({"type": "cpu", "index": 0})["used_memory_bytes"]
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert usage({"type": "cpu", "index": 0})["used_memory_bytes"] >= before + (held.nbytes >> 1)
+
+
+def test_a_gpu_that_nobody_has_used_is_not_touched() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("another test has used the GPU")
+    assert usage({"type": "cuda", "index": 0}) == {}
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_what_everybody_has() -> None:
+    held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
+    assert usage({"type": "cuda", "index": 0})["used_memory_bytes"] >= held.nbytes
