@@ -36,7 +36,9 @@ def test_a_name_in_use_cannot_be_taken() -> None:
     assert [worker.name for worker in list_detached()] == ["dev"]
 
 
-@pytest.mark.parametrize(("process_id", "identity"), [(GONE, "x"), (os.getpid(), "of an earlier process")])
+@pytest.mark.parametrize(
+    ("process_id", "identity"), [(GONE, "x"), (os.getpid(), "of an earlier process")], ids=["gone", "reused"]
+)
 def test_what_a_crash_left_behind_is_taken_over(process_id: int, identity: str) -> None:
     old = leave("dev", process_id, identity)
     (old.folder / "port").write_text("1")
