@@ -45,6 +45,9 @@ class Prober:
         """Ends all connections."""
         if self._session is not None:
             await self._session.close()
+            # A connection whose handshake failed closes its socket a turn or two of the loop later.
+            for _ in range(5):
+                await asyncio.sleep(0)
 
     async def ask(self, addresses: Sequence[tuple[str, int]], access: Access) -> list[Report]:
         """The reports of several processes of a Compute, in their order.
