@@ -37,12 +37,7 @@ def requirement(name: str, version: str) -> str:
 
 
 def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[Any] = ()) -> I:
-    """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated.
-
-    The name of a container image stays as it is: what it holds was decided when it was built.
-    """
-    if isinstance(image, str):
-        return image
+    """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated."""
     have: Any = image
     return replace(  # type: ignore[no-any-return]
         have,

@@ -25,6 +25,7 @@ from skyproxy.pools.workers import Workers
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Launched, Progress, Provider, Volume, WorkerSpec
 from skyproxy.providers.image import Image
+from skyproxy.runtime.plugin import reporting
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
@@ -170,7 +171,8 @@ class Compute:
         """The second half; on the thread of the one who uses the pool. The pool must be closed where it fails."""
         for plugin in self.plugins:
             if callable(getattr(plugin, "around_client", None)):
-                self._hooks.enter_context(plugin.around_client(self))
+                with reporting(plugin, "around_client"):
+                    self._hooks.enter_context(plugin.around_client(self))
 
     @contextlib.contextmanager
     def _only_once(self) -> Iterator[None]:

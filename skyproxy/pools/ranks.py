@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
-from skyproxy.errors import PluginError, RankErrors, SessionLostError
+from skyproxy.errors import RankErrors, SessionLostError
+from skyproxy.pools.gathering import ANSWER_SECONDS, SETTLE_SECONDS, Gathering
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import Task, abort_calls, close_hooks, free_ports, open_hooks
 from skyproxy.settings import SETTINGS, Settings
@@ -27,29 +27,6 @@ logger = logging.getLogger("skyproxy")
 
 PURPOSES = ("torch", "jax", "coordination")
 _FORM_ATTEMPTS = 3
-_SETTLE_SECONDS = 0.3
-_ANSWER_SECONDS = 1.0
-_CANCELLED = -1
-
-
-class Call(Protocol):
-    """What a group needs of a call on a rank."""
-
-    @property
-    def id(self) -> str: ...
-    def result(self, timeout: float | None = None) -> Any: ...
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
-    def cancel(self) -> bool: ...
-    def done(self) -> bool: ...
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
-
-
-class Rank(Protocol):
-    """What a group needs of a node."""
-
-    @property
-    def alive(self) -> bool: ...
-    def submit(self, function: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> Any: ...
 
 
 class RankGroup:
@@ -97,6 +74,11 @@ class RankGroup:
     def job(self) -> str:
         """The name of this generation."""
         return f"{self._pool}/{self._generation}"
+
+    @property
+    def stop_timeout_seconds(self) -> float:
+        """How long a rank may go on after another one failed."""
+        return self._settings.rank_stop_timeout_seconds
 
     def context(self, rank: int) -> dict[str, Any]:
         """What goes beside a call to a rank, for `instance_info()` and the plugins there."""
@@ -184,7 +166,7 @@ class RankGroup:
         Returns:
             A future; its exception is `RankErrors`. Cancelling it cancels the calls.
         """
-        return _Gathering(self, dict(calls), timeout_seconds, what).future
+        return Gathering(self, self._infos, dict(calls), timeout_seconds, what).future
 
     def stop(self, calls: Mapping[int, Any]) -> set[int]:
         """Ends calls that wait for a failed rank; the group is formed anew before the next task.
@@ -195,7 +177,7 @@ class RankGroup:
             The ranks that did not stop in time; their processes are replaced, as far as plugins hold something there.
         """
         self._formed = False
-        going_on = self._abort(calls, _SETTLE_SECONDS)
+        going_on = self._abort(calls, SETTLE_SECONDS)
         for rank in going_on:
             calls[rank].cancel()
         stuck = self._abort({rank: calls[rank] for rank in going_on}, self._settings.rank_stop_timeout_seconds)
@@ -212,7 +194,7 @@ class RankGroup:
                 except Exception as error:  # lost between the question and the call
                     logger.debug("rank %d cannot be told to stop: %s", rank, error)
         going_on: dict[int, bool] = {}
-        end = time.monotonic() + timeout_seconds + _ANSWER_SECONDS
+        end = time.monotonic() + timeout_seconds + ANSWER_SECONDS
         for rank, reply in replies.items():
             try:
                 answer = reply.result(max(0.1, end - time.monotonic()))
@@ -242,130 +224,3 @@ class RankGroup:
                     call.result(max(0.0, end - time.monotonic()))
                 except Exception as error:
                     logger.warning("skyproxy: rank %d did not leave its plugins' hooks: %s", rank, error)
-
-
-class _Gathering:
-    """One task on several ranks, until all have ended. Results are taken on a thread of its own: that may take long."""
-
-    def __init__(self, group: RankGroup, calls: dict[int, Any], timeout_seconds: float | None, what: str) -> None:
-        self.future: Future[list[Any]] = Future()
-        self._group = group
-        self._calls = calls
-        self._what = what
-        self._timeout_seconds = timeout_seconds
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.future.add_done_callback(self._if_cancelled)
-        for rank, call in calls.items():
-            call.add_done_callback(lambda _, rank=rank: self._ended.put(rank))
-        threading.Thread(target=self._run, name="skyproxy-ranks", daemon=True).start()
-
-    def _if_cancelled(self, future: Future[list[Any]]) -> None:
-        if future.cancelled():
-            self._ended.put(_CANCELLED)
-
-    def _run(self) -> None:
-        try:
-            results = self._results()
-        except BaseException as error:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_exception(error)
-        else:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(results)
-
-    def _results(self) -> list[Any]:
-        end = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
-        left = len(self._calls)
-        while left:
-            try:
-                rank = self._ended.get(timeout=None if end is None else max(0.01, end - time.monotonic()))
-            except queue.Empty:
-                if all(call.done() for call in self._calls.values()):
-                    continue  # at the last moment
-                raise self._late() from None
-            left -= 1
-            if rank == _CANCELLED:
-                self._group.stop(self._calls)
-                raise CancelledError
-            if _failure(self._calls[rank]) is not None:
-                raise self._failed(rank)
-        return [self._calls[rank].result() for rank in sorted(self._calls)]
-
-    def _failed(self, first: int) -> RankErrors:
-        """After the first failure: ends the others and reports them all."""
-        # Who fails by now, failed by itself. Ranks that lost a peer may say so before we learn of its death.
-        _wait(self._calls.values(), _SETTLE_SECONDS)
-        failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
-        stuck = self._group.stop(self._calls)
-        _wait(self._calls.values(), _ANSWER_SECONDS)
-        dead = {rank for rank in self._calls if not self._group.nodes[rank].alive}
-        failed |= dead
-        first = min(dead, default=first)
-        errors: dict[int, Exception] = {}
-        for rank in sorted(self._calls):
-            error = _failure(self._calls[rank])
-            if error is None:
-                continue
-            info = self._group._infos[rank]
-            error.add_note(f"On rank {rank} of {info.world_size}, node {info.node} ({_address(info)}).")
-            if rank not in failed:
-                error.add_note(f"Rank {rank} was stopped because rank {first} had failed.")
-            if rank in stuck:
-                error.add_note(
-                    f"Rank {rank} did not stop within {self._group._settings.rank_stop_timeout_seconds:g} s: it is in "
-                    "code that Python cannot interrupt. Its process is started anew before the next task, if it holds "
-                    "a process group."
-                )
-            errors[rank] = error
-        return RankErrors.of(self._summary(first, failed, errors), errors, first)
-
-    def _summary(self, first: int, failed: set[int], errors: Mapping[int, Exception]) -> str:
-        cause = errors[first]
-        others = sorted(failed - {first})
-        stopped = sorted(set(errors) - failed)
-        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {cause}"
-        if others:
-            text += f"; also on rank {_listed(others)}"
-        if stopped:
-            text += f"; rank {_listed(stopped)} stopped because of it"
-        return text
-
-    def _late(self) -> RankErrors:
-        """The time is over: whoever is not done is missing."""
-        missing = [rank for rank, call in self._calls.items() if not call.done()]
-        infos = self._group._infos
-        where = ", ".join(f"{rank} (node {infos[rank].node}, {_address(infos[rank])})" for rank in missing)
-        text = f"{self._what} did not end on rank {where} within {self._timeout_seconds:g} s"
-        self._group.stop(self._calls)
-        return RankErrors.of(text, {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}, min(missing))
-
-
-def _failure(call: Any) -> Exception | None:
-    """Why a call that is done has no result."""
-    try:
-        error = call.exception(0)
-    except CancelledError:
-        return RuntimeError("the call was cancelled")
-    except TimeoutError:
-        return RuntimeError("the call did not end")
-    if error is None or isinstance(error, Exception):
-        return error
-    return PluginError(f"{type(error).__name__}: {error}")
-
-
-def _wait(calls: Iterable[Any], timeout_seconds: float) -> None:
-    """Until all calls have ended, or the time is over."""
-    end = time.monotonic() + timeout_seconds
-    for call in calls:
-        try:
-            call.exception(max(0.0, end - time.monotonic()))
-        except (CancelledError, TimeoutError):
-            pass
-
-
-def _address(info: InstanceInfo) -> str:
-    return next((peer.address for peer in info.peers if peer.rank == info.rank), "address unknown")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -13,6 +13,7 @@ from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Volume, WorkerSpec
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import count_accelerators
+from skyproxy.runtime.plugin import reporting
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -91,7 +92,8 @@ def transformed(spec: WorkerSpec, plugins: Sequence[Any]) -> WorkerSpec:
     image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
     before = image
     for plugin in with_wishes:
-        image = plugin.transform(image, Cluster(replace(spec, image=image)))
+        with reporting(plugin, "transform"):
+            image = plugin.transform(image, Cluster(replace(spec, image=image)))
         if not isinstance(image, Image):
             raise ConfigurationError(
                 f"the plugin {type(plugin).__name__} returned a {type(image).__name__} from transform; it must "

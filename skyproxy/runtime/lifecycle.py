@@ -16,7 +16,7 @@ from typing import Any
 from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.runtime.calls import current_call
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
-from skyproxy.runtime.plugin import has_hook, name_of
+from skyproxy.runtime.plugin import has_hook, name_of, reporting
 
 logger = logging.getLogger("skyproxy")
 
@@ -92,8 +92,8 @@ class Lifecycle:
                 self._once.add(key)
 
     def _enter(self, plugin: Any, hook: str, info: InstanceInfo) -> None:
-        where = f"plugin {name_of(plugin)!r}, {hook}, rank {info.rank} of {info.world_size}"
-        try:
+        where = f", rank {info.rank} of {info.world_size}"
+        with reporting(plugin, hook, where):
             manager = getattr(plugin, hook)(info)
             if not hasattr(manager, "__enter__"):
                 raise TypeError(
@@ -101,14 +101,10 @@ class Lifecycle:
                     "@contextlib.contextmanager."
                 )
             manager.__enter__()
-        except Exception as error:
-            raise PluginError(f"{where}: {type(error).__name__}: {error}") from error
 
         def leave(*exc_info: Any) -> None:
-            try:
+            with reporting(plugin, hook, where + ", on the way out"):
                 manager.__exit__(None, None, None)
-            except Exception as error:
-                raise PluginError(f"{where}, on the way out: {type(error).__name__}: {error}") from error
 
         self._stack.push(leave)
 
@@ -170,10 +166,8 @@ class Lifecycle:
         if decorating and not hasattr(function, "__name__"):
             function = _as_function(function)
         for plugin in decorating:
-            try:
+            with reporting(plugin, "decorate"):
                 function = plugin.decorate(function)
-            except Exception as error:
-                raise PluginError(f"plugin {name_of(plugin)!r}, decorate: {type(error).__name__}: {error}") from error
         with self.running():
             return function(*args, **kwargs)
 

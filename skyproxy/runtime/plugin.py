@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from skyproxy.errors import PluginError
 
 if TYPE_CHECKING:
     from skyproxy.runtime.instance import InstanceInfo
@@ -69,6 +71,23 @@ class Plugin:
 def name_of(plugin: Any) -> str:
     """What errors call a plugin."""
     return str(getattr(plugin, "name", None) or type(plugin).__name__)
+
+
+@contextlib.contextmanager
+def reporting(plugin: Any, hook: str, where: str = "") -> Iterator[None]:
+    """Whatever fails inside the `with` block is a `PluginError` that names the plugin and the hook.
+
+    Args:
+        plugin: whose hook is called.
+        hook: its name.
+        where: more about the place, such as ", rank 1 of 2".
+    """
+    try:
+        yield
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(f"plugin {name_of(plugin)!r}, {hook}{where}: {type(error).__name__}: {error}") from error
 
 
 def has_hook(plugin: Any, hook: str) -> bool:

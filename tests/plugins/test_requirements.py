@@ -91,10 +91,6 @@ def test_transforming_twice_repeats_nothing() -> None:
     assert plugin.transform(once, cluster()) == once
 
 
-def test_the_name_of_a_container_image_stays() -> None:
-    assert sky.plugins.torch().transform("ghcr.io/me/trainer:1", cluster()) == "ghcr.io/me/trainer:1"
-
-
 @pytest.mark.parametrize(
     ("plugin", "packages"),
     [

@@ -347,13 +347,12 @@ def die_on(rank: int, path: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_killed_rank_is_named_and_replaced(pool: Any, tmp_path: Path, record_property: Any) -> None:
+def test_a_killed_rank_is_named_and_replaced(pool: Any, tmp_path: Path) -> None:
     before = [row["pid"] for row in environment() @ pool]
     died = tmp_path / "died"
     with pytest.raises(RankErrors) as caught:
         die_on(1, str(died)) @ pool
     took = time.time() - float(died.read_text())
-    record_property("seconds_until_the_error", took)
     assert took < 20  # far from any timeout of a collective
     assert caught.value.first == 1
     assert isinstance(caught.value.by_rank[1], SessionLostError)

@@ -285,3 +285,20 @@ def test_closing_leaves_the_hooks_of_every_rank_that_is_there() -> None:
     made.close()
     made.close()
     assert [node.asked.count("close_hooks") for node in made.nodes] == [1, 0]
+
+
+def test_a_rank_that_had_finished_before_it_died_is_not_to_blame() -> None:
+    made = group(2)
+
+    def work() -> None:
+        if instance_info().rank == 0:
+            raise ValueError("on rank 0")
+
+    made.ensure()
+    task = made.task(work)
+    calls = {rank: node.submit(task, (), context=made.context(rank)) for rank, node in enumerate(made.nodes)}
+    calls[1].result(30)
+    made.nodes[1].alive = False
+    with pytest.raises(RankErrors) as caught:
+        made.gather(calls).result(30)
+    assert (caught.value.first, list(caught.value.by_rank)) == (0, [0])

@@ -103,6 +103,7 @@ class Block:
         after: what shows that it works.
         expected: what must be printed.
         exempt: why it cannot be run.
+        slow: whether it takes more than a few seconds.
     """
 
     name: str
@@ -150,8 +151,8 @@ def documents() -> list[Block]:
     finetune = "@sky.compute\ndef finetune():\n    import torch.distributed as dist\n    return dist.get_world_size()\n"
     concept, keras, shard, runtime, output, order = fenced("003")
     made = [
-        Block("000-mnist", mnist, before=DATA, after="print('trained')", expected=["trained"]),
-        Block("000-llm", llm, expected=["Prompt: What is machine", "Response:"]),
+        Block("000-mnist", mnist, before=DATA, after="print('trained')", expected=["trained"], slow=True),
+        Block("000-llm", llm, expected=["Prompt: What is machine", "Response:"], slow=True),
         Block(
             "000-grpo",
             grpo,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import skyproxy as sky
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.pools.specification import Cluster, duration_seconds, transformed, worker_spec
 from skyproxy.providers import Accelerator, Image, Volume, WorkerSpec
 
@@ -142,3 +142,15 @@ def test_a_transform_that_returns_nothing_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="Forgets"):
         transformed(spec(), [Forgets()])
+
+
+def test_a_transform_that_fails_is_named() -> None:
+    class Fails:
+        name = "cuda-kernels"
+
+        def transform(self, image: Image, cluster: Cluster) -> Image:
+            raise LookupError("no wheel for this accelerator")
+
+    with pytest.raises(PluginError, match="plugin 'cuda-kernels', transform: LookupError: no wheel") as caught:
+        transformed(spec(), [Fails()])
+    assert isinstance(caught.value.__cause__, LookupError)

@@ -1,0 +1,170 @@
+"""One task on several ranks: its results, or the errors of all ranks when one has failed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from skyproxy.errors import RankErrors
+from skyproxy.runtime.instance import InstanceInfo
+
+if TYPE_CHECKING:
+    from skyproxy.pools.ranks import RankGroup
+
+SETTLE_SECONDS = 0.3
+"""How long ranks have to fail by themselves after the first one did, and then to stop by themselves."""
+ANSWER_SECONDS = 1.0
+"""How long a rank may take to say that it has stopped."""
+_CANCELLED = -1
+
+
+class Gathering:
+    """One task on several ranks, until all have ended. Results are taken on a thread of its own: that may take long."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        infos: Sequence[InstanceInfo],
+        calls: dict[int, Any],
+        timeout_seconds: float | None,
+        what: str,
+    ) -> None:
+        """See `RankGroup.gather`.
+
+        Args:
+            group: ends what has to be ended.
+            infos: where each rank is.
+            calls: by rank.
+            timeout_seconds: for all; none by default.
+            what: names the task in errors.
+        """
+        self.future: Future[list[Any]] = Future()
+        self._group = group
+        self._infos = infos
+        self._calls = calls
+        self._what = what
+        self._timeout_seconds = timeout_seconds
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.future.add_done_callback(self._if_cancelled)
+        for rank, call in calls.items():
+            call.add_done_callback(lambda _, rank=rank: self._ended.put(rank))
+        threading.Thread(target=self._run, name="skyproxy-ranks", daemon=True).start()
+
+    def _if_cancelled(self, future: Future[list[Any]]) -> None:
+        if future.cancelled():
+            self._ended.put(_CANCELLED)
+
+    def _run(self) -> None:
+        try:
+            results = self._results()
+        except BaseException as error:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+        else:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(results)
+
+    def _results(self) -> list[Any]:
+        end = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
+        left = len(self._calls)
+        while left:
+            try:
+                rank = self._ended.get(timeout=None if end is None else max(0.01, end - time.monotonic()))
+            except queue.Empty:
+                if all(call.done() for call in self._calls.values()):
+                    continue  # at the last moment
+                raise self._late() from None
+            left -= 1
+            if rank == _CANCELLED:
+                self._group.stop(self._calls)
+                raise CancelledError
+            if _failure(self._calls[rank]) is not None:
+                raise self._failed(rank)
+        return [self._calls[rank].result() for rank in sorted(self._calls)]
+
+    def _failed(self, first: int) -> RankErrors:
+        """After the first failure: ends the others and reports them all."""
+        # Who fails by now, failed by itself. Ranks that lost a peer may say so before we learn of its death.
+        _wait(self._calls.values(), SETTLE_SECONDS)
+        failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
+        stuck = self._group.stop(self._calls)
+        _wait(self._calls.values(), ANSWER_SECONDS)
+        dead = {
+            rank
+            for rank, call in self._calls.items()
+            if not self._group.nodes[rank].alive and call.done() and _failure(call) is not None
+        }
+        failed |= dead
+        first = min(dead, default=first)
+        errors: dict[int, Exception] = {}
+        for rank in sorted(self._calls):
+            error = _failure(self._calls[rank])
+            if error is None:
+                continue
+            info = self._infos[rank]
+            error.add_note(f"On rank {rank} of {info.world_size}, node {info.node} ({_address(info)}).")
+            if rank not in failed:
+                error.add_note(f"Rank {rank} was stopped because rank {first} had failed.")
+            if rank in stuck:
+                error.add_note(
+                    f"Rank {rank} did not stop within {self._group.stop_timeout_seconds:g} s: it is in "
+                    "code that Python cannot interrupt. Its process is started anew before the next task, if it holds "
+                    "a process group."
+                )
+            errors[rank] = error
+        return RankErrors.of(self._summary(first, failed, errors), errors, first)
+
+    def _summary(self, first: int, failed: set[int], errors: Mapping[int, Exception]) -> str:
+        cause = errors[first]
+        others = sorted(failed - {first})
+        stopped = sorted(set(errors) - failed)
+        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {cause}"
+        if others:
+            text += f"; also on rank {_listed(others)}"
+        if stopped:
+            text += f"; rank {_listed(stopped)} stopped because of it"
+        return text
+
+    def _late(self) -> RankErrors:
+        """The time is over: whoever is not done is missing."""
+        missing = [rank for rank, call in self._calls.items() if not call.done()]
+        infos = self._infos
+        where = ", ".join(f"{rank} (node {infos[rank].node}, {_address(infos[rank])})" for rank in missing)
+        text = f"{self._what} did not end on rank {where} within {self._timeout_seconds:g} s"
+        self._group.stop(self._calls)
+        return RankErrors.of(text, {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}, min(missing))
+
+
+def _failure(call: Any) -> Exception | None:
+    """Why a call that is done has no result."""
+    try:
+        error = call.exception(0)
+    except CancelledError:
+        return RuntimeError("the call was cancelled")
+    except TimeoutError:
+        return RuntimeError("the call did not end")
+    if error is None or isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")  # a group of exceptions holds no SystemExit
+
+
+def _wait(calls: Iterable[Any], timeout_seconds: float) -> None:
+    """Until all calls have ended, or the time is over."""
+    end = time.monotonic() + timeout_seconds
+    for call in calls:
+        try:
+            call.exception(max(0.0, end - time.monotonic()))
+        except (CancelledError, TimeoutError):
+            pass
+
+
+def _address(info: InstanceInfo) -> str:
+    return next((peer.address for peer in info.peers if peer.rank == info.rank), "address unknown")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
