@@ -9,8 +9,9 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,9 @@ from tests.e2e.installation import Installation
 GIVEN = "SKYPROXY_E2E_KUBECONFIG"
 KEEP = "SKYPROXY_E2E_KEEP"
 _HERE = Path(__file__).parent
+_DIRECTORY = pytest.StashKey[Path]()
+_SHOWN_LINES = 30
+_SHOWN_CHARACTERS = 400
 _NEEDED = ("setpriv", "unshare", "nsenter", "mount", "ip", "chroot")
 
 
@@ -40,10 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Shows with a failure what the components wrote last: where CI runs, nobody can look at files afterwards."""
+    report = yield
+    directory = item.session.stash.get(_DIRECTORY, None)
+    if report.failed and directory is not None and item.path.is_relative_to(_HERE):
+        logs = [*directory.glob("pod-logs/skyproxy-system_*"), directory / "kubelet.log"]
+        for path in filter(Path.exists, logs):
+            lines = path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+            report.sections.append((path.name, "\n".join(line[:_SHOWN_CHARACTERS] for line in lines)))
+    return report
+
+
 @pytest.fixture(scope="session")
 def run_directory(request: pytest.FixtureRequest) -> Iterator[Path]:
     """Where the run keeps its files. Stays when a test failed, or when SKYPROXY_E2E_KEEP is set."""
-    path = Path(tempfile.mkdtemp(prefix="skyproxy-e2e-"))
+    path = request.session.stash[_DIRECTORY] = Path(tempfile.mkdtemp(prefix="skyproxy-e2e-"))
     yield path
     if request.session.testsfailed or os.environ.get(KEEP):
         print(f"\nend-to-end run: logs are in {path}")

@@ -112,15 +112,6 @@ def test_up_a_training_step_and_down_with_nothing_left(
         )
 
 
-def test_up_says_why_it_waits_and_what_to_do(user: User) -> None:
-    ended = user.try_sky("up", "big", "--gpus", "999", "--timeout", "5s")
-    assert ended.returncode != 0
-    assert "nvidia.com/gpu (999 asked for)" in ended.stderr
-    (shown,) = json.loads(user.sky("list", "--json"))
-    assert shown["reason"] == "Unschedulable"
-    user.sky("down", "big")
-
-
 class Pair:
     """Two users with a worker each, in namespaces of their own."""
 
