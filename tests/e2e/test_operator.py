@@ -26,6 +26,7 @@ from tests.e2e.computes import (
     wait_reason,
 )
 from tests.e2e.installation import Installation
+from tests.e2e.kubelet.memory_limits import enforced
 from tests.e2e.kubelet.pods import KILL_ANNOTATION
 
 pytestmark = pytest.mark.usefixtures("installation")
@@ -123,6 +124,19 @@ def test_a_worker_that_keeps_failing_has_failed_with_its_last_words(cluster: Clu
     assert compute["status"]["restarts"] == 1
     events = cluster.items(f"/api/v1/namespaces/{namespace}/events", fieldSelector="involvedObject.kind=Compute")
     assert "there is no such model" in messages(events)
+
+
+def test_a_worker_that_takes_more_memory_than_it_has_says_so(
+    cluster: Cluster, namespace: str, control_plane: object
+) -> None:
+    if not enforced():
+        pytest.skip("this machine lets nobody make control groups for memory")
+    command = ["python", "-c", "print('taking', flush=True); taken = bytearray(300 << 20); print(len(taken))"]
+    spec = spec_of(command=command, resources={"memory": "64Mi"}, restartPolicy={"maxRestarts": 0})
+    compute = wait_phase(cluster, make(cluster, namespace, "hungry", **spec), "Failed")
+    ready = condition(compute, "Ready")
+    assert "64Mi" in ready["message"]
+    assert "OOMKilled" in compute["status"]["lastFailure"]
 
 
 def test_a_worker_out_of_memory_says_so(cluster: Cluster, namespace: str, control_plane: object) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.e2e.control_plane.addresses import Slot
 from tests.e2e.kubelet.api import Api
 from tests.e2e.kubelet.containers import image_mounts
+from tests.e2e.kubelet.memory_limits import remove_leftovers
 from tests.e2e.kubelet.network import Network, ServiceProxy
 from tests.e2e.kubelet.node import Kubelet, named
 from tests.e2e.kubelet.pods import Node
@@ -49,6 +50,7 @@ async def main(arguments: argparse.Namespace) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    remove_leftovers(slot.bridge)
     async with Api(arguments.kubeconfig) as api, Network(slot) as network:
         services = ServiceProxy(api, network, slot, run / "hosts")
         provisioner = Provisioner(api, run / "claims")

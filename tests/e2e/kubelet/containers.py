@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.control_plane.processes import bound
+from tests.e2e.kubelet.memory_limits import MemoryGroup
 from tests.e2e.kubelet.network import Network
 
 _SETUP = Path(__file__).with_name("container.sh")
@@ -183,6 +184,7 @@ class Container:
     log: Path
     message: Path
     copying: asyncio.Task[None]
+    memory: MemoryGroup | None = None
     exit_code: int | None = field(default=None)
 
     @classmethod
@@ -199,12 +201,14 @@ class Container:
         read_only: bool,
         scratch: Path,
         log: Path,
+        memory: MemoryGroup | None = None,
     ) -> Container:
         """Starts one; returns when its own command is about to begin, or when that has failed.
 
         Args:
             scratch: an empty directory for the container's file system.
             log: where its output goes.
+            memory: the control group with its limit.
         """
         overlay, message, table = scratch / "overlay", scratch / "message", scratch / "mounts"
         overlay.mkdir(parents=True)
@@ -217,7 +221,8 @@ class Container:
         receiver, sender = os.pipe()
         with open(sender, "wb", buffering=0) as begun:
             process = await asyncio.create_subprocess_exec(
-                *bound(["nsenter", f"--net={sandbox.namespace}"]),
+                *bound(memory.command() if memory is not None else []),
+                *("nsenter", f"--net={sandbox.namespace}"),
                 *("unshare", "--mount", "--uts", "--ipc", "--pid", "/bin/sh", "-c", _FIRST),
                 *(str(_SETUP), str(overlay), hostname, "yes" if read_only else "no", directory, str(table)),
                 *user.command(),
@@ -232,7 +237,7 @@ class Container:
         copying = asyncio.create_task(copy_lines(process.stdout, log))
         with open(receiver, "rb", buffering=0) as pipe:
             await asyncio.to_thread(pipe.read, 1)
-        return cls(process, log, message, copying)
+        return cls(process, log, message, copying, memory)
 
     @property
     def first_process(self) -> int | None:

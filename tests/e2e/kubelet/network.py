@@ -35,10 +35,16 @@ async def run(*argv: str, text: str = "", check: bool = True) -> int:
 
 
 class Network:
-    """The bridge and the addresses of Pods. Use it as an async context manager."""
+    """The bridge and the addresses of Pods. Use it as an async context manager.
+
+    Attributes:
+        run_name: what belongs to this run on this machine begins with it.
+        gateway: this machine's address on the bridge.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
+        self.run_name = slot.bridge
         hosts = ipaddress.ip_network(slot.pods).hosts()
         self.gateway = str(next(hosts))
         self._length = ipaddress.ip_network(slot.pods).prefixlen

@@ -19,6 +19,7 @@ from tests.e2e.kubelet import probes
 from tests.e2e.kubelet.api import Api, ApiError, Object
 from tests.e2e.kubelet.containers import Container, Mount, Sandbox, User
 from tests.e2e.kubelet.environment import MissingError, References, container_mounts, expand
+from tests.e2e.kubelet.memory_limits import MemoryGroup
 from tests.e2e.kubelet.network import Network, ServiceProxy
 
 logger = logging.getLogger("kubelet.pods")
@@ -259,6 +260,9 @@ class Pod:
         ]
         state.killed_as = ""
         state.started_at = now()
+        limit = spec.get("resources", {}).get("limits", {}).get("memory")
+        group = f"{self.uid}-{spec['name']}-{state.restarts}"
+        memory = MemoryGroup.create(self.node.network.run_name, group, limit) if limit else None
         assert self.sandbox is not None
         state.running = await Container.start(
             [expand(a, environment) for a in [*command, *(spec.get("args") or [])]],
@@ -271,6 +275,7 @@ class Pod:
             read_only=bool(spec.get("securityContext", {}).get("readOnlyRootFilesystem")),
             scratch=self._directory / "containers" / f"{spec['name']}.{state.restarts}",
             log=self._log(state, state.restarts),
+            memory=memory,
         )
         state.state = {"running": {"startedAt": state.started_at}}
         state.started = "startupProbe" not in spec
@@ -280,8 +285,12 @@ class Pod:
         await self._publish()
         try:
             code = await state.running.wait()
+            if memory is not None and memory.ran_out() and code == 137:
+                state.killed_as = "OOMKilled"
         finally:
             probing.cancel()
+            if memory is not None:
+                memory.remove()
         state.ready = state.started = False
         terminated: Object = {
             "exitCode": code,
