@@ -99,6 +99,10 @@ def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.
     if isinstance(fn, Crossing):
         return _apply_one(self, fn, recurse)
     outermost = _move.function is None
+    if outermost and torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.parameters()):
+        # As PyTorch does on every device: parameters that move in inference mode stay trainable.
+        with torch.inference_mode(False), torch.no_grad():
+            return _apply(self, fn, recurse)
     crossing = Crossing(fn)
     if outermost:
         _move.function, _move.replaced = crossing, {}

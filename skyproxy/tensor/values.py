@@ -168,7 +168,7 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     Raises:
         RuntimeError: C++ watches one of them by a weak reference.
     """
-    if tensor.is_leaf and tensor.requires_grad:
+    if tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # those are in no graph
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
     attributes = {name: value for name, value in tensor.__dict__.items() if name not in ("_sky", "_is_param")}
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks

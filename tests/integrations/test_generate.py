@@ -66,6 +66,18 @@ def test_bfloat16_gives_the_same_tokens(family: str, sky1: str) -> None:
     check_same_tokens(make_model(family, dtype=torch.bfloat16), sky1, do_sample=False)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inference_mode_gives_the_same_tokens_and_logits(family: str, cache: str, sky1: str) -> None:
+    """The weights are ordinary tensors; what is computed of them there is not."""
+    local = make_model(family)
+    with torch.inference_mode():
+        check_same_tokens(local, sky1, do_sample=False, cache_implementation=cache)
+        if family != "T5":
+            remote = copy.deepcopy(local).to(sky1)
+            assert torch.equal(remote(**placed(prompts(), sky1)).logits.cpu(), local(**prompts()).logits)
+
+
 def test_the_tokens_of_a_speculating_decoder_are_the_same(sky1: str) -> None:
     check_same_tokens(make_model("Qwen2"), sky1, batch=1, do_sample=False, prompt_lookup_num_tokens=3)
 

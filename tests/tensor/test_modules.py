@@ -238,3 +238,24 @@ def test_a_scripted_module_moves_there_trains_and_comes_back(sky1: str) -> None:
     module.cpu()
     assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
     torch.testing.assert_close(module(x), expected)
+
+
+def test_a_module_that_moves_in_inference_mode_stays_trainable(sky: str, sky1: str) -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with torch.inference_mode():
+        for device in (sky, sky1, "cpu", sky1):
+            module.to(device)
+            assert {t.device for t in (*module.parameters(), *module.buffers())} == {torch.device(device)}
+    assert not any(t.is_inference() for t in (*module.parameters(), *module.buffers()))
+    before = module[0].weight.detach().cpu()
+    train(module, optimizer, sky1)
+    assert not torch.equal(module[0].weight.detach().cpu(), before)
+
+
+def test_a_module_made_in_inference_mode_moves(sky1: str) -> None:
+    with torch.inference_mode():
+        module = model().eval()
+        expected = module(torch.ones(2, 3))
+        module.to(sky1)
+        torch.testing.assert_close(module(torch.ones(2, 3, device=sky1)).cpu(), expected)
