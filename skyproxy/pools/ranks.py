@@ -130,9 +130,14 @@ class RankGroup:
             assert self._replace_rank is not None
             logger.info("skyproxy: pool %s starts rank %s again", self._pool, ", ".join(map(str, sorted(wanted))))
             with ThreadPoolExecutor(len(wanted), "skyproxy-rank") as threads:
-                for rank, node in zip(wanted, threads.map(self._replace_rank, wanted)):
-                    self.nodes[rank] = node
-            self._broken.clear()
+                starting = {rank: threads.submit(self._replace_rank, rank) for rank in wanted}
+            # All that came up are used, also where another one did not.
+            self._broken -= {rank for rank, future in starting.items() if future.exception() is None}
+            for rank, future in starting.items():
+                if future.exception() is None:
+                    self.nodes[rank] = future.result()
+            for future in starting.values():
+                future.result()
 
     def _form(self) -> None:
         self._generation += 1

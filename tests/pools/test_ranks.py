@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy.errors import PluginError, RankErrors, SessionLostError
+from skyproxy.errors import PluginError, RankErrors, SessionLostError, WorkerStartError
 from skyproxy.pools.ranks import RankGroup
 from skyproxy.runtime import CallContext, InstanceInfo, Peer, entered_call, instance_info
 from skyproxy.runtime.lifecycle import LIFECYCLE
@@ -190,6 +190,23 @@ def test_a_dead_rank_that_nobody_can_start_is_an_error() -> None:
     made.nodes[1].alive = False
     with pytest.raises(SessionLostError, match="rank 1 of pool pool"):
         made.ensure()
+
+
+def test_ranks_that_came_up_again_are_used_though_another_did_not() -> None:
+    tried: list[int] = []
+
+    def start_again(rank: int) -> ThreadRank:
+        tried.append(rank)
+        if rank == 2 and tried.count(2) == 1:
+            raise WorkerStartError("no room")
+        return ThreadRank()
+
+    made = group(3, replace_rank=start_again)
+    made.nodes[1].alive = made.nodes[2].alive = False
+    with pytest.raises(WorkerStartError):
+        made.ensure()
+    assert on_all(made, lambda: instance_info().rank).result(30) == [0, 1, 2]
+    assert sorted(tried) == [1, 2, 2]
 
 
 class Holding(Plugin):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import skyproxy as sky
-from skyproxy.errors import RankErrors
+from skyproxy.errors import PluginError, RankErrors
 from skyproxy.pools.ranks import RankGroup
 
 pytestmark = pytest.mark.timeout(300)
@@ -75,4 +75,18 @@ def test_a_rank_that_does_not_come_is_named_and_the_pool_leaves_nothing() -> Non
     text = str(caught.value)
     assert "plugin 'torch', around_app, rank 0 of 2" in text
     assert "rank 1 (127.0.0.1) did not join within 2 s" in text
+    assert children() <= before
+
+
+class Stumbling(sky.plugins.Plugin):
+    """Fails on the client, once the workers run."""
+
+    def around_client(self, pool: sky.Compute) -> contextlib.AbstractContextManager[None]:
+        raise LookupError("nothing here")
+
+
+def test_a_plugin_that_fails_on_the_client_is_named_and_leaves_nothing() -> None:
+    before = children()
+    with pytest.raises(PluginError, match="plugin 'Stumbling', around_client: LookupError: nothing here"):
+        sky.Compute(provider=sky.Local(device="cpu"), plugins=[Stumbling()]).start()
     assert children() <= before

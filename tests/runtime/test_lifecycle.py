@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -187,6 +188,26 @@ def test_what_is_entered_once_is_left_with_the_job(lifecycle: Lifecycle) -> None
     assert notes == ["in", "out", "in"]
     lifecycle.close("pool")
     assert notes == ["in", "out", "in", "out"]
+
+
+def test_of_many_first_tasks_one_enters(lifecycle: Lifecycle) -> None:
+    ready = threading.Barrier(8)
+    notes: list[str] = []
+
+    @contextlib.contextmanager
+    def group() -> Iterator[None]:
+        notes.append("in")
+        yield
+
+    def task() -> None:
+        ready.wait(30)
+        lifecycle.once("group", INFO, group)
+        assert notes  # whoever comes back finds it entered
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(task) for _ in range(8)]:
+            done.result(30)
+    assert notes == ["in"]
 
 
 def test_abort_reaches_plugins_while_a_hook_hangs_and_tells_what_still_runs(lifecycle: Lifecycle) -> None:
