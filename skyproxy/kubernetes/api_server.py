@@ -184,7 +184,9 @@ class ApiServer:
         headers = {"Accept": "application/json", "User-Agent": "skyproxy"}
         if content_type:
             headers["Content-Type"] = content_type
-        await self._api.update_params_for_auth(headers, [], ["BearerToken"])
+        waiting = self._api.update_params_for_auth(headers, [], ["BearerToken"])
+        if waiting is not None:  # older versions of the library do it at once
+            await waiting
         return headers
 
     def _url(self, path: str, query: Query) -> str:
