@@ -155,6 +155,7 @@ def test_a_timeout_ends_the_call_wherever_its_function_is(node: skyproxy.Node) -
         node.submit(hold, ("x",), timeout=-1)
 
 
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="POSIX signals")
 def test_ctrl_c_cancels_and_leaves_the_node_usable(node: skyproxy.Node) -> None:
     def spin() -> None:
         try:

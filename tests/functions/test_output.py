@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -121,9 +122,8 @@ def test_each_call_has_its_own_output_threads_included(node: skyproxy.Node) -> N
         assert output.text("stdout") == f"call {number}\nthread of {number}\npool of {number}\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_forked_child_does_not_write_on_the_connection(node: skyproxy.Node) -> None:
-    import os
-
     def fork() -> int:
         child = os.fork()
         if child == 0:

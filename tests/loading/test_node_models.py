@@ -122,6 +122,18 @@ def test_a_model_made_from_a_configuration(node: skyproxy.Node, sky: str, folder
     assert {(p.dtype, p.device) for p in model.parameters()} == {(torch.bfloat16, torch.device(sky))}
 
 
+def test_only_the_ids_that_are_decoded_come_here(node: skyproxy.Node, sky: str, folder: Path) -> None:
+    model = node.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    tokens = node.generate(model, prompts(), max_new_tokens=100, min_new_tokens=100, do_sample=False)
+    new = tokens[0, 6:]
+    torch.sky.synchronize()
+    received, waits = torch.sky.stats()["bytes_received"], torch.sky.stats()["round_trips"]
+    ids = new.tolist()  # what a tokenizer's decode does first
+    assert len(ids) == 100
+    assert torch.sky.stats()["bytes_received"] - received < 100 * 8 + 500
+    assert torch.sky.stats()["round_trips"] - waits == 1
+
+
 class Recording:
     """A streamer."""
 
