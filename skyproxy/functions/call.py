@@ -25,6 +25,9 @@ logger = logging.getLogger("skyproxy")
 
 OnOutput = Callable[[str, str], object]
 _ACK_OUTPUT_CHARACTERS = 128 << 10
+"""Of output, after which the worker is told that it was seen; far below `max_waiting_output_bytes`."""
+_EVENT_CHARACTERS = 64
+"""What each piece of output counts beside its text, as the worker counts it."""
 _CANCELLED = "cancelled"
 
 
@@ -69,7 +72,7 @@ class Call:
         self._items = Items()
         self._ended = False
         self._forgotten = False
-        self._unacked = 0
+        self._unacked = self._shown = 0
         self._value: Any = None
         self._error: BaseException | None = None
         self._taken = False
@@ -259,10 +262,16 @@ class Call:
             self._context.run(self._on_output, came.value["stream"], text)
         except Exception:
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
-        self._unacked += len(text)
+        self._shown = came.number
+        self._unacked += len(text) + _EVENT_CHARACTERS
         if self._unacked >= _ACK_OUTPUT_CHARACTERS:
+            self.ack_output()
+
+    def ack_output(self) -> None:
+        """Tells the worker what was shown; asked for also when nothing more is there to be shown."""
+        if self._unacked:
             self._unacked = 0
-            self._channel.ack(self, came.number, 0)
+            self._channel.ack(self, self._shown, 0)
 
     # --- values and errors -------------------------------------------------------------------------------------------
 

@@ -243,13 +243,19 @@ class Channel:
         self._to_deliver.put((call, Came("error", 0, {"exception": LookupError(text)})))
 
     def _deliver(self) -> None:
+        heard: dict[str, Call] = {}
         while (entry := self._to_deliver.get()) is not None:
             call, came = entry
             try:
                 call.deliver(came)
             except Exception:
                 logger.exception("skyproxy: an event of %s could not be delivered", call.name)
+            heard[call.id] = call
             del call, entry, came  # else the last call would live until the next event
+            if self._to_deliver.empty():
+                # However little the worker lets wait, it learns that all of it was shown.
+                while heard:
+                    heard.popitem()[1].ack_output()
 
     def _do(self) -> None:
         while (job := self._to_do.get()) is not None:

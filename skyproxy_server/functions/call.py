@@ -1,4 +1,4 @@
-"""One call: its thread, the events that its caller is told of, and its end."""
+"""One call: its beginning, its thread, what it prints, and its end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import ctypes
 import inspect
 import pickle
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from skyproxy.errors import SessionLostError
-from skyproxy.payloads.pickling import Pickled, Row, Unpickler, dressed
-from skyproxy.payloads.pieces import flat_size
+from skyproxy.payloads.pickling import Row, Unpickler, dressed
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
+from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.results import REMOTE, Returning, describe_error
 
-_LAST = ("result", "error")
 _OUTPUT_PIECE = 8192
 """Characters of one output event; a line is sent when it is whole, a longer one in parts."""
 
@@ -32,37 +29,14 @@ class CallInterrupt(BaseException):
     """Raised inside a function that its caller has given up. Not an `Exception`, so that few functions catch it."""
 
 
-class Event:
-    """What the caller is told, kept until it is sure to know."""
-
-    __slots__ = ("keep", "kept", "kind", "number", "pieces", "size", "value")
-
-    def __init__(
-        self, number: int, kind: str, value: dict[str, Any], pickled: Pickled | None, kept: list[torch.Tensor]
-    ) -> None:
-        self.number, self.kind, self.value, self.kept = number, kind, value, kept
-        self.pieces: Sequence[Any] | None = [] if pickled is None else pickled.pieces
-        self.keep = pickled
-        self.size = sum(map(flat_size, self.pieces or ())) + len(value.get("text", ""))
-
-
-class Listener(Protocol):
-    """The connection on which a call's events go."""
-
-    def send_event(self, call: str, event: Event) -> None:
-        """Raises:
-        SessionLostError: the connection is gone.
-        """
-
-
 class FunctionCall:
     """A call on the worker's side.
 
     Attributes:
         identity: its name, the client's secret.
         session: the session that began it.
-        ended: whether its caller was told the end; the thread may still run.
-        running: whether its thread runs.
+        events: what its caller is told.
+        running: whether its thread runs; it may, after the caller was told the end.
     """
 
     def __init__(
@@ -70,31 +44,33 @@ class FunctionCall:
     ) -> None:
         self.identity = identity
         self.session = session
-        self.ended = False
         self.running = False
         self.name = ""
         self._devices = devices
-        self._settings = settings
+        self.events = Events(identity, settings)
         self._activity = activity
         self._task: dict[str, Any] | None = None
         self._pieces: Sequence[Any] = ()
         self._arguments: list[Any] | None = None
         self._streams: Sequence[Any] = ()
         self._on_thread: Callable[[bool], None] = lambda begins: None
-        self._listener: Listener | None = None
-        self._log: deque[Event] = deque()
-        self._number = 0
-        self._lost_bytes = 0
         self._pending: dict[str, str] = {}
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
         self._interrupts: list[Callable[[], object]] = []
         self._interrupted = False
         self._sleeping = False
-        # Re-entrant, for a destructor that prints may run anywhere. Taken as `with self._lock`, never by way of the
-        # condition, whose methods are Python: an interrupt that strikes in there would leave the lock held.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = self.events.lock
+
+    @property
+    def ended(self) -> bool:
+        """Whether its caller was told the end."""
+        return self.events.ended
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether the function and its arguments came, or are no longer needed."""
+        return self._task is not None or self.ended
 
     # --- its beginning -----------------------------------------------------------------------------------------------
 
@@ -128,7 +104,7 @@ class FunctionCall:
             return
         self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
         self.running = True
-        self.emit("started", {})
+        self.events.add("started", {})
         timeout = self._task["timeout"]
         if timeout is not None:
             text = f"{self.name} did not finish within {timeout:g} s, the timeout of this call."
@@ -173,7 +149,7 @@ class FunctionCall:
             _raise_in(threading.get_ident(), None)
             if self._timer is not None:
                 self._timer.cancel()
-            self._changed.notify_all()
+            self.events.changed.notify_all()
 
     def _execute(self, task: dict[str, Any], pieces: Sequence[Any], arguments: list[Any]) -> None:
         given: dict[int, torch.Tensor] = {}
@@ -198,7 +174,7 @@ class FunctionCall:
         if inspect.iscoroutine(result):
             result = self._await(result)
         if inspect.isgenerator(result):
-            self.emit("stream", {})
+            self.events.add("stream", {})
             while True:
                 try:
                     item = next(result)
@@ -207,7 +183,7 @@ class FunctionCall:
                     break
                 self._emit_value("item", item, returning)
         elif inspect.isasyncgen(result):
-            self.emit("stream", {})
+            self.events.add("stream", {})
             result = self._await(self._drain(result, returning))
         self._flush()
         self._emit_value("result", result, returning)
@@ -239,13 +215,13 @@ class FunctionCall:
             ) from error
         if kind == "item":
             self._wait_for_items()
-        self.emit(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
+        self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
     def _fail(self, error: BaseException) -> None:
         words, pickled = describe_error(error, hidden_frames=2)
         if pickled is not None:
             words.update(pickled.tables)
-        self.emit("error", words, pickled)
+        self.events.add("error", words, pickled)
 
     # --- what it prints ----------------------------------------------------------------------------------------------
 
@@ -274,25 +250,15 @@ class FunctionCall:
 
     def _print(self, stream: str, text: str) -> None:
         with self._lock:
-            while self._listener is not None and not self.ended and self._unseen_output() > self._limit:
+            while self.events.output_must_wait:
                 self._sleep()
             if self.ended and self._interrupted:
                 raise CallInterrupt
-            value: dict[str, Any] = {"stream": stream, "text": text}
-            if self._lost_bytes:
-                value["lost"], self._lost_bytes = self._lost_bytes, 0
-            self.emit("output", value)
-
-    @property
-    def _limit(self) -> int:
-        return self._settings.max_waiting_output_bytes
-
-    def _unseen_output(self) -> int:
-        return sum(event.size for event in self._log if event.kind == "output")
+            self.events.add("output", {"stream": stream, "text": text})
 
     def _wait_for_items(self) -> None:
         with self._lock:
-            while not self.ended and self._waiting_items() >= self._settings.max_waiting_items:
+            while self.events.items_must_wait:
                 self._sleep()
             if self.ended:
                 raise CallInterrupt
@@ -301,121 +267,15 @@ class FunctionCall:
         """Waits for news; the lock is held. No interrupt strikes meanwhile: whoever wakes looks at `ended`."""
         self._sleeping = True
         try:
-            self._changed.wait()
+            self.events.changed.wait()
         finally:
             self._sleeping = False
-
-    def _waiting_items(self) -> int:
-        return sum(event.kind == "item" for event in self._log)
-
-    # --- its events --------------------------------------------------------------------------------------------------
-
-    def emit(
-        self,
-        kind: str,
-        value: dict[str, Any],
-        pickled: Pickled | None = None,
-        kept: list[torch.Tensor] | None = None,
-    ) -> None:
-        """Tells the caller, now or when it is there again. Nothing follows the end of a call."""
-        with self._lock:
-            if self.ended:
-                return
-            self._number += 1
-            event = Event(self._number, kind, value, pickled, kept or [])
-            self.ended = kind in _LAST
-            self._log.append(event)
-            if self._listener is None and kind == "output":
-                self._drop_output()
-            self._send(event)
-
-    def _send(self, event: Event) -> None:
-        if self._listener is not None:
-            try:
-                self._listener.send_event(self.identity, event)
-            except SessionLostError:
-                self._listener = None
-                self._changed.notify_all()
-
-    def _drop_output(self) -> None:
-        """Nobody listens: what is oldest of the output goes."""
-        excess = self._unseen_output() - self._limit
-        for event in [event for event in self._log if event.kind == "output"]:
-            if excess <= 0:
-                return
-            excess -= event.size
-            self._lost_bytes += event.size
-            self._log.remove(event)
-
-    def attach(self, listener: Listener, number: int) -> None:
-        """Events go to `listener` from now on, those behind `number` first."""
-        with self._lock:
-            self._listener = listener
-            for event in [event for event in self._log if event.number > number]:
-                if event.pieces is None:
-                    words = {"type": "LimitExceededError", "traceback": "", "message": _SHED}
-                    event = Event(event.number, "error", words, None, [])
-                self._send(event)
-            self._changed.notify_all()
-
-    def detach(self, listener: Listener) -> None:
-        """Nobody listens any more, if it was this one who did."""
-        with self._lock:
-            if self._listener is listener:
-                self._listener = None
-                self._changed.notify_all()
-
-    @property
-    def has_payload(self) -> bool:
-        """Whether the function and its arguments came, or are no longer needed."""
-        return self._task is not None or self.ended
-
-    @property
-    def attached(self) -> bool:
-        """Whether somebody listens."""
-        return self._listener is not None
-
-    def ack(self, outputs: int, items: int) -> None:
-        """The caller has seen outputs and taken items up to these events."""
-        with self._lock:
-            seen = {"output": outputs, "item": items, "started": outputs}
-            # An item is kept while its tensors are: the client takes those by an operation of their own.
-            self._log = deque(
-                event
-                for event in self._log
-                if event.number > seen.get(event.kind, 0) or (event.kind == "item" and event.kept)
-            )
-            self._changed.notify_all()
-
-    def take(self, number: int) -> list[torch.Tensor] | None:
-        """The tensors of an event, which are the client's from now on; None if they are not here."""
-        with self._lock:
-            for event in self._log:
-                if event.number == number and event.pieces is not None:
-                    kept, event.kept = event.kept, []
-                    if event.kind == "item":
-                        self._log.remove(event)
-                        self._changed.notify_all()
-                    return kept
-        return None
-
-    @property
-    def result_bytes(self) -> int:
-        """What the last event holds, its tensors not counted."""
-        with self._lock:
-            return self._log[-1].size if self._log and self.ended and self._log[-1].pieces is not None else 0
-
-    def shed(self) -> None:
-        """Lets go of the last event's payload, which its caller has received, to make room."""
-        with self._lock:
-            if self._log and self.ended and self._log[-1].pieces and not self._log[-1].kept:
-                self._log[-1].pieces = self._log[-1].keep = None
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def fail(self, words: dict[str, Any]) -> None:
         """The call ends with an error before its function began."""
-        self.emit("error", words)
+        self.events.add("error", words)
 
     def interrupt(self, error: BaseException) -> None:
         """Ends the call with `error`, at once for the caller; the function is interrupted where Python can do that."""
@@ -428,13 +288,12 @@ class FunctionCall:
     def discard(self) -> None:
         """Nobody will ask for this call again: an end is of no interest, and a function that runs is interrupted."""
         with self._lock:
-            self.ended = True
-            self._log.clear()
+            self.events.discard()
             self._task, self._pieces, self._arguments = {}, (), []
             self._stop_thread()
 
     def _stop_thread(self) -> None:
-        self._changed.notify_all()
+        self.events.changed.notify_all()
         if self._thread is None or not self.running or self._thread.ident is None or self._interrupted:
             return
         self._interrupted = True
@@ -443,12 +302,6 @@ class FunctionCall:
                 stop()
         if not self._interrupts and not self._sleeping:
             _raise_in(self._thread.ident, CallInterrupt)
-
-
-_SHED = (
-    "this call has ended, and its result was dropped to make room for others. Fetch results sooner, or raise "
-    "SKYPROXY_MAX_KEPT_RESULT_BYTES on the worker."
-)
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

@@ -12,7 +12,7 @@ from skyproxy.payloads.pieces import Assembly, send_payload
 from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
-from skyproxy_server.functions.call import Event
+from skyproxy_server.functions.events import Event
 from skyproxy_server.functions.registry import Calls
 
 logger = logging.getLogger("skyproxy.server")

@@ -13,7 +13,8 @@ import torch
 from skyproxy.protocol.messages import CallEvent
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
-from skyproxy_server.functions.call import FunctionCall, Listener
+from skyproxy_server.functions.call import FunctionCall
+from skyproxy_server.functions.events import Listener
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -66,8 +67,8 @@ class Calls:
         call = self._get_or_make(identity, session)
         if call is None:
             return
-        if not call.attached:
-            call.attach(listener, 0)
+        if not call.events.attached:
+            call.events.attach(listener, 0)
         if self._running >= self._settings.max_calls:
             text = f"this worker runs {self._running} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
@@ -86,7 +87,7 @@ class Calls:
         if call is None:
             reason = _GONE if identity in self._gone else _NEVER_BEGUN
             return CallEvent(identity, 0, "unknown", {"reason": reason}, [])
-        call.attach(listener, number)
+        call.events.attach(listener, number)
         # Its arguments came, by the operations, and its payload was lost.
         return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
 
@@ -95,13 +96,13 @@ class Calls:
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
-            call.detach(listener)
+            call.events.detach(listener)
 
     def ack(self, identity: str, outputs: int, items: int) -> None:
         """The caller has seen that much."""
         call = self._get(identity)
         if call is not None:
-            call.ack(outputs, items)
+            call.events.ack(outputs, items)
 
     def cancel(self, session: str, identity: str, error: BaseException) -> None:
         """Ends a call at its caller's wish; also one whose payload is still coming."""
@@ -126,7 +127,7 @@ class Calls:
     def take(self, identity: str, number: int) -> list[torch.Tensor] | None:
         """The tensors of one of a call's events; None if they are gone."""
         call = self._get(identity)
-        return None if call is None else call.take(number)
+        return None if call is None else call.events.take(number)
 
     def forget(self, identity: str) -> None:
         """Nobody asks for this call any more; it is forgotten when it has ended, at once if it has."""
@@ -147,14 +148,14 @@ class Calls:
         """Drops the oldest ended calls, so that what is kept stays within its bounds."""
         with self._lock:
             ended = [call for call in self._calls.values() if call.ended and not call.running]
-        count, held = len(ended), sum(call.result_bytes for call in ended)
+        count, held = len(ended), sum(call.events.result_bytes for call in ended)
         for call in ended:
             if count <= self._settings.max_kept_calls and held <= self._settings.max_kept_result_bytes:
                 return
-            held -= call.result_bytes
+            held -= call.events.result_bytes
             count -= 1
-            if call.attached:
-                call.shed()  # its caller has received the payload
+            if call.events.attached:
+                call.events.shed()  # its caller has received the payload
             else:
                 logger.warning("the result of call %s was dropped: too many are kept", call.identity[:8])
                 self.forget(call.identity)
@@ -170,6 +171,6 @@ class Calls:
 
     def _expire(self, orphans: list[FunctionCall]) -> None:
         for call in orphans:
-            if not call.attached:
+            if not call.events.attached:
                 logger.info("call %s was given up: its client did not come back", call.identity[:8])
                 self.forget(call.identity)
