@@ -36,6 +36,7 @@ import torch
 from _figures import Row, Table
 from _links import DIRECT, HOME, RECHUNKED, TLS, Bench, LinkSpec, Workers, delayed
 from _scale import FULL, QUICK, Scale
+from graphs import TARGETS
 
 import skyproxy
 
@@ -150,7 +151,10 @@ def add_graphs(table: Table, quick: bool) -> list[str]:
         content = json.loads(target.read_text(encoding="utf-8"))
     for row in content["rows"] if isinstance(content, dict) else content:
         other = row.get("other") or row.get("local")
-        table.add(Row("graphs", row["name"], DIRECT.name, row["unit"], row["sky"], other, row.get("against", "")))
+        targets = (TARGETS[row["name"]],) if row["name"] in TARGETS else ()
+        table.add(
+            Row("graphs", row["name"], DIRECT.name, row["unit"], row["sky"], other, row.get("against", ""), targets)
+        )
     return []
 
 
