@@ -45,6 +45,7 @@ class Gathering:
         self.future: Future[list[Any]] = Future()
         self._group = group
         self._infos = infos
+        self._stop_expected = False
         self._calls = calls
         self._what = what
         self._timeout_seconds = timeout_seconds
@@ -56,6 +57,9 @@ class Gathering:
 
     def _if_cancelled(self, future: Future[list[Any]]) -> None:
         if future.cancelled():
+            # At once: whoever cancels may start the next task in the same breath.
+            self._group.expect_stop()
+            self._stop_expected = True
             self._ended.put(_CANCELLED)
 
     def _run(self) -> None:
@@ -67,6 +71,9 @@ class Gathering:
         else:
             if self.future.set_running_or_notify_cancel():
                 self.future.set_result(results)
+        finally:
+            if self._stop_expected:
+                self._group.stop_ended()
 
     def _results(self) -> list[Any]:
         end = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds

@@ -64,6 +64,8 @@ class RankGroup:
         self._replace_rank = replace_rank
         self._settings = settings
         self._lock = threading.RLock()
+        self._stops = threading.Condition()
+        self._stopping = 0
         self._generation = 0
         self._formed = False
         self._broken: set[int] = set()
@@ -108,6 +110,9 @@ class RankGroup:
             if self._formed and all(node.alive for node in self.nodes):
                 return
             for attempt in itertools.count(1):
+                # What ends the generation before must not meet the next one.
+                with self._stops:
+                    self._stops.wait_for(lambda: not self._stopping)
                 self._revive()
                 try:
                     self._form()
@@ -181,13 +186,28 @@ class RankGroup:
         Returns:
             The ranks that did not stop in time; their processes are replaced, as far as plugins hold something there.
         """
-        self._formed = False
-        going_on = self._abort(calls, SETTLE_SECONDS)
-        for rank in going_on:
-            calls[rank].cancel()
-        stuck = self._abort({rank: calls[rank] for rank in going_on}, self._settings.rank_stop_timeout_seconds)
-        self._broken |= {rank for rank, holds in stuck.items() if holds}
-        return set(stuck)
+        self.expect_stop()
+        try:
+            going_on = self._abort(calls, SETTLE_SECONDS)
+            for rank in going_on:
+                calls[rank].cancel()
+            stuck = self._abort({rank: calls[rank] for rank in going_on}, self._settings.rank_stop_timeout_seconds)
+            self._broken |= {rank for rank, holds in stuck.items() if holds}
+            return set(stuck)
+        finally:
+            self.stop_ended()
+
+    def expect_stop(self) -> None:
+        """This generation is at its end; the next one is not formed before `stop_ended` was called as often."""
+        with self._stops:
+            self._stopping += 1
+            self._formed = False
+
+    def stop_ended(self) -> None:
+        """See `expect_stop`."""
+        with self._stops:
+            self._stopping -= 1
+            self._stops.notify_all()
 
     def _abort(self, calls: Mapping[int, Any], timeout_seconds: float) -> dict[int, bool]:
         """Aborts the process groups of ranks; those whose call still runs after so long, and whether they hold any."""

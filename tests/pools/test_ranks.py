@@ -295,6 +295,25 @@ def test_a_cancelled_gathering_ends_its_calls() -> None:
     assert on_all(made, lambda: instance_info().rank).result(30) == [0, 1]
 
 
+ABORTED: list[str] = []
+
+
+class NotesAborts(Holding):
+    def abort(self, info: InstanceInfo) -> None:
+        ABORTED.append(info.job)
+
+
+def test_what_ends_a_cancelled_task_does_not_meet_the_next_generation() -> None:
+    ABORTED.clear()
+    made = group(2, plugins=[NotesAborts()])
+    release = threading.Event()
+    future = on_all(made, lambda: release.wait(30))
+    assert future.cancel()
+    release.set()
+    assert on_all(made, lambda: instance_info().job).result(30) == ["pool/2"] * 2
+    assert set(ABORTED) == {"pool/1"}
+
+
 def test_closing_leaves_the_hooks_of_every_rank_that_is_there() -> None:
     made = group(2, plugins=[Holding()])
     made.ensure()
