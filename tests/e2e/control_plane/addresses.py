@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +56,8 @@ def take_slot() -> Slot:
     Raises:
         RuntimeError: all are taken.
     """
+    import fcntl  # not everywhere, and whoever only collects the tests need not have it
+
     _LOCKS.mkdir(parents=True, exist_ok=True)
     for index in range(_SLOTS):
         lock = os.open(_LOCKS / str(index), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
