@@ -65,7 +65,7 @@ class ApiServer:
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
 
