@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -129,3 +130,11 @@ def test_another_interpreter_needs_uv(tmp_path: Path, monkeypatch: pytest.Monkey
         asyncio.run(store.environment(Image(python="3.99"), isolated=True, report=lambda told: None))
     with pytest.raises(ConfigurationError, match="isolated=True"):
         asyncio.run(store.environment(Image(python="3.99"), isolated=False, report=lambda told: None))
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_uv_makes_the_same_environment(tmp_path: Path) -> None:
+    store = EnvironmentStore(tmp_path / "environments")
+    image = Image(pip=[package(tmp_path / "one", "1.5")])
+    made = asyncio.run(store.environment(image, isolated=False, report=lambda told: None))
+    assert ask(made.python, "import tiny_for_tests as t, msgpack; print(t.version)") == "1.5"
