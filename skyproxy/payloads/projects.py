@@ -17,6 +17,8 @@ _OWN = frozenset({"__main__", "__mp_main__", "skyproxy", "skyproxy_server", "sky
 _LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _lock = threading.RLock()
 _verdicts: dict[tuple[str, str], bool] = {}
+_others: dict[str, object] = {}
+"""What is not the user's, by name: a program has thousands of modules, and no call should judge each of them again."""
 
 
 def _library_roots() -> tuple[str, ...]:
@@ -57,8 +59,12 @@ def project_by_value() -> Iterator[None]:
         added: list[ModuleType] = []
         try:
             for name, module in list(sys.modules.items()):
+                if _others.get(name) is module:
+                    continue
                 # Some put objects that are no modules there, or modules under other names than their own.
-                if name not in known and is_project_module(module) and module.__name__ == name:
+                if not is_project_module(module) or module.__name__ != name:
+                    _others[name] = module
+                elif name not in known:
                     cloudpickle.register_pickle_by_value(module)
                     added.append(module)
             yield
