@@ -404,3 +404,17 @@ def test_what_runs_at_the_end_is_cancelled(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not run"):
         double(1) >> pool
     assert "not running" in repr(pool)
+
+
+@pytest.mark.slow
+def test_100_mib_for_four_nodes_are_pickled_once() -> None:
+    pickled = []
+
+    class Counts:
+        def __reduce__(self) -> tuple[Any, ...]:
+            pickled.append(os.getpid())
+            return (bytes, (b"x" * (100 << 20),))
+
+    with Compute(provider=sky.Local(device="cpu"), nodes=4) as four:
+        assert four.broadcast(len, Counts()) == [100 << 20] * 4
+    assert pickled == [os.getpid()]
