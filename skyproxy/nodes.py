@@ -289,6 +289,7 @@ def _connect(
     except BaseException:
         operations.close()
         raise
+    fake_mode()  # now rather than at some operation
     _check_torch(welcome)
 
     def open_functions() -> Transport:

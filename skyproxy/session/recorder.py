@@ -55,6 +55,10 @@ class Recorder:
         limit: the length of `stream` from which the dispatcher calls `send_some`.
     """
 
+    # Names of this module may be gone when the last tensors die.
+    _release_command = commands.RELEASE
+    _push = staticmethod(heappush)
+
     def __init__(
         self,
         send: Callable[[Batch | NamedBatch | Repeat], object],
@@ -316,12 +320,12 @@ class Recorder:
 
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
-        self.stream.extend((commands.RELEASE, [slot]))
-        heappush(self.free, slot)
+        self.stream.extend((self._release_command, [slot]))
+        self._push(self.free, slot)
 
     def give_back(self, slots: list[int]) -> None:
         """Takes slots back whose values the worker still holds."""
         # In this order: a slot that were marked first could be looked at, and forgotten about, before it is free.
         for slot in slots:
-            heappush(self.free, slot)
+            self._push(self.free, slot)
             self.dirty.append(slot)

@@ -129,6 +129,10 @@ class SessionCapture:
         used: the devices that were computed on, by index.
     """
 
+    # Names of this module may be gone when the last tensors die.
+    _release_command = commands.RELEASE
+    _push = staticmethod(heappush)
+
     def __init__(self, owner: Capture, session: Session, devices: list[SkyDevice]) -> None:
         self.owner = owner
         self.number = next(_numbers)
@@ -194,12 +198,12 @@ class SessionCapture:
         """A tensor that was made in this capture is gone."""
         if self._recording:
             if large:
-                list.extend(self.stream, (commands.RELEASE, [slot]))
-            heappush(self.free, slot)
+                list.extend(self.stream, (self._release_command, [slot]))
+            self._push(self.free, slot)
             return
         with self._lock:
             if self._kept:
-                heappush(self.free, slot)  # the recording goes on filling it
+                self._push(self.free, slot)  # the recording goes on filling it
             else:
                 self.recorder.give_back([slot])
 

@@ -87,7 +87,7 @@ class SkyDevice:
 
 
 def _handle_type(sky_device: SkyDevice) -> type[Handle]:
-    free = sky_device.recorder.free
+    free, push = sky_device.recorder.free, heappush  # names of this module may be gone when the last tensors die
     dirty_append = sky_device.recorder.dirty.append
     release_now = sky_device.recorder.release_now
 
@@ -105,7 +105,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
             if meta is not None and meta.large:
                 release_now(slot)
             else:
-                heappush(free, slot)  # then the mark, as in `give_back`
+                push(free, slot)  # then the mark, as in `give_back`
                 dirty_append(slot)
 
     return DeviceHandle

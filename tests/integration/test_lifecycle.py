@@ -137,6 +137,12 @@ def test_an_error_ends_the_program_as_an_error_does() -> None:
     assert (done.returncode, done.stderr) == (7, "")
 
 
+def test_tensors_that_live_until_the_end_die_silently() -> None:
+    source = "import skyproxy, torch; x = [torch.ones(n, device='sky:0') for n in (2, 2_000_000)]; y = x[1] + 1"
+    done = run_program(source)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_closed_standard_streams_do_no_harm(tmp_path: Path) -> None:
     source = (
         "import pathlib, skyproxy, torch; x = torch.ones(300_000).to('sky:0') + 1; "
