@@ -34,8 +34,8 @@ def multiplies_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     A batch times a matrix is one product if the matrix requires gradients, in `torch.no_grad()` too; otherwise it
     depends on the batch's strides whether it is one or several, whose last bits differ.
     """
-    if b.requires_grad and a.dim() > 2 and not a.is_contiguous():
-        return False
+    if a.dim() > 2:
+        return b.dim() > 2 or not b.requires_grad or a.is_contiguous()
     return b.dim() < 3 or not a.requires_grad
 
 
