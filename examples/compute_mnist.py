@@ -28,9 +28,7 @@ class Net(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
         )
-        self.scores = nn.Sequential(
-            nn.Flatten(), nn.Linear(64 * (side // 2) ** 2, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
+        self.scores = nn.Sequential(nn.Flatten(), nn.Linear(64 * (side // 2) ** 2, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.scores(self.features(images))

@@ -25,7 +25,8 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
 
     def kernel(*args: Any) -> Any:
         # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
-        if not _wants_gradients() and not _modes() and _function_transforms() is None:
+        # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit.
+        if not (_wants_gradients() or _modes() or args[0].is_complex()) and _function_transforms() is None:
             if all(type(a) is RemoteTensor for a in args):
                 return dispatch_remote(RemoteTensor, op, (), args)
             if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
