@@ -2,10 +2,10 @@
 
     python examples/cluster_grpo.py --steps 20
 
-Group relative policy optimization (Shao et al., DeepSeekMath, 2024) of a tiny language model with random weights, which is
-rewarded for even tokens: a group of answers is sampled, each is judged against the group's mean, and the policy is moved
-towards those above it. Both workers come up together or not at all. Where they run: SKYPROXY_PROVIDER or the saved
-context says so; otherwise on this machine.
+Group relative policy optimization (Shao et al., DeepSeekMath, 2024) of a tiny language model with random weights,
+which is rewarded for even tokens: a group of answers is sampled, each is judged against the group's mean, and the
+policy is moved towards those above it. Both workers come up together or not at all. Where they run: SKYPROXY_PROVIDER
+or the saved context says so; otherwise on this machine.
 """
 
 from __future__ import annotations
