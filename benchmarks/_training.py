@@ -231,11 +231,14 @@ def client_time(bench: Bench, name: str, pair: dict[str, Trainer]) -> None:
     bench.compare("training", f"{name}: client time", "ms/step", figures)
 
 
+_SETTLING_STEPS = 200
+
+
 def op_traffic(bench: Bench) -> None:
     """Bytes that a steady step of a fixed-shape loop sends beyond its data, which lies on the device here."""
-    count = bench.scale.steady_steps
-    size = 4 if bench.scale.small_models else 64
     small = bench.scale.small_models
+    count = bench.scale.steady_steps if small else max(bench.scale.steady_steps, 30)
+    size = 4 if small else 64
     layers, width, vocabulary, length = (1, 16, 32, 8) if small else (4, 128, 512, 64)
     images = _batches((size, 1, 28, 28), (size,), 10)
     for name, make, batches, adam in (
@@ -252,14 +255,13 @@ def op_traffic(bench: Bench) -> None:
         torch.manual_seed(1)
         remote = [(inputs.to(bench.device), wanted.to(bench.device)) for inputs, wanted in batches[:1]]
         trainer = Trainer(make(), remote, bench.device, adam=adam)
-        for _ in range(count):
-            first = trainer.step(remote[0])
-        first_loss = first.item()
-        bench.synchronize()
+        first_loss = trainer.step(remote[0]).item()
+        # A batch travels by name from the third time on, and large ones come round only every few steps.
+        for _ in range(count if small else _SETTLING_STEPS):
+            trainer.step(remote[0])
         before = torch.sky.stats()
         for _ in range(count):
             loss = trainer.step(remote[0])
-        bench.synchronize()
         after = torch.sky.stats()
         assert loss.item() < first_loss, "training does not train"
         sent, received, ops = ((after[key] - before[key]) / count for key in ("bytes_sent", "bytes_received", "ops"))
