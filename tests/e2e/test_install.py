@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.e2e.cluster import ApiError, Cluster
 from tests.e2e.computes import collection, make, manifest, path_of, wait_reason
@@ -80,6 +81,22 @@ def test_applying_again_changes_nothing(cluster: Cluster, installation: Installa
     if cluster.local:
         cluster.kubectl("apply", "--server-side", "-k", str(installation.overlay))
         assert cluster.get(path)["metadata"]["generation"] == before
+
+
+def test_the_command_installs_the_same(
+    cluster: Cluster, installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyproxy.cli.main import app
+
+    # The same files; those without CEL rules where the server knows none.
+    monkeypatch.setattr("skyproxy.kubernetes.manifests.manifests_folder", lambda overlay: installation.overlay)
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/skyproxy-operator"
+    before = cluster.get(path)["metadata"]
+    done = CliRunner().invoke(app, ["install", "--overlay", "e2e", "--kubeconfig", str(cluster.kubeconfig)])
+    assert done.exit_code == 0, done.output
+    after = cluster.get(path)["metadata"]
+    assert after["generation"] == before["generation"]
+    assert {row["manager"] for row in after["managedFields"]} > {row["manager"] for row in before["managedFields"]}
 
 
 @pytest.mark.parametrize(("verb", "group", "resource", "subresource"), _DENIED)
