@@ -21,7 +21,7 @@ from skyproxy.providers.commands import run_command
 from skyproxy.providers.image import Image, requirement_name
 from skyproxy.runtime.requirements import is_satisfied
 
-WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9")
+WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9", "websockets>=14")
 """What a worker needs beside torch, where it does not share the client's environment."""
 
 _FINISHED = "finished"
@@ -84,7 +84,8 @@ class EnvironmentStore:
                 "version cannot share its packages. Use Local(isolated=True)."
             )
         own_site = "" if isolated else sysconfig.get_path("purelib")
-        name = image.content_hash(platform.python_version(), sys.platform, platform.machine(), own_site, _torch_pin())
+        needed = " ".join((_torch_pin(), *WORKER_REQUIREMENTS))
+        name = image.content_hash(platform.python_version(), sys.platform, platform.machine(), own_site, needed)
         place = self._folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
         async with _locked(self._folder / f"{name}.lock"):

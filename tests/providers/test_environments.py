@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers import Image, PipIndex
@@ -61,6 +63,39 @@ def test_an_isolated_environment_has_what_a_worker_needs() -> None:
     *_, last = install_steps(Image(pip=["numpy"]), isolated=True)
     assert f"torch=={torch.__version__.split('+')[0]}" in last
     assert set(WORKER_REQUIREMENTS) <= set(last)
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import skyproxy_server
+for module in pkgutil.walk_packages(skyproxy_server.__path__, "skyproxy_server."):
+    importlib.import_module(module.name)
+print("all")
+"""
+
+
+def test_a_worker_imports_nothing_else_than_what_it_needs(tmp_path: Path) -> None:
+    left, found = [*WORKER_REQUIREMENTS, "torch"], set[str]()
+    while left:
+        requirement = Requirement(left.pop())
+        name = requirement.name.lower()
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        distribution = importlib.metadata.distribution(name)
+        left += distribution.requires or []
+        for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(Path(str(distribution.locate_file(top))))
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", IMPORT_ALL],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "all\n", done.stderr
 
 
 def test_what_a_worker_needs_is_what_the_package_says() -> None:
