@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,3 +235,14 @@ def test_the_figures_of_graphs_are_taken_over(tmp_path: Path, monkeypatch: pytes
     assert table.rows[0].ratio == (0.5, 0.5, 0.5)
     (tmp_path / "graphs.py").write_text("raise SystemExit(1)")
     assert suite.add_graphs(table, quick=True) == ["graphs.py"]
+
+
+def test_the_benchmark_of_pools_measures_everyone(tmp_path: Path) -> None:
+    target = tmp_path / "pools.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "pools.py")]
+    command += ["--rounds", "1", "--count", "2", "--mib", "1", "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(target.read_text())
+    assert {"ProcessPoolExecutor", "one after the other"} <= {row["against"] for row in rows}
+    assert all(min(row["sky"]) > 0 for row in rows)
