@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import skyproxy as sky
-from skyproxy.errors import ConfigurationError, RankErrors, WorkerStartError
+from skyproxy.errors import ConfigurationError, PluginError, RankErrors, WorkerStartError
 from skyproxy.pools import Compute
 from skyproxy.providers import Progress, WorkerSpec
 from skyproxy.providers.base import Report
@@ -199,7 +199,7 @@ class Fails:
 def test_a_plugin_that_fails_takes_the_workers_with_it() -> None:
     with pytest.raises(RankErrors, match="no such interface"):
         Compute(provider=CPU, plugins=[Fails("around_app")]).start()
-    with pytest.raises(OSError, match="no such backend"):
+    with pytest.raises(PluginError, match="'Fails', around_client: OSError: no such backend"):
         Compute(provider=CPU, plugins=[Fails("around_client")]).start()
 
 
