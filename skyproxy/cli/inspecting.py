@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -147,8 +148,9 @@ def logs(
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
 ) -> None:
-    """Show what a worker writes."""
+    """Show what a worker writes; with --json, an object for each line."""
     address = address_of(namespace, context, kubeconfig)
 
     async def work() -> None:
@@ -156,7 +158,7 @@ def logs(
         if await fleet.row(worker) is None:
             raise not_found(worker, fleet.provider)
         async for line in fleet.logs(worker, follow=follow, tail=tail, node=node):
-            typer.echo(line)
+            typer.echo(json.dumps({"name": worker, "line": line}) if as_json else line)
 
     asyncio.run(work())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -63,6 +64,9 @@ def test_up_then_a_program_then_down(run: Run, read: Read, dev: str, home: Path)
     assert (row["name"], row["provider"], row["phase"], row["ready"]) == ("dev", "local", "Running", True)
     assert python(program(home)) == "14.0 saved context 'dev' (local)\n"
     assert "session" in run("logs", dev).stdout
+    rows = [json.loads(line) for line in run("logs", dev, "--json").stdout.splitlines()]
+    assert {row["name"] for row in rows} == {dev}
+    assert any("session" in row["line"] for row in rows)
     assert run("down").exit_code == 0
     assert not is_alive(worker.process_id, worker.identity)
     assert read("list") == []

@@ -38,7 +38,7 @@ def test_every_command_and_argument_has_a_help() -> None:
 
 
 def test_commands_that_read_print_json() -> None:
-    reading = {"list", "status", "top", "gpus", "doctor", "version", "context list", "context current", "up"}
+    reading = {"list", "logs", "status", "top", "gpus", "doctor", "version", "context list", "context current", "up"}
     with_json = {
         path.removeprefix("skyproxy ")
         for path, command in reference.commands(typer.main.get_command(app))
