@@ -110,17 +110,20 @@ def test_another_session_takes_over(worker: skyproxy.Node) -> None:
         print("taken over")
         return {"weights": torch.arange(3.0)}
 
-    begun = threading.Event()
-    call = worker.submit(work, on_output=lambda stream, text: begun.set())
+    begun, printed = threading.Event(), threading.Event()
+
+    def see(stream: str, text: str) -> None:
+        (printed if "taken over" in text else begun).set()
+
+    call = worker.submit(work, on_output=see)
     assert begun.wait(60)
     with connect_again(worker) as other:
-        seen: list[str] = []
-        again = other.reattach(call.id, on_output=lambda stream, text: seen.append(text))
+        again = other.reattach(call.id, on_output=see)
         other.run(open_gate, "takeover")
         state = again.result(60)
         assert state["weights"].device in other.devices
         assert state["weights"].tolist() == [0, 1, 2]
-        assert "".join(seen).removeprefix("begun\n") == "taken over\n"
+        assert printed.wait(60)  # by whichever of the two was attached when it was printed
 
 
 def test_a_result_outlives_its_session(worker: skyproxy.Node) -> None:
@@ -208,9 +211,12 @@ def test_a_worker_that_lets_little_wait_prints_all_the_same(monkeypatch: pytest.
 def test_a_worker_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPROXY_MAX_CALLS", "2")
     with skyproxy.launch_local("cpu") as worker:
-        calls = [worker.submit(lambda: open_gate("two run") or hold("bounds")) for _ in range(2)]
-        for call in calls:
-            assert not call.done()
+        begun = [threading.Event() for _ in range(2)]
+        calls = [
+            worker.submit(lambda: print("begun") or hold("bounds"), on_output=lambda stream, text, e=event: e.set())
+            for event in begun
+        ]
+        assert all(event.wait(60) for event in begun)
         with pytest.raises(skyproxy.errors.LimitExceededError, match="its limit"):
             worker.run(abs, 1)
         calls[0].cancel()
