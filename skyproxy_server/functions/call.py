@@ -68,6 +68,11 @@ class FunctionCall:
         return self.events.ended
 
     @property
+    def is_active(self) -> bool:
+        """Whether it runs, or will as soon as its tensor arguments are here."""
+        return self.running or (self._task is not None and not self.ended)
+
+    @property
     def has_payload(self) -> bool:
         """Whether the function and its arguments came, or are no longer needed."""
         return self._task is not None or self.ended

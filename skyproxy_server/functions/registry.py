@@ -69,8 +69,13 @@ class Calls:
             return
         if not call.events.attached:
             call.events.attach(listener, 0)
-        if self._running >= self._settings.max_calls:
-            text = f"this worker runs {self._running} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
+        if call.has_payload:
+            return  # sent again, after a connection broke
+        with self._lock:
+            # Those that still wait for their arguments, too; and those that run on although they were given up.
+            count = max(self._running, sum(other.is_active for other in self._calls.values()))
+        if count >= self._settings.max_calls:
+            text = f"this worker runs {count} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
             return
         call.start(task, pieces, self._count)

@@ -211,12 +211,9 @@ def test_a_worker_that_lets_little_wait_prints_all_the_same(monkeypatch: pytest.
 def test_a_worker_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPROXY_MAX_CALLS", "2")
     with skyproxy.launch_local("cpu") as worker:
-        begun = [threading.Event() for _ in range(2)]
-        calls = [
-            worker.submit(lambda: print("begun") or hold("bounds"), on_output=lambda stream, text, e=event: e.set())
-            for event in begun
-        ]
-        assert all(event.wait(60) for event in begun)
+        calls = [worker.submit(lambda: open_gate("two run") or hold("bounds")) for _ in range(2)]
+        for call in calls:
+            assert not call.done()
         with pytest.raises(skyproxy.errors.LimitExceededError, match="its limit"):
             worker.run(abs, 1)
         calls[0].cancel()
