@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,10 @@ class Workers:
             def replace_rank(rank: int) -> Node:
                 return loop_thread().run(_replaced(spec, launched, rank, group.nodes[rank]))
 
+            # A worker may still hold what an earlier pool of this name left there.
+            unique = f"{spec.name}-{secrets.token_hex(3)}"
             group = RankGroup(
-                spec.name, nodes, infos_of(spec, endpoints, nodes), plugins=plugins, replace_rank=replace_rank
+                unique, nodes, infos_of(spec, endpoints, nodes), plugins=plugins, replace_rank=replace_rank
             )
             if plugins:
                 report(Progress("bootstrapping", None, "setting up the plugins on all ranks"))

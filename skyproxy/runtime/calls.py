@@ -20,11 +20,13 @@ class CallContext:
         id: names the call on its worker.
         name: the function's name, for people.
         values: what the caller sent beside the call; pools put the topology there, as "pool".
+        session: the session that made the call, as its worker names it.
     """
 
     id: str
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    session: str = ""
 
 
 _CURRENT: ContextVar[CallContext | None] = ContextVar("skyproxy_call", default=None)

@@ -21,6 +21,7 @@ from skyproxy.runtime.plugin import has_hook, name_of, reporting
 logger = logging.getLogger("skyproxy")
 
 _CLOSE_LOCK_SECONDS = 2.0
+_ABORT_SECONDS = 2.0
 
 
 class Lifecycle:
@@ -35,6 +36,7 @@ class Lifecycle:
         self._stack = contextlib.ExitStack()
         self._plugins: tuple[Any, ...] = ()
         self._info: InstanceInfo | None = None
+        self._owners: set[str] = set()
         self._once: set[str] = set()
         self._tasks: dict[str, int] = {}
         self._task_ended = threading.Condition()
@@ -54,15 +56,17 @@ class Lifecycle:
         with self._lock:
             if self._info is not None:
                 if self._info.job == info.job:
+                    self._owners.add(_owner())
                     return
                 ours, theirs = info.job.rpartition("/")[0], self._info.job.rpartition("/")[0]
                 if theirs and ours != theirs:
                     raise ConfigurationError(
                         f"this worker process holds the plugins of pool {theirs!r}, and frameworks know one process "
-                        "group a process. End that pool first, or give this one workers of its own."
+                        "group a process. End that pool first, or give this one workers of its own. Where its client "
+                        "is gone, it ends as soon as its functions do, at the latest SKYPROXY_CALL_GRACE_SECONDS later."
                     )
             self._leave()
-            self._plugins, self._info = tuple(plugins), info
+            self._plugins, self._info, self._owners = tuple(plugins), info, {_owner()}
             _register_exit()
             try:
                 # For processes that the tasks start: they see the same topology as the tasks do.
@@ -110,7 +114,7 @@ class Lifecycle:
 
     def _leave(self) -> None:
         stack, self._stack = self._stack, contextlib.ExitStack()
-        self._plugins, self._info = (), None
+        self._plugins, self._info, self._owners = (), None, set()
         self._once.clear()
         try:
             stack.close()
@@ -133,6 +137,22 @@ class Lifecycle:
                 self._leave()
         finally:
             self._lock.release()
+
+    def abandon(self, session: str, calls: Sequence[str] = ()) -> None:
+        """Leaves the hooks that a session opened which will not come back, unless another one relies on them.
+
+        Args:
+            session: as in `CallContext.session`.
+            calls: those of its calls that were given up and go on nevertheless; what they wait for is aborted first.
+        """
+        if calls and self._owners == {session}:
+            self.abort(calls, _ABORT_SECONDS)  # without the lock: one of them may hold it
+        with self._lock:
+            if session in self._owners:
+                self._owners.discard(session)
+                if not self._owners:
+                    logger.info("the client of pool %s is gone: its plugins' hooks are left", self.job)
+                    self._leave()
 
     def abort(self, calls: Sequence[str], timeout_seconds: float) -> dict[str, bool]:
         """Ends what tasks wait for in vain, because another rank failed. Takes no lock: a hook may be what hangs.
@@ -196,6 +216,11 @@ _registered = False
 def on_abort(key: str, abort: Callable[[], None]) -> None:
     """What to call in this process when another rank failed, beside the plugins' own hooks."""
     _ABORTS[key] = abort
+
+
+def _owner() -> str:
+    call = current_call()
+    return call.session if call is not None else ""
 
 
 def _register_exit() -> None:

@@ -132,7 +132,7 @@ class FunctionCall:
                     for stream in reversed(self._streams):  # entering one makes its device the current one
                         stack.enter_context(torch.cuda.stream(stream))
                     values = pickle.loads(task["context"]) if task["context"] else {}
-                    stack.enter_context(entered_call(CallContext(self.identity, self.name, values)))
+                    stack.enter_context(entered_call(CallContext(self.identity, self.name, values, self.session)))
                     stack.enter_context(output.printing_to(self))
                     self._execute(task, pieces, arguments)
             except BaseException as error:

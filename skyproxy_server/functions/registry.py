@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from skyproxy.protocol.messages import CallEvent
+from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
@@ -19,7 +21,7 @@ from skyproxy_server.functions.events import Listener
 logger = logging.getLogger("skyproxy.server")
 
 _REMEMBERED = 100_000
-"""Names of calls that are gone, so that none is ever begun twice."""
+"""Names of calls that are gone, so that none is ever begun twice; and of sessions, which begin none."""
 _NEVER_BEGUN = "never begun"
 _GONE = "gone"
 
@@ -36,13 +38,16 @@ class Calls:
         self._activity = activity
         self._calls: OrderedDict[str, FunctionCall] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._running = 0
+        self._running: Counter[str] = Counter()
+        """How many functions run, by the session that began them."""
+        self._ended_sessions: set[str] = set()
+        """Those whose functions still run."""
         self._lock = threading.RLock()
 
     @property
     def running(self) -> int:
         """Functions that run now."""
-        return self._running
+        return self._running.total()
 
     def _get(self, identity: str) -> FunctionCall | None:
         with self._lock:
@@ -52,7 +57,7 @@ class Calls:
         """The call of this name, a new one if there was none; None if it is gone."""
         with self._lock:
             call = self._calls.get(identity)
-            if call is None and identity not in self._gone:
+            if call is None and identity not in self._gone and session not in self._gone:
                 call = self._calls[identity] = FunctionCall(
                     identity, session, self._devices, self._settings, self._activity
                 )
@@ -73,18 +78,21 @@ class Calls:
             return  # sent again, after a connection broke
         with self._lock:
             # Those that still wait for their arguments, too; and those that run on although they were given up.
-            count = max(self._running, sum(other.is_active for other in self._calls.values()))
+            count = max(self.running, sum(other.is_active for other in self._calls.values()))
         if count >= self._settings.max_calls:
             text = f"this worker runs {count} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
             return
-        call.start(task, pieces, self._count)
+        call.start(task, pieces, partial(self._count, call.session))
 
-    def _count(self, begins: bool) -> None:
+    def _count(self, session: str, begins: bool) -> None:
         with self._lock:
-            self._running += 1 if begins else -1
+            self._running[session] += 1 if begins else -1
+            if not self._running[session]:
+                del self._running[session]
         if not begins:
             self._make_room()
+            self._leave_hooks_if_over(session)
 
     def attach(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
         """Sends a call's events to `listener` from now on; what to answer if there is no such call."""
@@ -169,13 +177,34 @@ class Calls:
         """Its calls go on for a while; then those that nobody came back for are given up."""
         with self._lock:
             orphans = [call for call in self._calls.values() if call.session == session]
-        if orphans:
-            timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (orphans,))
+            # What its functions connection still has to say comes too late.
+            self._remember(session)
+            self._ended_sessions.add(session)
+            runs = session in self._running
+        if orphans or runs:
+            timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (session, orphans))
             timer.daemon = True
             timer.start()
+        self._leave_hooks_if_over(session)
 
-    def _expire(self, orphans: list[FunctionCall]) -> None:
-        for call in orphans:
-            if not call.events.attached:
-                logger.info("call %s was given up: its client did not come back", call.identity[:8])
-                self.forget(call.identity)
+    def _expire(self, session: str, orphans: list[FunctionCall]) -> None:
+        given_up = [call for call in orphans if not call.events.attached]
+        for call in given_up:
+            logger.info("call %s was given up: its client did not come back", call.identity[:8])
+            self.forget(call.identity)
+        with self._lock:
+            if session not in self._ended_sessions or any(
+                call.running for call in orphans if call not in given_up
+            ):
+                return
+            self._ended_sessions.discard(session)
+        LIFECYCLE.abandon(session, [call.identity for call in given_up if call.running])
+
+    def _leave_hooks_if_over(self, session: str) -> None:
+        """What plugins hold open for a pool is closed when its session has ended, and its functions have."""
+        with self._lock:
+            if session not in self._ended_sessions or session in self._running:
+                return
+            self._ended_sessions.discard(session)
+        # On a thread of its own: a hook may take its time, and this one has a connection to close or a call to end.
+        threading.Thread(target=LIFECYCLE.abandon, args=(session,), name="skyproxy-hooks", daemon=True).start()

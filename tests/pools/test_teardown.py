@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +19,8 @@ import pytest
 import skyproxy as sky
 from skyproxy.errors import PluginError, RankErrors
 from skyproxy.pools.ranks import RankGroup
+from skyproxy.session.local_worker import LocalWorker, worker_environment
+from skyproxy.settings import SETTINGS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -90,3 +96,89 @@ def test_a_plugin_that_fails_on_the_client_is_named_and_leaves_nothing() -> None
     with pytest.raises(PluginError, match="plugin 'Stumbling', around_client: LookupError: nothing here"):
         sky.Compute(provider=sky.Local(device="cpu"), plugins=[Stumbling()]).start()
     assert children() <= before
+
+
+# A client with a pool on two workers that are not its own. It says when its pool is set up, and never ends by itself.
+PROGRAM = """
+import contextlib, json, sys, time
+import skyproxy as sky
+
+class Leaving(sky.plugins.Plugin):
+    def __init__(self, told):
+        self.told = told
+
+    @contextlib.contextmanager
+    def around_app(self, info):
+        yield
+        with open(self.told, "a") as told:
+            told.write(f"rank {info.rank} left\\n")
+
+@sky.compute
+def stuck(told):
+    import torch, torch.distributed as dist
+    with open(told, "a") as file:
+        file.write("begun\\n")
+    if dist.get_rank():
+        time.sleep(10_000)  # C code that no exception reaches
+    dist.all_reduce(torch.ones(1))  # for ever, if nobody ends it
+
+urls, tokens, told, busy = json.loads(sys.argv[1])
+plugins = [sky.plugins.torch(backend="gloo"), Leaving(told)]
+pool = sky.Compute(name="mine", provider=sky.Remote(urls, token=tokens), plugins=plugins).start()
+if busy:
+    stuck(told) @ pool
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@sky.compute
+def summed() -> float:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_hooks_of_a_client_that_was_killed_are_left(busy: bool, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    # What its functions get, to be found again by another client: they are given up then.
+    variables = {**worker_environment(), "SKYPROXY_CALL_GRACE_SECONDS": "1"}
+    workers = [LocalWorker("cpu", SETTINGS, environment=variables) for _ in range(2)]
+    urls, tokens = [worker.url for worker in workers], [worker.token for worker in workers]
+    arguments = json.dumps([urls, tokens, str(told), busy])
+    # Open for both, so that nobody who opens it has to wait for somebody at its other end.
+    words = os.fdopen(os.open(told, os.O_RDWR))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=worker_environment(),
+        ) as program:
+            assert program.stdout is not None
+            if busy:
+                assert [words.readline() for _ in range(2)] == ["begun\n"] * 2
+            else:
+                assert program.stdout.readline() == "ready\n"
+            with pytest.raises(RankErrors, match="holds the plugins of pool 'mine-"):
+                pool_on(urls, tokens).start()
+            program.kill()
+        assert sorted(words.readline() for _ in range(2)) == ["rank 0 left\n", "rank 1 left\n"]
+        with pool_on(urls, tokens) as pool:
+            assert summed() @ pool == [2.0, 2.0]
+    finally:
+        words.close()
+        for worker in workers:
+            worker.stop()
+
+
+def pool_on(urls: list[str], tokens: list[str]) -> Any:
+    plugins = [sky.plugins.torch(backend="gloo")]
+    return sky.Compute(name="mine", provider=sky.Remote(urls, token=tokens), plugins=plugins)
+

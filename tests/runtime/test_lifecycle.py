@@ -102,6 +102,48 @@ def test_the_hooks_of_another_pool_are_in_nobodys_way_but_its_own(lifecycle: Lif
     assert lifecycle.job == "pool/1"
 
 
+def test_hooks_are_left_with_the_last_session_that_opened_them(lifecycle: Lifecycle) -> None:
+    notes: list[str] = []
+    for session in ("one", "two"):  # two ranks in one process
+        with entered_call(CallContext("call", session=session)):
+            lifecycle.open([Noting("a", notes)], INFO)
+    notes.clear()
+    lifecycle.abandon("one")
+    lifecycle.abandon("a stranger")
+    assert notes == []
+    lifecycle.abandon("two")
+    assert notes == ["a app out", "a process out"]
+    lifecycle.open([Noting("b", notes)], InstanceInfo(job="other/1"))
+    assert lifecycle.job == "other/1"
+
+
+def test_what_given_up_calls_wait_for_is_aborted_before_the_hooks_are_left(lifecycle: Lifecycle) -> None:
+    aborted, begun = threading.Event(), threading.Event()
+    notes: list[str] = []
+
+    class Waiting(Noting):
+        def abort(self, info: InstanceInfo) -> None:
+            notes.append("aborted")
+            aborted.set()
+
+    def wait_for_a_peer() -> None:
+        begun.set()
+        assert aborted.wait(30)
+
+    def task() -> None:
+        with entered_call(CallContext("call", session="one")):
+            lifecycle.open([Waiting("a", notes)], INFO)
+            lifecycle.run(wait_for_a_peer, (), {})
+
+    thread = threading.Thread(target=task)
+    thread.start()
+    assert begun.wait(30)
+    notes.clear()
+    lifecycle.abandon("one", ["call"])
+    thread.join(30)
+    assert notes == ["aborted", "a app out", "a process out"]
+
+
 def test_a_failing_hook_is_named_and_the_others_are_left(lifecycle: Lifecycle) -> None:
     notes: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pickling import Pickler
+from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.events import Event
@@ -178,6 +180,45 @@ def test_a_cancel_that_comes_before_the_payload_holds() -> None:
     calls.cancel("session", "a", InterruptedError("given up"))
     start(calls, caller, "a", count_up)
     assert caller.kinds("a") == ["error"]
+
+
+@pytest.fixture
+def abandoned(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[Any]:
+    """The sessions whose hooks are left."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(LIFECYCLE, "abandon", lambda *arguments: found.put(arguments))
+    return found
+
+
+def test_hooks_of_an_ended_session_stay_as_long_as_its_functions_run(abandoned: queue.SimpleQueue[Any]) -> None:
+    calls, caller = make_calls(), Caller()
+    RELEASES["a"] = threading.Event()
+    start(calls, caller, "a", wait_for, "a")
+    calls.session_ended("another")
+    assert abandoned.get(timeout=60) == ("another",)
+    calls.session_ended("session")
+    assert abandoned.empty()
+    RELEASES["a"].set()
+    assert abandoned.get(timeout=60) == ("session",)
+
+
+def test_hooks_are_left_though_a_function_that_was_given_up_goes_on(abandoned: queue.SimpleQueue[Any]) -> None:
+    calls, caller = make_calls(call_grace_seconds=0.01), Caller()
+    RELEASES["a"] = threading.Event()
+    start(calls, caller, "a", wait_for, "a")
+    calls.detach(caller)
+    calls.session_ended("session")
+    assert abandoned.get(timeout=60) == ("session", ["a"])
+    RELEASES["a"].set()
+
+
+def test_an_ended_session_begins_nothing(abandoned: queue.SimpleQueue[Any]) -> None:
+    calls, caller = make_calls(), Caller()
+    calls.session_ended("session")
+    begun = COUNT[0]
+    start(calls, caller, "late", count_up)
+    assert caller.events == []
+    assert COUNT[0] == begun
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
