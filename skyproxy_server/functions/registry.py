@@ -193,9 +193,7 @@ class Calls:
             logger.info("call %s was given up: its client did not come back", call.identity[:8])
             self.forget(call.identity)
         with self._lock:
-            if session not in self._ended_sessions or any(
-                call.running for call in orphans if call not in given_up
-            ):
+            if session not in self._ended_sessions or any(call.running for call in orphans if call not in given_up):
                 return
             self._ended_sessions.discard(session)
         LIFECYCLE.abandon(session, [call.identity for call in given_up if call.running])

@@ -181,4 +181,3 @@ def test_the_hooks_of_a_client_that_was_killed_are_left(busy: bool, tmp_path: Pa
 def pool_on(urls: list[str], tokens: list[str]) -> Any:
     plugins = [sky.plugins.torch(backend="gloo")]
     return sky.Compute(name="mine", provider=sky.Remote(urls, token=tokens), plugins=plugins)
-
