@@ -215,7 +215,9 @@ def _end_with_parent(descriptor: int) -> None:
     closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
     closing.start()
     closing.join(_CLOSE_PLUGINS_SECONDS)
-    # At once, whatever other threads are doing.
+    # At once, whatever other threads are doing; and with what functions started here, which would outlive us.
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

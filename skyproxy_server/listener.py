@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import selectors
 import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -113,6 +115,7 @@ class Listener:
         self._transports: set[WebSocketTransport] = set()
         self._sockets: set[socket.socket] = set()
         self._wake_read, self._wake_write = socket.socketpair()
+        _listeners.add(self)
         self._acceptor = threading.Thread(target=self._accept, name="skyproxy-listener", daemon=True)
         self._acceptor.start()
 
@@ -224,6 +227,12 @@ class Listener:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    def abandon_in_child(self) -> None:
+        """After a fork, in the child: lets go of all sockets, or they would stay open when the worker itself dies."""
+        for sock in (*self._listening, *self._sockets):
+            if sock.fileno() >= 0:
+                os.close(sock.detach())
+
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stops taking sessions, lets those that run end for a while, and ends the others. Idempotent.
 
@@ -267,6 +276,18 @@ class Listener:
             thread.join(remaining(deadline))
         self._wake_read.close()
         self._wake_write.close()
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for listener in list(_listeners):
+        listener.abandon_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def serve(

@@ -188,10 +188,13 @@ class RankGroup:
         """
         self.expect_stop()
         try:
+            # Both rounds together, so that a slow one leaves less for the other: whoever waits for the error waits for us.
+            end = time.monotonic() + SETTLE_SECONDS + self._settings.rank_stop_timeout_seconds
             going_on = self._abort(calls, SETTLE_SECONDS)
             for rank in going_on:
                 calls[rank].cancel()
-            stuck = self._abort({rank: calls[rank] for rank in going_on}, self._settings.rank_stop_timeout_seconds)
+            left = max(SETTLE_SECONDS, end - time.monotonic())
+            stuck = self._abort({rank: calls[rank] for rank in going_on}, left)
             self._broken |= {rank for rank, holds in stuck.items() if holds}
             return set(stuck)
         finally:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -79,6 +80,8 @@ class LocalWorker:
         except OSError as error:
             raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
         _workers.add(self)
+        self._watcher = threading.Thread(target=_end_group, args=(self._process,), name="skyproxy-worker", daemon=True)
+        self._watcher.start()
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(self.token.encode() + b"\n")
@@ -159,10 +162,22 @@ class LocalWorker:
                 self._process.wait(_END_TIMEOUT_SECONDS)
                 break
             self._process.kill()
+        self._watcher.join(_END_TIMEOUT_SECONDS)
         # Not before its end: somebody may wait for its first line, and holds the stream's lock until then.
         _close(self._process.stdout)
         self.output()
         self._output.close()
+
+
+def _end_group(leader: subprocess.Popen[bytes]) -> None:
+    """Waits for a worker's end, and ends what functions had started in it: nobody else would.
+
+    At once, for forked processes keep its connections open, and its peers know it by those.
+    """
+    with contextlib.suppress(OSError):
+        leader.wait()
+        if hasattr(os, "killpg"):
+            os.killpg(leader.pid, signal.SIGKILL)
 
 
 def _close(stream: IO[bytes] | None) -> None:

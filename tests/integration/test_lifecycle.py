@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -174,6 +175,31 @@ def test_the_worker_of_a_killed_program_ends() -> None:
         served.wait(5.0)
 
 
+def test_what_functions_started_ends_with_the_worker_of_a_killed_program() -> None:
+    source = """
+    import multiprocessing, subprocess, time
+    import skyproxy
+
+    def start():
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10_000,))
+        forked.start()
+        return forked.pid, subprocess.Popen(["sleep", "10000"]).pid
+
+    with skyproxy.launch_local("cpu") as node:
+        print(*node.run(start), flush=True)
+        time.sleep(10_000)
+    """
+    with started(source) as program:
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        assert line, program.communicate()
+        children = [psutil.Process(int(number)) for number in line.split()]
+        program.kill()
+        program.wait()
+        for child in children:
+            child.wait(30)
+
+
 # --- a worker that dies ----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +245,29 @@ def test_a_killed_worker_ends_a_large_download(node: skyproxy.Node) -> None:
     kill(node, signal.SIGSTOP)
     with later(0.3, lambda: kill(node)), within(0.5 + LOST_WITHIN_SECONDS), pytest.raises(SessionLostError):
         x.cpu()
+
+
+def test_a_process_that_a_function_forked_does_not_hide_the_end_of_its_worker(tmp_path: Path) -> None:
+    def fork() -> tuple[int, int]:
+        import multiprocessing
+
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10_000,))
+        forked.start()
+        assert forked.pid is not None
+        return os.getpid(), forked.pid
+
+    with worker(tmp_path) as (url, token), skyproxy.connect(url, token=token) as node:
+        own, forked = (psutil.Process(number) for number in node.run(fork))
+        try:
+            own.kill()  # it alone, as the kernel does when memory runs out
+            with within(LOST_WITHIN_SECONDS), pytest.raises(SessionLostError):
+                node.run(abs, 1)
+            assert forked.is_running()
+            port = int(url.rpartition(":")[2])
+            with socket.create_server(("127.0.0.1", port), reuse_port=False):
+                pass  # another worker can have the port
+        finally:
+            forked.kill()
 
 
 def test_other_workers_live_on(node: skyproxy.Node, sky: str) -> None:

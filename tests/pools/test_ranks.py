@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from skyproxy.errors import PluginError, RankErrors, SessionLostError, WorkerStartError
 from skyproxy.pools.ranks import RankGroup
 from skyproxy.runtime import CallContext, InstanceInfo, Peer, entered_call, instance_info
-from skyproxy.runtime.lifecycle import LIFECYCLE
+from skyproxy.runtime.lifecycle import LIFECYCLE, abort_calls
 from skyproxy.runtime.plugin import Plugin
 from skyproxy.settings import Settings
 
@@ -247,6 +248,35 @@ def test_a_rank_that_cannot_be_stopped_gets_a_new_process_where_plugins_hold_som
         assert "did not stop within 0.5 s" in "".join(caught.value.by_rank[1].__notes__)
         made.ensure()
         assert sorted(replaced) == expected
+    finally:
+        STUCK.set()
+
+
+class DeafRank(ThreadRank):
+    """Its process runs code that lets nothing else run: it answers nobody."""
+
+    def submit(self, function: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> ThreadCall:
+        return ThreadCall(Future()) if function is abort_calls else super().submit(function, args, **options)
+
+
+def test_a_failure_is_reported_within_five_seconds_though_a_rank_answers_nothing() -> None:
+    STUCK.clear()
+    made = group(2)
+    made._settings = replace(FAST, rank_stop_timeout_seconds=Settings().rank_stop_timeout_seconds)
+    made.nodes[1] = DeafRank()
+    failed: list[float] = []
+
+    def work() -> None:
+        if instance_info().rank == 0:
+            failed.append(time.monotonic())
+        get_stuck()
+
+    try:
+        with pytest.raises(RankErrors) as caught:
+            on_all(made, work).result(30)
+        assert time.monotonic() - failed[0] < 5
+        assert caught.value.first == 0
+        assert "did not stop within 2 s" in "".join(caught.value.by_rank[1].__notes__)
     finally:
         STUCK.set()
 
