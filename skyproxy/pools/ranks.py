@@ -188,7 +188,7 @@ class RankGroup:
         """
         self.expect_stop()
         try:
-            # Both rounds together, so that a slow one leaves less for the other: whoever waits for the error waits for us.
+            # One time for both rounds: whoever waits for the error waits for us.
             end = time.monotonic() + SETTLE_SECONDS + self._settings.rank_stop_timeout_seconds
             going_on = self._abort(calls, SETTLE_SECONDS)
             for rank in going_on:

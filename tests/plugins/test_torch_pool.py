@@ -344,7 +344,7 @@ def die_on(rank: int, path: str) -> None:
 
     dist.barrier()
     if dist.get_rank() == rank:
-        # A forked process has this one's connections, to its peers and to the client, as the workers of a DataLoader do.
+        # A forked process has this one's connections to its peers, as the workers of a DataLoader do.
         forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10_000,))
         forked.start()
         other = subprocess.Popen(["sleep", "10000"])
