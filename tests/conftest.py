@@ -22,6 +22,8 @@ def sky_devices() -> Iterator[tuple[str, str]]:
     import skyproxy
     from skyproxy.tensor.devices import DEVICES
 
+    if not any(node.alive for node in skyproxy.list_nodes()):
+        skyproxy.reset()  # "sky:0" would be what a test before had closed
     while len(DEVICES.existing()) < 2:
         skyproxy.launch_local("cpu")
     yield "sky:0", "sky:1"

@@ -53,7 +53,9 @@ class FunctionCall:
         self._pieces: Sequence[Any] = ()
         self._arguments: list[Any] | None = None
         self._streams: Sequence[Any] = ()
-        self._on_thread: Callable[[bool], None] = lambda begins: None
+        self._counted = False
+        self._count: Callable[[bool], None] = lambda begins: None
+        self._on_end: Callable[[], None] = lambda: None
         self._pending: dict[str, str] = {}
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
@@ -70,7 +72,7 @@ class FunctionCall:
     @property
     def is_active(self) -> bool:
         """Whether it runs, or will as soon as its tensor arguments are here."""
-        return self.running or (self._task is not None and not self.ended)
+        return self._counted or (self._task is not None and not self.ended)
 
     @property
     def has_payload(self) -> bool:
@@ -79,17 +81,26 @@ class FunctionCall:
 
     # --- its beginning -----------------------------------------------------------------------------------------------
 
-    def start(self, task: dict[str, Any], pieces: Sequence[Any], on_thread: Callable[[bool], None]) -> None:
+    def start(
+        self,
+        task: dict[str, Any],
+        pieces: Sequence[Any],
+        count: Callable[[bool], None],
+        on_end: Callable[[], None],
+    ) -> None:
         """The payload is here; the function runs as soon as its tensor arguments are, too.
 
         Args:
             task: as in `CallStart`.
             pieces: the payload.
-            on_thread: told when the thread begins (True) and ends (False).
+            count: told when the function begins (True), and when it has run (False): before its caller learns that, who
+                may make the next call in the same breath. Told twice where an interrupt may have kept it from hearing.
+            on_end: called at the end of its thread.
         """
         with self._lock:
             if self._task is None and not self.ended:
-                self._task, self._pieces, self._on_thread, self.name = task, pieces, on_thread, task["name"]
+                self._task, self._pieces, self.name = task, pieces, task["name"]
+                self._count, self._on_end = count, on_end
                 self._begin()
 
     def bind(self, arguments: list[Any], streams: Sequence[Any]) -> None:
@@ -116,7 +127,8 @@ class FunctionCall:
             self._timer = threading.Timer(timeout, self.interrupt, (TimeoutError(text),))
             self._timer.daemon = True
             self._timer.start()
-        self._on_thread(True)
+        self._counted = True
+        self._count(True)
         self._thread.start()
 
     # --- its thread --------------------------------------------------------------------------------------------------
@@ -138,13 +150,20 @@ class FunctionCall:
             except BaseException as error:
                 if not self.ended:
                     self._flush()
+                    self._has_run()
                     self._fail(error)
             finally:
                 self._leave()
         except CallInterrupt:
             pass  # it struck after the function had ended
         finally:
-            self._on_thread(False)
+            self._has_run()
+            self._on_end()
+
+    def _has_run(self) -> None:
+        # An interrupt may strike in here: it is called once more at the end.
+        self._counted = False
+        self._count(False)
 
     def _leave(self) -> None:
         """From now on, nothing is raised in this thread from outside."""
@@ -220,6 +239,8 @@ class FunctionCall:
             ) from error
         if kind == "item":
             self._wait_for_items()
+        else:
+            self._has_run()
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
     def _fail(self, error: BaseException) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -38,8 +38,8 @@ class Calls:
         self._activity = activity
         self._calls: OrderedDict[str, FunctionCall] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._running: Counter[str] = Counter()
-        """How many functions run, by the session that began them."""
+        self._running: dict[str, str] = {}
+        """The calls whose functions run, and the sessions that began them."""
         self._ended_sessions: set[str] = set()
         """Those whose functions still run."""
         self._lock = threading.RLock()
@@ -47,7 +47,7 @@ class Calls:
     @property
     def running(self) -> int:
         """Functions that run now."""
-        return self._running.total()
+        return len(self._running)
 
     def _get(self, identity: str) -> FunctionCall | None:
         with self._lock:
@@ -83,16 +83,18 @@ class Calls:
             text = f"this worker runs {count} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
             return
-        call.start(task, pieces, partial(self._count, call.session))
+        call.start(task, pieces, partial(self._count, call), partial(self._ended, call))
 
-    def _count(self, session: str, begins: bool) -> None:
+    def _count(self, call: FunctionCall, begins: bool) -> None:
         with self._lock:
-            self._running[session] += 1 if begins else -1
-            if not self._running[session]:
-                del self._running[session]
-        if not begins:
-            self._make_room()
-            self._leave_hooks_if_over(session)
+            if begins:
+                self._running[call.identity] = call.session
+            else:
+                self._running.pop(call.identity, None)
+
+    def _ended(self, call: FunctionCall) -> None:
+        self._make_room()
+        self._leave_hooks_if_over(call.session)
 
     def attach(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
         """Sends a call's events to `listener` from now on; what to answer if there is no such call."""
@@ -180,7 +182,7 @@ class Calls:
             # What its functions connection still has to say comes too late.
             self._remember(session)
             self._ended_sessions.add(session)
-            runs = session in self._running
+            runs = session in self._running.values()
         if orphans or runs:
             timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (session, orphans))
             timer.daemon = True
@@ -201,7 +203,7 @@ class Calls:
     def _leave_hooks_if_over(self, session: str) -> None:
         """What plugins hold open for a pool is closed when its session has ended, and its functions have."""
         with self._lock:
-            if session not in self._ended_sessions or session in self._running:
+            if session not in self._ended_sessions or session in self._running.values():
                 return
             self._ended_sessions.discard(session)
         # On a thread of its own: a hook may take its time, and this one has a connection to close or a call to end.

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from skyproxy.functions import Payload
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.protocol.messages import CallStart
 from tests.functions.gates import count, hold, open_gate
+from tests.integration.programs import wait_for
 
 
 def break_connection(node: skyproxy.Node) -> None:
@@ -218,6 +220,34 @@ def test_a_worker_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             worker.run(abs, 1)
         calls[0].cancel()
         calls[1].cancel()
+
+
+def test_a_call_is_sent_again_to_a_worker_that_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SKYPROXY_MAX_CALLS", "1")
+    may_end, begun = tmp_path / "may end", threading.Event()
+
+    def work() -> int:
+        print("begun")
+        while not may_end.exists():  # a call that opens a gate would be one too many
+            time.sleep(0.001)
+        return count("full")
+
+    with skyproxy.launch_local("cpu") as worker, connect_again(worker) as other:
+        payload = Payload.of(work)
+        call = worker.submit_payload(payload, on_output=lambda stream, text: begun.set())
+        assert begun.wait(60)
+        channel = worker._runner._channel
+        before = channel._transport
+        break_connection(worker)
+        wait_for(lambda: channel._transport is not before, "another connection")
+        pieces = tuple(payload.pickled.pieces)
+        # As a client does that cannot know whether it had arrived.
+        channel._transport.send(CallStart(call.id, call.task, [flat_size(piece) for piece in pieces], pieces))
+        with pytest.raises(skyproxy.errors.LimitExceededError, match="its limit"):
+            other.run(abs, 1)
+        may_end.touch()
+        assert call.result(60) == 1
+        assert worker.run(count, "full") == 2  # it ran once
 
 
 def test_a_worker_without_functions_says_so() -> None:

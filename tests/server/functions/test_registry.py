@@ -46,12 +46,17 @@ def make_calls(**limits: Any) -> Calls:
     return Calls(DEVICES, Settings(**limits), Activity())
 
 
-def start(calls: Calls, caller: Caller, name: str, function: Any, *args: Any, timeout: float | None = None) -> None:
+def payload(function: Any, *args: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """What arrives for a call: its task and its pieces."""
     pickled = Pickler(lambda tensor: None).pickle((function, args, {}))
-    task = {"name": name, "results": "value", "context": b"", "timeout": timeout, **pickled.tables}
-    pieces = [bytes(piece) for piece in pickled.pieces]
+    task = {"name": "call", "results": "value", "context": b"", "timeout": None, **pickled.tables}
+    return task, [bytes(piece) for piece in pickled.pieces]
+
+
+def start(calls: Calls, caller: Caller, name: str, function: Any, *args: Any, timeout: float | None = None) -> None:
+    task, pieces = payload(function, *args)
     calls.bind("session", name, [], [])
-    calls.start("session", caller, name, task, pieces)
+    calls.start("session", caller, name, {**task, "name": name, "timeout": timeout}, pieces)
 
 
 def ended(calls: Calls, name: str) -> None:
@@ -64,9 +69,7 @@ def ended(calls: Calls, name: str) -> None:
 
 def test_it_begins_when_payload_and_arguments_are_there() -> None:
     calls, caller = make_calls(), Caller()
-    pickled = Pickler(lambda tensor: None).pickle((abs, (-3,), {}))
-    task = {"name": "a", "results": "value", "context": b"", "timeout": None, **pickled.tables}
-    calls.start("session", caller, "a", task, [bytes(piece) for piece in pickled.pieces])
+    calls.start("session", caller, "a", *payload(abs, -3))
     assert caller.events == []
     calls.bind("session", "a", [], [])
     caller.wait("a")
@@ -173,6 +176,54 @@ def test_too_many_at_once_are_refused() -> None:
     caller.wait("a")
     ended(calls, "a")
     assert calls.running == 0
+
+
+def test_a_start_that_is_sent_again_is_not_refused_where_the_limit_is_reached() -> None:
+    calls, first, second = make_calls(max_calls=1), Caller(), Caller()
+    RELEASES["a"] = threading.Event()
+    arrived = payload(wait_for, "a")
+    calls.start("session", first, "a", *arrived)
+    calls.start("session", first, "a", *arrived)  # waits for its arguments, and counts once
+    calls.bind("session", "a", [], [])
+    calls.detach(first)
+    calls.attach(second, "a", 0)
+    calls.start("session", second, "a", *arrived)  # runs
+    assert second.kinds("a") == ["started"]
+    RELEASES["a"].set()
+    second.wait("a")
+    assert second.kinds("a") == ["started", "result"]
+    ended(calls, "a")
+    start(calls, first, "b", abs, -1)
+    calls.start("session", second, "a", *arrived)  # has ended
+    first.wait("b")
+    assert first.kinds("b") == ["started", "result"]
+    assert second.kinds("a") == ["started", "result"]
+
+
+def test_who_has_a_result_may_make_the_next_call_in_the_same_breath() -> None:
+    calls, second = make_calls(max_calls=1), Caller()
+
+    class Hasty(Caller):
+        def send_event(self, call: str, event: Event) -> None:
+            if event.kind in LAST:
+                start(calls, second, call + " again", abs, -1)
+            super().send_event(call, event)
+
+    for name, function in (("a", abs), ("b", wait_for)):  # one returns, the other raises
+        start(calls, first := Hasty(), name, function, -1)
+        first.wait(name)
+        second.wait(name + " again")
+        assert second.kinds(name + " again") == ["started", "result"]
+
+
+def test_a_call_that_waits_for_its_arguments_counts() -> None:
+    calls, caller = make_calls(max_calls=1), Caller()
+    calls.start("session", caller, "a", *payload(abs, -1))
+    start(calls, caller, "b", abs, -1)
+    assert caller.events[-1][3]["type"] == "LimitExceededError"
+    calls.bind("session", "a", [], [])
+    caller.wait("a")
+    assert caller.kinds("a") == ["started", "result"]
 
 
 def test_a_cancel_that_comes_before_the_payload_holds() -> None:
