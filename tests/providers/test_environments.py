@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.server
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -173,3 +181,80 @@ def test_uv_makes_the_same_environment(tmp_path: Path) -> None:
     image = Image(pip=[package(tmp_path / "one", "1.5")])
     made = asyncio.run(store.environment(image, isolated=False, report=lambda told: None))
     assert ask(made.python, "import tiny_for_tests as t, msgpack; print(t.version)") == "1.5"
+
+
+def wheel(index: Path, name: str, version: str) -> None:
+    """Puts a tiny package into an index of files: a folder for each name."""
+    folder = index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{module}.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The url of an index over HTTP, and what it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, template: str, *values: Any) -> None:
+            asked.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/", asked
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+@pytest.fixture
+def own_index(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    with served(tmp_path / "own") as found:
+        yield found
+
+
+@pytest.fixture
+def main_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
+    """What pip and uv take for PyPI; whatever this machine's owner has configured is out of it."""
+    for name in list(os.environ):
+        if name.startswith(("PIP_", "UV_")):
+            monkeypatch.delenv(name)
+    with served(tmp_path / "main") as (url, asked):
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        monkeypatch.setenv("UV_NO_CONFIG", "1")
+        monkeypatch.setenv("UV_NO_CACHE", "1")
+        monkeypatch.setenv("UV_DEFAULT_INDEX", url)
+        yield url, asked
+
+
+def test_a_package_comes_from_its_index_and_nothing_else_does(
+    own_index: tuple[str, list[str]], main_index: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    # Each index has a newer one of what is to come from the other.
+    for index, name, version in [
+        ("own", "tiny-for-tests", "1.5"),
+        ("own", "other-for-tests", "9.0"),
+        ("main", "tiny-for-tests", "7.0"),
+        ("main", "other-for-tests", "2.0"),
+    ]:
+        wheel(tmp_path / index, name, version)
+    url, asked_of_own = own_index
+    image = Image(
+        pip=["tiny-for-tests", "other-for-tests"], pip_indexes=[PipIndex(url=url, packages=["Tiny_for.tests"])]
+    )
+    store = EnvironmentStore(tmp_path / "environments")
+    made = asyncio.run(store.environment(image, isolated=False, report=lambda told: None))
+    code = "import tiny_for_tests as t, other_for_tests as o; print(t.version, o.version)"
+    assert ask(made.python, code) == "1.5 2.0"
+    assert {path.strip("/").split("/")[0] for path in asked_of_own} == {"tiny-for-tests"}
+    assert any("other_for_tests-2.0" in path for path in main_index[1])
