@@ -28,8 +28,9 @@ def describe(word: str) -> dict[str, Any]:
     import sys
 
     import inflection
-    import skyproxy
     import torch
+
+    import skyproxy
 
     return {
         "word": inflection.underscore(word),
