@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import site
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
@@ -17,8 +19,10 @@ _OWN = frozenset({"__main__", "__mp_main__", "skyproxy", "skyproxy_server", "sky
 _LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _lock = threading.RLock()
 _verdicts: dict[tuple[str, str], bool] = {}
-_others: dict[str, object] = {}
-"""What is not the user's, by name: a program has thousands of modules, and no call should judge each of them again."""
+_seen: dict[str, object] = {}
+"""The modules of the program when it was last looked through: it has thousands, and they seldom change."""
+_projects: list[ModuleType] = []
+"""The user's among them."""
 
 
 def _library_roots() -> tuple[str, ...]:
@@ -58,13 +62,8 @@ def project_by_value() -> Iterator[None]:
         known = cloudpickle.list_registry_pickle_by_value()
         added: list[ModuleType] = []
         try:
-            for name, module in list(sys.modules.items()):
-                if _others.get(name) is module:
-                    continue
-                # Some put objects that are no modules there, or modules under other names than their own.
-                if not is_project_module(module) or module.__name__ != name:
-                    _others[name] = module
-                elif name not in known:
+            for module in _project_modules():
+                if module.__name__ not in known:
                     cloudpickle.register_pickle_by_value(module)
                     added.append(module)
             yield
@@ -72,3 +71,22 @@ def project_by_value() -> Iterator[None]:
             for module in added:
                 with contextlib.suppress(ValueError):
                     cloudpickle.unregister_pickle_by_value(module)
+
+
+def _project_modules() -> list[ModuleType]:
+    """The user's modules that are loaded now."""
+    if not _same(list(sys.modules.values()), list(_seen.values())):
+        _seen.clear()
+        _seen.update(sys.modules)
+        # Some put objects that are no modules there, or modules under other names than their own.
+        _projects[:] = [
+            module
+            for name, module in list(_seen.items())
+            if isinstance(module, ModuleType) and is_project_module(module) and module.__name__ == name
+        ]
+    return _projects
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether both have the very same objects, whatever these think of equality."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))

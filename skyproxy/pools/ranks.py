@@ -70,6 +70,7 @@ class RankGroup:
         self._formed = False
         self._broken: set[int] = set()
         self._ports: dict[str, int] = {}
+        self._contexts: dict[int, dict[str, Any]] = {}
         self._closed = False
 
     @property
@@ -84,11 +85,13 @@ class RankGroup:
 
     def context(self, rank: int) -> dict[str, Any]:
         """What goes beside a call to a rank, for `instance_info()` and the plugins there."""
-        return {"pool": asdict(self._info(rank)), "ports": dict(self._ports)}
-
-    def _info(self, rank: int) -> InstanceInfo:
-        info = self._infos[rank]
-        return replace(info, job=self.job, head_port=self._ports.get("torch", info.head_port))
+        contexts = self._contexts  # of one generation, which may end meanwhile
+        context = contexts.get(rank)
+        if context is None:
+            info = self._infos[rank]
+            info = replace(info, job=self.job, head_port=self._ports.get("torch", info.head_port))
+            context = contexts[rank] = {"pool": asdict(info), "ports": dict(self._ports)}
+        return context
 
     @staticmethod
     def task(function: Callable[..., Any]) -> Task:
@@ -146,8 +149,10 @@ class RankGroup:
 
     def _form(self) -> None:
         self._generation += 1
+        self._contexts = {}
         ports = self._call(0, free_ports, len(PURPOSES)).result(self._settings.rank_start_timeout_seconds)
         self._ports = dict(zip(PURPOSES, ports))
+        self._contexts = {}
         if self.plugins:
             # By value where a class is not importable there, once for all ranks.
             plugins = cloudpickle.dumps(self.plugins)

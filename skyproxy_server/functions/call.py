@@ -120,7 +120,6 @@ class FunctionCall:
             return
         self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
         self.running = True
-        self.events.add("started", {})
         timeout = self._task["timeout"]
         if timeout is not None:
             text = f"{self.name} did not finish within {timeout:g} s, the timeout of this call."
@@ -130,6 +129,8 @@ class FunctionCall:
         self._counted = True
         self._count(True)
         self._thread.start()
+        # Before anything the function has to say, for we hold the lock; but it need not wait until this is sent.
+        self.events.add("started", {})
 
     # --- its thread --------------------------------------------------------------------------------------------------
 
