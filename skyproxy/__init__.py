@@ -7,6 +7,8 @@ imported too, in either order; the other public names load on first use.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.import_watcher import when_imported
@@ -150,3 +152,17 @@ def _open_saved() -> Node | None:
 
 
 when_imported("torch", lambda torch: _load_device())
+
+
+def _complete_with(name: str) -> Callable[[ModuleType], object]:
+    """What calls our module of this name with one that was imported."""
+
+    def complete(module: ModuleType) -> None:
+        ours: Any = importlib.import_module(name)
+        ours.install(module)
+
+    return complete
+
+
+when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
+when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))

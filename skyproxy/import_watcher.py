@@ -50,8 +50,6 @@ def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
         sys.meta_path.insert(0, _Watcher(name, then))
 
 
-def forget(name: str) -> None:
-    """The module's import calls nothing any more."""
-    sys.meta_path[:] = [
-        finder for finder in sys.meta_path if not (isinstance(finder, _Watcher) and finder.name == name)
-    ]
+def forget_all() -> None:
+    """No import calls anything any more."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watcher)]

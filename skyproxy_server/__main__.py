@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 after an orderly end, 2 where the configuration cannot work.
     """
     arguments = parser().parse_args(argv)
-    import_watcher.forget("torch")  # a worker has the devices, and needs none that stands for them
+    import_watcher.forget_all()  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     blobs: BlobStore | None = None

@@ -100,6 +100,21 @@ def set_random_state(executor: Executor, device: list[Any], state: bytes) -> Non
 
 
 @_control
+def keep_random_state(executor: Executor, slot: int, device: list[Any]) -> None:
+    """A generator of the client's own, in the state of a device's default one."""
+    kept = executor.values[slot] = torch.Generator(executor.device_of(device))
+    with executor.random.exclusive():
+        kept.set_state(executor.random.generator(*device).get_state())
+
+
+@_control
+def restore_random_state(executor: Executor, slot: int, device: list[Any]) -> None:
+    """A device's default generator gets the state of one of the client's own."""
+    with executor.random.exclusive():
+        executor.random.generator(*device).set_state(executor.value(slot).get_state())
+
+
+@_control
 def initial_seed(executor: Executor, device: list[Any]) -> int:
     """The seed that a device's default generator was last given."""
     with executor.random.exclusive():

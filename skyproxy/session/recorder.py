@@ -165,15 +165,20 @@ class Recorder:
             SessionLostError: the worker is gone.
         """
         with self._lock:
+            if self.is_all_executed:
+                self.limit = self._first_limit
             while self.stream or self.dirty or self._outgoing is not None:
                 self._send_next(whole=True)
-            self.limit = self._first_limit
+
+    def begin_small(self) -> None:
+        """The worker has nothing to do: it shall start soon."""
+        self.limit = self._first_limit
 
     def send_some(self) -> None:
         """Sends the older part of what was recorded, cut where the commands themselves say, see `_cut_point`.
 
-        The first batch after a wait is small, so that an idle worker starts soon; the longer a program runs without
-        waiting, the larger its batches, up to `max_loop_batch_commands`.
+        The first batch for an idle worker is small, so that it starts soon; the longer a program runs without waiting,
+        the larger its batches, up to `max_loop_batch_commands`.
 
         Raises:
             SessionLostError: the worker is gone.

@@ -95,6 +95,7 @@ class Session:
         recorder: where commands are recorded; the dispatcher writes to it directly.
         welcome: what the worker said of itself.
         round_trips: waits for an answer so far.
+        round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
         recordings: captured graphs, by number: commands, and the lines that recorded them.
         further: connections that others opened for this session; counted here, and kept alive.
         at_end: called with the reason when the session is over.
@@ -111,6 +112,9 @@ class Session:
         self.welcome = welcome
         self.settings = settings
         self.round_trips = 0
+        self.round_trip_seconds = 0.0
+        self._asked_at = (0, 0.0)
+        self._round_trips_seconds: deque[float] = deque(maxlen=2)
         self._operations = operations
         self._bulk = bulk
         self._on_end = on_end
@@ -238,6 +242,8 @@ class Session:
         except SessionLostError as lost:
             raise SessionLostError(str(lost)) from lost
         finally:
+            if counted:
+                self.recorder.begin_small()
             if self._trace is not None and started_ns:
                 self._trace.add("wait", purpose, started_ns)
 
@@ -316,6 +322,10 @@ class Session:
                     deque(map(call, (record, remember)), 0)
         return number
 
+    def structures(self) -> dict[int, Any]:
+        """For the number of each signature that was defined so far, what `signature` was given as its structure."""
+        return {number: structure for structure, number in self._signatures.copy().items()}
+
     def upload(self, slot: int, tensor: torch.Tensor, device: list[Any]) -> None:
         """Records that `slot` gets the values of a dense CPU tensor; they are read before this returns.
 
@@ -391,10 +401,16 @@ class Session:
             CancelTransfer: self._downloads.on_cancel,
             Known: self._uploads.on_known,
             Ping: lambda message: self._bulk.send(Pong(message.number)),
-            Pong: lambda message: None,
+            Pong: self._on_pong,
             Goodbye: self._on_goodbye,
         }
         self._read(self._bulk, handlers)
+
+    def _on_pong(self, pong: Pong) -> None:
+        number, asked_at = self._asked_at
+        if pong.number == number:
+            self._round_trips_seconds.append(time.monotonic() - asked_at)
+            self.round_trip_seconds = min(self._round_trips_seconds)
 
     def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
         try:
@@ -464,9 +480,10 @@ class Session:
 
         Never waits for the worker itself, nor for a thread that does.
         """
-        seen, unchanged, idle, number, last_ping = -1, 0, 0.001, 0, time.monotonic()
-        moved, silent_since = -1, last_ping
         interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
+        seen, unchanged, idle, number = -1, 0, 0.001, 0
+        moved, silent_since = -1, time.monotonic()
+        last_ping = silent_since - interval  # the first at once: it tells how far the worker is
         while not self._stop.wait(idle):
             recorder = self.recorder
             pending = len(recorder.stream)
@@ -483,6 +500,7 @@ class Session:
                 # Behind a large upload a question would wait; its progress tells as much.
                 if now - last_ping >= interval and not self._uploads.busy:
                     number, last_ping = number + 1, now
+                    self._asked_at = (number, now)
                     self._bulk.send(Ping(number))
                 moved_now = self._operations.bytes_sent + self._operations.bytes_received
                 if moved_now != moved:

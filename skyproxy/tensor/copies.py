@@ -84,7 +84,11 @@ def start_download(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Ca
     meta: Meta = tensor._sky.meta
     session = tensor._sky.device.session
     waiter = session.start_fetch(tensor._sky.slot, meta.description)
-    return lambda: _as_preserved(session.fetched(waiter, meta.description), meta), lambda: waiter.done
+
+    def finish() -> torch.Tensor:
+        return _as_preserved(session.fetched(waiter, meta.description, counted=not waiter.done), meta)
+
+    return finish, lambda: waiter.done
 
 
 def _as_preserved(result: torch.Tensor, meta: Meta) -> torch.Tensor:

@@ -99,6 +99,19 @@ class SkyGenerator(torch._C.Generator):
         return f"<torch.Generator device={self.device}>"
 
 
+class KeptRandomState:
+    """The state of a device's default generator at this point of the program, kept on the worker. Never waits."""
+
+    def __init__(self, device: SkyDevice) -> None:
+        self._handle = device.new_handle(None)
+        device.session.do("keep_random_state", self._handle.slot, device.place)
+
+    def restore(self) -> None:
+        """The default generator goes on from here."""
+        device = self._handle.device
+        device.session.do("restore_random_state", self._handle.slot, device.place)
+
+
 def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
     return SkyGenerator(device).set_state(state)
 

@@ -1,4 +1,4 @@
-"""`model.generate` of transformers on remote inputs: the very tokens that local CPU gives, and one wait a token."""
+"""`model.generate` of transformers on remote inputs: the very tokens that local CPU gives, one wait a token at most."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def test_a_prompt_becomes_text_and_only_the_new_ids_travel(sky1: str) -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["Qwen2", "Llama", "GPT2", "Mixtral"])
-def test_greedy_decoding_waits_once_a_token(family: str, attention: str, sky1: str) -> None:
-    """`generate` asks after every token whether all sequences have ended; the rest are its checks of the inputs."""
+def test_greedy_decoding_waits_once_a_token_at_most(family: str, attention: str, sky1: str) -> None:
+    """`generate` asks after every token whether all sequences have ended, and need not wait for the answer."""
     # A GPT-2 with a padding token, which the published ones lack, looks for it in every input of its own accord.
     model = make_model(family, attention, pad_token_id=None).to(sky1)
     inputs, options = placed(prompts(1), sky1), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -201,7 +201,7 @@ def test_greedy_decoding_waits_once_a_token(family: str, attention: str, sky1: s
 
     waits(20)  # new shapes of a few operators are asked for once
     few, many = waits(10), waits(20)
-    assert many - few == 10
+    assert many - few <= 10
     assert few <= 10 + 6
 
 

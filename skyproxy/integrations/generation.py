@@ -1,0 +1,195 @@
+"""`generate` of transformers on a remote device: the next token is begun while news of the last one are on their way.
+
+After every token, `generate` asks the device whether all sequences have ended: a wait of at least the network's delay.
+transformers can read that answer a step late, and undo the step that was too many; it does so on `mps`. Here it is done
+on `sky` devices, as many steps late as the delay takes. What `generate` returns, and the state of the random generator
+afterwards, are what they would have been. Where a step cannot be undone (somebody watches it), every token is
+waited for, as without this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.generators import KeptRandomState
+from skyproxy.tensor.pending import PendingScalar, PendingTensor
+
+_MOST_STEPS_AHEAD = 64
+_OF_RECENT_STEPS = 0.25
+"""How much of the estimated time a step takes comes from the last one."""
+_global_hooks = torch.nn.modules.module.__dict__.get
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of `_sample` whose steps leave no trace but in what it returns.
+
+    Attributes:
+        draws: whether its steps draw random numbers.
+        positions: how many positions the model has; behind them a step may fail. None if nobody knows.
+    """
+
+    draws: bool
+    positions: int | None
+
+
+_current: ContextVar[_Call | None] = ContextVar("skyproxy_generation", default=None)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A token whose news are on their way.
+
+    Attributes:
+        ended: whether all sequences have ended with it.
+        tokens: the tokens, if somebody wants to see them.
+        random: the state of the generator behind it.
+    """
+
+    ended: PendingScalar
+    tokens: PendingTensor | None
+    random: KeptRandomState | None
+
+
+class _LateStopCheck:
+    """What `_sample` asks after every token whether to stop: goes on until it knows better.
+
+    Args:
+        input_ids: shape (sequences, tokens), on the remote device.
+        max_length: tokens after which it ends in any case; None: no such number.
+        cache: what `generate` leaves behind, if that is seen by anybody.
+        streamer: is given every token, in order, as soon as it is here.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, max_length: int | None, cache: Any, cache_is_returned: bool, streamer: Any = None
+    ) -> None:
+        call = _current.get()
+        assert call is not None
+        self._device = DEVICES.of(input_ids.device)
+        self._max_length = max_length
+        self._cache = cache if cache_is_returned else None
+        self._streamer = streamer
+        self._draws, self._positions = call.draws, call.positions
+        self._steps: deque[_Step] = deque()
+        self._ended = False
+        self._step_seconds = 0.0
+        self._last_step_at = time.perf_counter()
+
+    def __call__(self, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
+        """Whether to stop; called after every token."""
+        self._steps.append(
+            _Step(
+                PendingScalar(unfinished_sequences.max() == 0),
+                PendingTensor(tokens) if self._streamer is not None else None,
+                KeptRandomState(self._device) if self._draws else None,
+            )
+        )
+        while (
+            self._steps and not self._ended and (len(self._steps) > self._ahead(length) or self._steps[0].ended.done())
+        ):
+            self._take_news()
+        now = time.perf_counter()
+        self._step_seconds += _OF_RECENT_STEPS * (now - self._last_step_at - self._step_seconds)
+        self._last_step_at = now
+        return self._ended or (self._max_length is not None and length >= self._max_length)
+
+    def _ahead(self, length: int) -> int:
+        """How many steps may be without news: as many as fit into a round trip, and one that the worker computes."""
+        if self._positions is not None and length >= self._positions:
+            return 0
+        delay = self._device.session.round_trip_seconds
+        return min(1 + math.ceil(delay / max(self._step_seconds, 1e-5)), _MOST_STEPS_AHEAD)
+
+    def _take_news(self) -> None:
+        step = self._steps.popleft()
+        ended = bool(step.ended.result())
+        if step.tokens is not None:
+            self._streamer.put(step.tokens.result())
+        if ended:
+            self._ended = True
+            if step.random is not None and self._steps:
+                step.random.restore()
+
+    def finish(self) -> int:
+        """How many steps were too many; waits for the news of the others. Undoes what they left in the cache."""
+        while self._steps and not self._ended:
+            self._take_news()
+        too_many = len(self._steps)
+        self._steps.clear()
+        if self._cache is not None and too_many:
+            self._cache.crop(-too_many)
+        return too_many
+
+
+def _may_be_undone(cache: Any, is_returned: bool) -> bool:
+    """Whether the steps that were too many can be taken out of the cache again, or nobody sees it."""
+    if cache is None or not is_returned:
+        return True
+    # Others forget what they had before a step, or write over it.
+    return all(type(layer).__name__ == "DynamicLayer" for layer in getattr(cache, "layers", (None,)))
+
+
+def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
+    """A call of `_sample`; None where a step that is too many would be seen."""
+    watched = any(_global_hooks(name) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
+    helpers = (type(item) for item in (*arguments["logits_processor"], *arguments["stopping_criteria"]))
+    known = all(
+        kind.__module__.startswith("transformers.") and kind.__name__ != "PrefixConstrainedLogitsProcessor"
+        for kind in itertools.chain((type(model),), helpers)
+    )
+    if watched or not known or arguments.get("synced_gpus"):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    return _Call(bool(arguments["generation_config"].do_sample), getattr(config, "max_position_embeddings", None))
+
+
+def _described(sample: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sample)
+    def described(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        remote = isinstance(input_ids, torch.Tensor) and input_ids.device.type == "sky" and not args
+        token = _current.set(_describe(self, kwargs) if remote else None)
+        try:
+            return sample(self, input_ids, *args, **kwargs)
+        finally:
+            _current.reset(token)
+
+    described._sky = True  # type: ignore[attr-defined]
+    return described
+
+
+def install(module: Any) -> None:
+    """Completes `transformers.generation.utils`; a version that always reads its answer at once is left as it is."""
+    plain: Any = getattr(module, "DeferredStopCheck", None)
+    if plain is None or not hasattr(plain, "is_supported") or hasattr(module.GenerationMixin._sample, "_sky"):
+        return
+
+    class DeferredStopCheck(plain):  # type: ignore[misc]
+        def __new__(cls, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            kind = _LateStopCheck if input_ids.device.type == "sky" else plain
+            return kind(input_ids, *args, **kwargs)
+
+        @staticmethod
+        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+            if device.type != "sky":
+                return bool(plain.is_supported(device, cache, cache_is_returned, is_assistant=is_assistant))
+            return _current.get() is not None and not is_assistant and _may_be_undone(cache, cache_is_returned)
+
+    module.DeferredStopCheck = DeferredStopCheck
+    module.GenerationMixin._sample = _described(module.GenerationMixin._sample)
+
+
+__all__ = ["install"]
