@@ -36,7 +36,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact number, so that nothing below can choose another one.
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,notebook,plugins,operator,kubernetes,integrations]"
+	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,notebook,plugins,operator,kubernetes,aws,integrations]"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 

@@ -13,17 +13,18 @@ _SHOWN_LINES = 30
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME")
 
 
-async def run_command(command: Sequence[str], purpose: str) -> str:
+async def run_command(command: Sequence[str], purpose: str, without: Sequence[str] = ()) -> str:
     """Runs a program and gives what it wrote; cancelling the task kills it.
 
     Args:
         command: the program and its arguments. No secret belongs there: everybody on the machine can read them.
         purpose: what for, as in "cannot PURPOSE".
+        without: variables of our environment that it shall not see.
 
     Raises:
         WorkerStartError: it is not there, or failed; with the end of its output.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    environment = {name: value for name, value in os.environ.items() if name not in (*_HIDDEN, *without)}
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -25,6 +25,8 @@ WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=
 """What a worker needs beside torch, where it does not share the client's environment."""
 
 _FINISHED = "finished"
+_OTHER_INDEXES = ("PIP_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX")
+"""What goes before `--index-url`, or beside it."""
 _LOCK_POLL_SECONDS = 0.2
 
 
@@ -119,7 +121,8 @@ class EnvironmentStore:
             self._share_own_packages(place)
         for arguments in install_steps(image, isolated):
             report("installing " + " ".join(part for part in arguments if not part.startswith(("-", "http"))))
-            await run_command([*install, *arguments], "install the packages of the image")
+            without = _OTHER_INDEXES if "--index-url" in arguments else ()
+            await run_command([*install, *arguments], "install the packages of the image", without)
 
     def _share_own_packages(self, place: Path) -> None:
         # addsitedir, not a bare path: packages that are installed for development are lines in such files themselves.

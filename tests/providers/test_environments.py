@@ -175,8 +175,17 @@ def test_another_interpreter_needs_uv(tmp_path: Path, monkeypatch: pytest.Monkey
         asyncio.run(store.environment(Image(python="3.99"), isolated=False, report=lambda told: None))
 
 
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
-def test_uv_makes_the_same_environment(tmp_path: Path) -> None:
+def take(installer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has environments made by "pip" or "uv", whichever of them is on the path."""
+    found = shutil.which("uv", path=os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)]))
+    if installer == "uv" and found is None:
+        pytest.skip("uv is not installed")
+    chosen = found if installer == "uv" else None
+    monkeypatch.setattr("skyproxy.providers.environments.shutil.which", lambda name: chosen)
+
+
+def test_uv_makes_the_same_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take("uv", monkeypatch)
     store = EnvironmentStore(tmp_path / "environments")
     image = Image(pip=[package(tmp_path / "one", "1.5")])
     made = asyncio.run(store.environment(image, isolated=False, report=lambda told: None))
@@ -237,9 +246,18 @@ def main_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
         yield url, asked
 
 
+@pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_a_package_comes_from_its_index_and_nothing_else_does(
-    own_index: tuple[str, list[str]], main_index: tuple[str, list[str]], tmp_path: Path
+    installer: str,
+    own_index: tuple[str, list[str]],
+    main_index: tuple[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    take(installer, monkeypatch)
+    # A mirror that is asked for everything does not go before the index that is meant.
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", main_index[0])
+    monkeypatch.setenv("UV_INDEX", main_index[0])
     # Each index has a newer one of what is to come from the other.
     for index, name, version in [
         ("own", "tiny-for-tests", "1.5"),
