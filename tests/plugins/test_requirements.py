@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,22 @@ def test_the_cuda_version_is_the_users() -> None:
     image = sky.plugins.torch(cuda="cu124").transform(Image(), cluster(Accelerator("A100")))
     assert image.index_of("torch") == "https://download.pytorch.org/whl/cu124"
     assert image.index_of("numpy") is None
+
+
+def test_frameworks_are_loaded_on_workers_only() -> None:
+    code = (
+        "import sys, pickle, types, skyproxy as sky\n"
+        "p = sky.plugins\n"
+        "made = [p.torch(backend='gloo', vision='latest'), p.jax(), p.keras(backend='jax'), p.huggingface(), p.joblib(),\n"
+        "        p.sklearn(), p.accelerate(), p.coordination()]\n"
+        "cluster = types.SimpleNamespace(spec=types.SimpleNamespace(accelerator=sky.Accelerator('A100')))\n"
+        "image = sky.Image()\n"
+        "for plugin in pickle.loads(pickle.dumps(made)): image = plugin.transform(image, cluster)\n"
+        "assert 'torch' in image.pip\n"
+        "wrong = {'torch', 'jax', 'keras', 'transformers', 'accelerate', 'sklearn'} & set(sys.modules)\n"
+        "assert not wrong, wrong\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_an_image_keeps_what_it_has_and_is_not_changed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
@@ -239,6 +240,47 @@ def test_an_interrupted_program_leaves_no_process(tmp_path: Path) -> None:
         assert program.stdout.readline() == "interrupted\n"
         assert program.wait(60) == 0
     assert not psutil.pid_exists(worker)
+
+
+def test_a_program_that_is_interrupted_in_a_collective_leaves_no_process(tmp_path: Path) -> None:
+    command = script(
+        tmp_path,
+        """
+        import multiprocessing, time
+        import skyproxy as sky
+
+        @sky.compute
+        def forever():
+            import torch, torch.distributed as dist
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10_000,))
+            child.start()
+            dist.barrier()
+            print("begun", child.pid)
+            if dist.get_rank():
+                time.sleep(10_000)
+            dist.all_reduce(torch.ones(1))
+
+        if __name__ == "__main__":
+            plugins = [sky.plugins.torch(backend="gloo")]
+            try:
+                with sky.Compute(provider=sky.Local(device="cpu"), nodes=2, plugins=plugins) as pool:
+                    print(*pool.launched.process_ids(), flush=True)
+                    forever() @ pool
+            except KeyboardInterrupt:
+                print("interrupted")
+        """,
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        left = [int(word) for word in program.stdout.readline().split()]
+        left += [int(program.stdout.readline().split()[-1]) for _ in left]
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline() == "interrupted\n"
+        assert program.wait(60) == 0
+    assert len(left) == 4
+    for number in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(number).wait(30)
 
 
 def test_a_model_defined_in_the_program_comes_back_trained(tmp_path: Path) -> None:

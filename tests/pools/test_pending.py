@@ -105,6 +105,7 @@ def test_options_make_another_call() -> None:
     assert (changed.options.timeout_seconds, changed.options.on, changed.options.remote) == (5.0, 2, True)
     assert changed.options.retry == Retry(3)
     assert call.options == sky.compute(len)([]).options
+    assert call.options.timeout_seconds is None  # training takes as long as it takes
     assert double(1).on("head").options.rank == 0
     assert (double(1) & double(2)).with_timeout(3).remote().calls[1].options.timeout_seconds == 3.0
 
