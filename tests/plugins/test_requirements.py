@@ -81,8 +81,8 @@ def test_frameworks_are_loaded_on_workers_only() -> None:
     code = (
         "import sys, pickle, types, skyproxy as sky\n"
         "p = sky.plugins\n"
-        "made = [p.torch(backend='gloo', vision='latest'), p.jax(), p.keras(backend='jax'), p.huggingface(), p.joblib(),\n"
-        "        p.sklearn(), p.accelerate(), p.coordination()]\n"
+        "made = [p.torch(backend='gloo', vision='latest'), p.jax(), p.keras(backend='jax'), p.huggingface(),\n"
+        "        p.joblib(), p.sklearn(), p.accelerate(), p.coordination()]\n"
         "cluster = types.SimpleNamespace(spec=types.SimpleNamespace(accelerator=sky.Accelerator('A100')))\n"
         "image = sky.Image()\n"
         "for plugin in pickle.loads(pickle.dumps(made)): image = plugin.transform(image, cluster)\n"

@@ -29,7 +29,13 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    names = ["KUBECONFIG", "KUBERNETES_SERVICE_HOST", "SKYPROXY_TOKEN", "SKYPROXY_CONTAINER_ENGINE", "SKYPROXY_PROVIDER"]
+    names = [
+        "KUBECONFIG",
+        "KUBERNETES_SERVICE_HOST",
+        "SKYPROXY_TOKEN",
+        "SKYPROXY_CONTAINER_ENGINE",
+        "SKYPROXY_PROVIDER",
+    ]
     names += ["AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -79,9 +85,7 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "told"), [("container", "docker or podman"), ("kubernetes", "no kubeconfig")])
-def test_what_was_chosen_is_not_replaced_by_this_machine(
-    name: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_chosen_is_not_replaced_by_this_machine(name: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPROXY_PROVIDER", name)
     with pytest.raises(SkyproxyError, match=told):
         sky.Compute().start()
