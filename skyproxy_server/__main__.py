@@ -20,6 +20,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
+from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.inventory import CHOICES, inventory
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 after an orderly end, 2 where the configuration cannot work.
     """
     arguments = parser().parse_args(argv)
+    keep_freed_memory()
     import_watcher.forget_all()  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None

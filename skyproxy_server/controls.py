@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy.errors import ProtocolError
+from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
 from skyproxy_server.profiling import WorkerProfile
 
@@ -238,6 +239,7 @@ def reset_peak_memory(executor: Executor, device: list[Any]) -> None:
 def empty_cache(executor: Executor) -> None:
     if any(row["type"] == "cuda" for row in executor.devices):
         torch.cuda.empty_cache()
+    give_back_memory()
 
 
 def _host_memory() -> tuple[int, int]:

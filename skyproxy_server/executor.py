@@ -13,6 +13,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
+from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
@@ -142,6 +143,7 @@ class Executor:
         self.values.clear()
         self.gates = Gates()
         self.random.forget()
+        give_back_memory()
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
