@@ -1,6 +1,6 @@
 """The C library's allocator, told to keep the memory of freed tensors for the next ones.
 
-By default it gives larger pieces of memory back to the system at once and asks for them anew, and each page costs a page
+By default it gives larger pieces of memory back to the system at once and asks for them anew: each page costs a page
 fault and is filled with zeros: a fifth of a small network's training step. A worker keeps it until its client asks
 (`torch.sky.empty_cache`) or goes. Only for the C library of GNU; others are left as they are.
 """
