@@ -14,7 +14,7 @@ class _Watcher:
 
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self.name = name
-        self._then = then
+        self.then = then
         self._at_work = False
 
     def find_spec(
@@ -35,7 +35,7 @@ class _Watcher:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                self._then(module)
+                self.then(module)
 
         spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
@@ -50,6 +50,10 @@ def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
         sys.meta_path.insert(0, _Watcher(name, then))
 
 
-def forget_all() -> None:
-    """No import calls anything any more."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watcher)]
+def forget_own() -> None:
+    """No import calls anything of this package any more; what others asked for stays."""
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if not (isinstance(finder, _Watcher) and finder.then.__module__ == __package__)
+    ]

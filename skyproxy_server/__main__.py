@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(argv)
     keep_freed_memory()
-    import_watcher.forget_all()  # a worker has the devices, and needs none that stands for them
+    import_watcher.forget_own()  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     blobs: BlobStore | None = None
