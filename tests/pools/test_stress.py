@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import skyproxy as sky
@@ -63,6 +66,30 @@ def test_two_hundred_tasks_with_failures_each_get_their_own_result(pool: Any) ->
         else:
             assert future.result(200) == (number, bytes([number % 256]) * (number * 37))
     assert sum(fails) > 20
+
+
+@sky.compute
+def dies_once(number: int, folder: str) -> int:
+    import os
+    import signal
+    from pathlib import Path
+
+    died = Path(folder, str(number))
+    if number % 40 == 7 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def test_two_hundred_tasks_outlive_the_processes_that_they_kill(pool: Any, tmp_path: Path) -> None:
+    before = pool.launched.process_ids()
+    futures = [dies_once(number, str(tmp_path)).with_retry(4) > pool for number in range(200)]
+    assert [future.result(200) for future in futures] == [number * number for number in range(200)]
+    assert len(list(tmp_path.iterdir())) == 5
+    after = pool.broadcast(os.getpid)
+    assert after == pool.launched.process_ids()
+    assert 1 <= len(set(after) - set(before)) <= NODES  # some of them more than once
+    assert not any(psutil.pid_exists(number) for number in set(before) - set(after))
 
 
 def test_broadcasts_beside_single_tasks_never_cross(pool: Any) -> None:
