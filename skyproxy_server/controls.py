@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
@@ -74,6 +75,12 @@ def take_apart(executor: Executor, slot: int, slots: list[int]) -> None:
 def copy_to_device(executor: Executor, slot: int, source: int, device: list[Any]) -> None:
     """A copy of a value on another device of this worker."""
     executor.values[slot] = executor.value(source).to(executor.device_of(device), copy=True)
+
+
+@_control
+def set_default_dtype(executor: Executor, name: str) -> None:
+    """The session's default dtype, from the next batch on."""
+    executor.default_dtype.dtype = torch_codec.DTYPES[name]
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
+from skyproxy_server.default_dtype import DefaultDtype
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
 from skyproxy_server.graphs import Graphs
@@ -38,6 +39,7 @@ class Executor:
     Attributes:
         values: what each slot holds: a tensor, a generator, a `Failed`; slot 0 holds None.
         devices: the worker's devices, as announced to the client.
+        default_dtype: the session's own default dtype.
         random: the session's own random state.
         unseen: failures that the client was not given as an answer yet.
         graphs: captured streams of commands.
@@ -54,6 +56,7 @@ class Executor:
     ) -> None:
         self.values: dict[int, Any] = {0: None}
         self.devices = devices
+        self.default_dtype = DefaultDtype()
         self.random = RandomState(self)
         self.gates = Gates()
         self.unseen: list[Failed] = []

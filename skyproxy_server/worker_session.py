@@ -110,11 +110,12 @@ class WorkerSession:
                     batch = named.resolve(message)
                     if batch is not None:
                         self._executing = 1
-                        if executor.profile is None:
-                            executor.run(batch)
-                        else:
-                            with executor.profile.batch(batch.sequence):
+                        with executor.default_dtype:
+                            if executor.profile is None:
                                 executor.run(batch)
+                            else:
+                                with executor.profile.batch(batch.sequence):
+                                    executor.run(batch)
                         self._executing = 0
                         self._activity.touch()
                         last = batch.sequence

@@ -26,6 +26,7 @@ def activate() -> None:
             attention,
             autocast,
             copies,
+            default_dtype,
             device_module,
             dynamo,
             generators,
@@ -59,6 +60,7 @@ def activate() -> None:
         generators.install()
         autocast.install()
         host.install()
+        default_dtype.install()
         graphs.install()
         dynamo.install()
         _active = True

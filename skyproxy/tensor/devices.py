@@ -44,7 +44,8 @@ class SkyDevice:
         session: the conversation with its worker.
         place: the device on the worker, `[type, index]`.
         row: what the worker told of the device.
-        cache: inferred metadata, by op and arguments.
+        default_dtype: the default dtype of its worker's operations.
+        cache: inferred metadata, by op and arguments, where that is the default dtype.
         handle_type: the class of this device's handles.
     """
 
@@ -55,7 +56,9 @@ class SkyDevice:
         self.recorder = session.recorder
         self.row = row
         self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
+        self.default_dtype = torch.float32
         self.cache: dict[Any, Entry] = {}
+        self._caches = {self.default_dtype: self.cache}
         self.hits_before = 0
         self.misses = 0
         self.handle_type = _handle_type(self)
@@ -67,6 +70,11 @@ class SkyDevice:
         handle.root = root
         self.recorder.give_slot(handle)
         return handle
+
+    def use_default_dtype(self, dtype: torch.dtype) -> None:
+        """What is inferred from now on belongs to this default dtype."""
+        self.default_dtype = dtype
+        self.cache = self._caches.setdefault(dtype, {})
 
     @property
     def worker_device(self) -> torch.device:
@@ -120,6 +128,8 @@ class Devices:
         self._current = 0
         self.start_default: Callable[[], object] | None = None
         """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
+        self.on_new: Callable[[list[SkyDevice]], object] | None = None
+        """Called with fresh devices; set by `skyproxy.tensor.default_dtype`."""
 
     def add(self, session: Session) -> list[SkyDevice]:
         """Numbers the devices of a new session."""
@@ -127,7 +137,9 @@ class Devices:
         with self._lock:
             fresh = [SkyDevice(len(self._devices) + i, session, row) for i, row in enumerate(session.welcome.devices)]
             self._devices += fresh
-            return fresh
+        if self.on_new is not None:
+            self.on_new(fresh)
+        return fresh
 
     def at(self, index: int | None) -> SkyDevice:
         """`sky:index`, or the current device; starts the default worker if there is none yet.

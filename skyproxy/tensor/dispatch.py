@@ -25,6 +25,7 @@ from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR,
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_infers = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _CPU = torch.device("cpu")
@@ -227,7 +228,7 @@ def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if plan.special is not None:
         return plan.special(plan, func, args, kwargs)
     for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor) and type(a) not in _KNOWN_TENSORS and not _is_plain_subclass(a):
+        if type(a) not in _KNOWN_TENSORS and isinstance(a, torch.Tensor) and not _is_plain_subclass(a):
             return NotImplemented  # another wrapper; its own dispatch comes next
     if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
         args = (_example_on(kwargs["device"], plan, args[0]), *args[1:])
@@ -278,6 +279,39 @@ def run(call: Call) -> Any:
     return _finish(call, entry, expected)
 
 
+def learn(plan: Plan, device: SkyDevice, key: Any, args: tuple[Any, ...]) -> Entry | None:
+    """What the plan's shape rule tells of a call that never came before, remembered under `key`; None: ask `record`.
+
+    The short way, for positional arguments that the fast path has taken: tensors, numbers, lists of them.
+    """
+    looks: list[Any] = []
+    templates: list[str] = []
+    for a, how in zip(args, plan.kinds, strict=False):
+        kind = type(a)
+        if kind is RemoteTensor:
+            looks.append(a._sky.meta)
+            templates.append("t")
+        elif how == TENSORS:
+            looks.append([item._sky.meta for item in a])
+            templates.append("T")
+        elif how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
+            return None
+        else:
+            looks.append(a)
+            templates.append("t" if a is None and how == TENSOR else "v")
+    assert plan.rule is not None
+    found = plan.rule(*looks)
+    if found is None:
+        return None
+    entry = Entry.of_rule(found)
+    if not (entry.simple or entry.several) or (entry.shares_first and _infers() != args[0].is_inference()):
+        return None
+    entry.number = _number_of(device, plan.name, tuple(templates), (), tuple(entry.output_templates), len(templates))
+    device.misses += 1
+    device.remember(key, entry)
+    return entry
+
+
 def _on_their_own(call: Call, positions: list[int]) -> Call:
     """Gives tensors that are about to look otherwise a value of their own, where others hold the same one."""
     shared = [call.tensors[i] for i in positions if getattr(call.tensors[i]._sky, "is_shared", False)]
@@ -287,17 +321,17 @@ def _on_their_own(call: Call, positions: list[int]) -> Call:
 
 
 def _signature(call: Call, entry: Entry) -> int:
+    keywords = tuple(call.keyword_templates.items())
     outputs = tuple(entry.output_templates)
-    structure = (call.plan.name, call.templates, tuple(call.keyword_templates.items()), outputs)
-    return call.device.session.signature(
-        structure,
-        lambda: [
-            call.plan.name,
-            [_thawed(t) for t in call.templates],
-            {name: _thawed(t) for name, t in call.keyword_templates.items()},
-            list(outputs),
-        ],
-        len(call.wire) + sum(template in ("n", "N") for template in outputs),
+    return _number_of(call.device, call.plan.name, call.templates, keywords, outputs, len(call.wire))
+
+
+def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outputs: Any, operands: int) -> int:
+    """The op's number on the wire; `operands`: how many of its arguments travel."""
+    return device.session.signature(
+        (name, arguments, keywords, outputs),
+        lambda: [name, [_thawed(t) for t in arguments], {key: _thawed(t) for key, t in keywords}, list(outputs)],
+        operands + sum(template in ("n", "N") for template in outputs),
     )
 
 

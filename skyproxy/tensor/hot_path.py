@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.dispatch import FOREIGN, record
+from skyproxy.tensor.dispatch import FOREIGN, learn, record
 from skyproxy.tensor.engine import CarefulHandler, be_careful
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.torch_codec import encode_description
 
 _handler_of = _signal.getsignal
 _CTRL_C = 2
@@ -147,12 +149,20 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 wire.append(0)
             else:
                 return record(plan, func, args, kwargs)
-    entry = device.cache.get(tuple(key))
+    key = tuple(key)
+    entry = device.cache.get(key)
+    if entry is None:
+        entry = learn(plan, device, key, args) if plan.rule is not None and not kwargs else None
+        if entry is None:
+            return record(plan, func, args, kwargs or {})
+        wire[0:0] = (EXPECT, [encode_description(description) for description in entry.descriptions])
+        wire[2] = entry.number
+    else:
+        wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
-    if entry is None or (entry.shares_first and _in_inference_mode() != args[0].is_inference()):
+    if entry.shares_first and _in_inference_mode() != args[0].is_inference():
         return record(plan, func, args, kwargs or {})
     recorder = device.recorder
-    wire[0] = entry.number
     if entry.simple:
         if entry.meta is not None:
             meta = entry.meta

@@ -23,7 +23,7 @@ from skyproxy import torch_codec
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
-from skyproxy.tensor.shape_rules import IN_PLACE, RULES, leaves_target_as_it_was
+from skyproxy.tensor.shape_rules import IN_PLACE, leaves_target_as_it_was
 from skyproxy.torch_codec import Description
 
 if TYPE_CHECKING:
@@ -85,6 +85,25 @@ class Entry:
     output_templates: list[str] = field(default_factory=list)
     descriptions: list[Description] = field(default_factory=list)
 
+    @staticmethod
+    def of_rule(found: list[tuple[Meta, int | None]], *, has_tensors: bool = True) -> Entry:
+        """What a shape rule tells of an op that makes fresh tensors.
+
+        Args:
+            found: each result's look, and whose storage it shares.
+            has_tensors: whether there are tensors among the arguments.
+        """
+        entry = Entry([Output(meta, shares) for meta, shares in found], [])
+        entry.descriptions = [meta.description for meta, _ in found]
+        entry.output_templates = ["n"] * len(found)
+        plain = has_tensors and all(meta.plain and (shares is None or shares == 0) for meta, shares in found)
+        entry.shares_first = plain and any(shares == 0 for _, shares in found)
+        if plain and len(found) == 1:
+            entry.simple, entry.meta = True, found[0][0]
+        else:
+            entry.several = plain
+        return entry
+
     def settle(self, call: Call) -> Entry:
         """Fills in what follows from outputs and changes."""
         self.output_templates = [output.template for output in self.outputs]
@@ -122,11 +141,10 @@ def infer(call: Call) -> Entry | None:
     """What the results of `call` look like; None where only the worker can tell."""
     if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
         return None
-    rule = RULES.get(call.plan.name)
-    if rule is not None:
-        outputs = rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
-        if outputs is not None:
-            return Entry([Output(meta=meta, shares=shares) for meta, shares in outputs], []).settle(call)
+    if call.plan.rule is not None:
+        found = call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+        if found is not None:
+            return Entry.of_rule(found, has_tensors=bool(call.tensors))
     name = call.plan.name
     if name in IN_PLACE and leaves_target_as_it_was(
         name, *_looks(call.args), **{key: _look(a) for key, a in call.kwargs.items()}

@@ -15,6 +15,7 @@ class Meta:
     """A description that exists once: two tensors look alike exactly if their `Meta` is the same object.
 
     Attributes:
+        description: all of it.
         size, stride, offset, dtype, layout, conjugate, negative: as in `torch_codec.Description`.
         plain: strided, without conjugate or negative bit; what the fast path can make.
         large: whether the tensor's memory is worth a release of its own.
@@ -23,6 +24,7 @@ class Meta:
     __slots__ = (
         "__weakref__",
         "conjugate",
+        "description",
         "dtype",
         "large",
         "layout",
@@ -34,13 +36,10 @@ class Meta:
     )
 
     def __init__(self, d: Description) -> None:
+        self.description = d
         self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative = d
         self.plain = d.layout is torch.strided and not d.conjugate and not d.negative
         self.large = torch_codec.byte_count(d) >= SETTINGS.prompt_release_bytes
-
-    @property
-    def description(self) -> Description:
-        return Description(self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative)
 
     def __repr__(self) -> str:
         return f"Meta({self.dtype}, {list(self.size)}, stride={list(self.stride)}, offset={self.offset})"

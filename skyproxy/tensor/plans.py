@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.tensor.layer_rules import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.
@@ -117,6 +118,7 @@ class Plan:
         keyword_kinds: the same by name.
         writes: positions and names of the arguments that the op changes.
         returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
+        rule: what tells how the results look, see `shape_rules`; or None.
         special: who handles the op instead, or None.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
         waits: whether the op exists for its exception only, so that it must be waited for.
@@ -137,6 +139,7 @@ class Plan:
         "names",
         "places_host_indices",
         "returns",
+        "rule",
         "special",
         "waits",
         "writes",
@@ -176,6 +179,7 @@ class Plan:
         )
         self.learns_halves = packet in _WITH_STATISTICS
         self.multiplies = self.name in ("aten::linear", "aten::matmul")
+        self.rule = None if self.learns else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)

@@ -35,11 +35,11 @@ _FLOAT_UNARY = (
 )
 _WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max mul.Scalar add.Scalar sub.Scalar div.Scalar rsub.Scalar"
 _IN_PLACE = "copy_ add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor fill_.Scalar fill_.Tensor zero_ masked_fill_.Scalar"
-_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
-def _rule(names: str) -> Callable[[Rule], Rule]:
+def rule(names: str) -> Callable[[Rule], Rule]:
     def register(function: Rule) -> Rule:
         for name in names.split():
             RULES["aten::" + name] = function
@@ -53,7 +53,7 @@ def leaves_target_as_it_was(name: str, target: Any, *others: Any, **kwargs: Any)
 
     For what is written at a growing position: each step has another offset, hence another look.
     """
-    if name not in IN_PLACE or not isinstance(target, Meta) or not target.plain or target.dtype not in _FLOATS:
+    if name not in IN_PLACE or not isinstance(target, Meta) or not target.plain or target.dtype not in FLOATS:
         return False
     if any(n > 1 and s == 0 for n, s in zip(target.size, target.stride, strict=True)):
         return False
@@ -74,7 +74,7 @@ def leaves_target_as_it_was(name: str, target: Any, *others: Any, **kwargs: Any)
 IN_PLACE = frozenset("aten::" + name for name in _IN_PLACE.split())
 
 
-def _row_major(meta: Meta) -> bool:
+def row_major(meta: Meta) -> bool:
     return meta.plain and meta.stride == contiguous_stride(meta.size)
 
 
@@ -93,7 +93,7 @@ def _settled(meta: Meta) -> Meta | None:
     return None
 
 
-def _preserved(meta: Meta) -> Meta | None:
+def preserved(meta: Meta) -> Meta | None:
     """Sizes and strides of a copy that preserves the format: dense ones stay as they are."""
     return meta if meta.plain and is_dense(meta.size, meta.stride) else _settled(meta)
 
@@ -102,7 +102,7 @@ def _broadcast(a: Meta, b: Meta) -> Meta | None:
     """Whose sizes and strides an elementwise result has, for the cases that need no thought."""
     if a.size == b.size and a.stride == b.stride:
         return _settled(a) if b.plain else None
-    if not (_row_major(a) and _row_major(b)):
+    if not (row_major(a) and row_major(b)):
         return None
     large, small = (a, b) if len(a.size) >= len(b.size) else (b, a)
     if len(a.size) == len(b.size) and any(m < n for m, n in zip(large.size, small.size, strict=True)):
@@ -127,96 +127,94 @@ def _promoted(a: Any, b: Any) -> tuple[Meta, torch.dtype] | None:
     if settled is None:
         return None
     kind = type(number)
-    fits = kind in (float, int, bool) if meta.dtype in _FLOATS else kind is int and meta.dtype in _INTEGERS
+    fits = kind in (float, int, bool) if meta.dtype in FLOATS else kind is int and meta.dtype in INTEGERS
     return (settled, meta.dtype) if fits else None
 
 
-@_rule(_SAME_DTYPE)
+@rule(_SAME_DTYPE)
 def _arithmetic(a: Any, b: Any, **kwargs: Any) -> RuleResult:
     found = _promoted(a, b)
     if found is None or found[1] is torch.bool or any(type(v) not in (int, float) for v in kwargs.values()):
         return None
-    if found[1] in _INTEGERS and any(type(v) is not int for v in kwargs.values()):
+    if found[1] in INTEGERS and any(type(v) is not int for v in kwargs.values()):
         return None
     return _shaped(*found)
 
 
-@_rule(_BITWISE)
+@rule(_BITWISE)
 def _bitwise(a: Any, b: Any) -> RuleResult:
     found = _promoted(a, b)
-    return _shaped(*found) if found is not None and found[1] not in _FLOATS else None
+    return _shaped(*found) if found is not None and found[1] not in FLOATS else None
 
 
-@_rule(_TRUE_DIVISION)
+@rule(_TRUE_DIVISION)
 def _division(a: Any, b: Any, **kwargs: Any) -> RuleResult:
     found = _promoted(a, b)
-    return _shaped(*found) if found is not None and found[1] in _FLOATS and not kwargs else None
+    return _shaped(*found) if found is not None and found[1] in FLOATS and not kwargs else None
 
 
-@_rule(_COMPARISONS)
+@rule(_COMPARISONS)
 def _comparison(a: Any, b: Any) -> RuleResult:
     found = _promoted(a, b)
     return _shaped(found[0], torch.bool) if found is not None else None
 
 
-@_rule(_FLOAT_UNARY)
+@rule(_FLOAT_UNARY)
 def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
     like = _settled(a)
-    fits = like is not None and a.dtype in _FLOATS and not any(isinstance(r, Meta) for r in rest)
+    fits = like is not None and a.dtype in FLOATS and not any(isinstance(r, Meta) for r in rest)
     return _shaped(like, a.dtype) if fits else None
 
 
-@_rule(_WITH_SCALARS)
+@rule(_WITH_SCALARS)
 def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
     like = _settled(a)
-    fits = a.dtype in _FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
+    fits = a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
     return _shaped(like, a.dtype) if fits and like is not None else None
 
 
-@_rule("where.self")
+@rule("where.self")
 def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
     if not (isinstance(a, Meta) and isinstance(b, Meta) and condition.size == a.size == b.size and a.dtype is b.dtype):
         return None
-    same = _row_major(condition) and _row_major(a) and _row_major(b)
+    same = row_major(condition) and row_major(a) and row_major(b)
     return _shaped(a, a.dtype) if same else None
 
 
-@_rule("masked_fill.Scalar")
+@rule("masked_fill.Scalar")
 def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
     like = _broadcast(a, mask)
-    fits = (
-        like is a and _row_major(a) and a.dtype in _FLOATS and mask.dtype is torch.bool and type(value) in (int, float)
-    )
+    fits = like is a and row_major(a) and a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float)
     return _shaped(a, a.dtype) if fits else None
 
 
-@_rule("clone")
+@rule("clone")
 def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
     if not a.plain:
         return None
     if memory_format is torch.contiguous_format:
         return [(plain_meta(a.size, a.dtype), None)]
     plain = memory_format in (None, torch.preserve_format)
-    like = _preserved(a)
+    like = preserved(a)
     return _shaped(like, a.dtype) if plain and like is not None else None
 
 
-@_rule("_to_copy")
+@rule("_to_copy")
 def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
-    like = _preserved(a)
+    like = preserved(a)
     if kwargs or like is None:
         return None
     return _shaped(like, dtype if dtype is not None else a.dtype)
 
 
-@_rule("mm")
+@rule("mm")
 def _mm(a: Meta, b: Meta) -> RuleResult:
     fits = len(a.size) == len(b.size) == 2 and a.size[1] == b.size[0] and a.dtype is b.dtype and a.plain and b.plain
     return [(plain_meta((a.size[0], b.size[1]), a.dtype), None)] if fits else None
 
 
-@_rule("bmm")
+@rule("bmm")
 def _bmm(a: Meta, b: Meta) -> RuleResult:
     fits = len(a.size) == len(b.size) == 3 and a.size[0] == b.size[0] and a.size[2] == b.size[1]
     if not (fits and a.dtype is b.dtype and a.plain and b.plain):
@@ -224,7 +222,7 @@ def _bmm(a: Meta, b: Meta) -> RuleResult:
     return [(plain_meta((a.size[0], a.size[1], b.size[2]), a.dtype), None)]
 
 
-@_rule("addmm")
+@rule("addmm")
 def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
     fits = len(bias.size) == 1 and len(b.size) == 2 and bias.size[0] in (1, b.size[1]) and bias.dtype is a.dtype
     return _mm(a, b) if fits and bias.plain else None
@@ -235,7 +233,7 @@ def _maybe_channels_last(meta: Meta) -> bool:
     return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
 
 
-@_rule("cat")
+@rule("cat")
 def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
     if not parts or not all(isinstance(part, Meta) and part.plain and not _maybe_channels_last(part) for part in parts):
         return None
@@ -253,24 +251,24 @@ def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
     return [(plain_meta(size, first.dtype), None)]
 
 
-@_rule("_softmax _log_softmax")
+@rule("_softmax _log_softmax")
 def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
-    fits = not half_to_float and a.dtype in _FLOATS and _row_major(a) and len(a.size) > 0
+    fits = not half_to_float and a.dtype in FLOATS and row_major(a) and len(a.size) > 0
     return _shaped(a, a.dtype) if fits and -len(a.size) <= dim < len(a.size) else None
 
 
-@_rule("embedding")
+@rule("embedding")
 def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
-    fits = len(weight.size) == 2 and _row_major(weight) and _row_major(indices) and indices.dtype in _INTEGERS
+    fits = len(weight.size) == 2 and row_major(weight) and row_major(indices) and indices.dtype in INTEGERS
     return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
 
 
-@_rule("sum.dim_IntList mean.dim amax amin")
+@rule("sum.dim_IntList mean.dim amax amin")
 def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(a.size)
-    if not (dim and a.dtype in _FLOATS and dtype in (None, a.dtype) and a.plain and rank and 0 not in a.size):
+    if not (dim and a.dtype in FLOATS and dtype in (None, a.dtype) and a.plain and rank and 0 not in a.size):
         return None
-    if not (_row_major(a) or (rank == len(dim) + 1 and not keepdim)):  # a line has no other order
+    if not (row_major(a) or (rank == len(dim) + 1 and not keepdim)):  # a line has no other order
         return None
     if not all(type(d) is int and -rank <= d < rank for d in dim):
         return None
@@ -281,12 +279,12 @@ def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.
     return [(plain_meta(size, a.dtype), None)]
 
 
-@_rule("sum mean")
+@rule("sum mean")
 def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    return [(plain_meta((), a.dtype), None)] if a.plain and a.dtype in _FLOATS and dtype in (None, a.dtype) else None
+    return [(plain_meta((), a.dtype), None)] if a.plain and a.dtype in FLOATS and dtype in (None, a.dtype) else None
 
 
-@_rule("arange.start arange")
+@rule("arange.start arange")
 def _arange(start: Any, end: Any = None, **kwargs: Any) -> RuleResult:
     if end is None:
         start, end = 0, start
@@ -300,18 +298,18 @@ def _arange(start: Any, end: Any = None, **kwargs: Any) -> RuleResult:
     return [(plain_meta((end - start,), torch.int64), None)]
 
 
-@_rule("histc")
+@rule("histc")
 def _histogram(a: Meta, bins: int = 100, *bounds: Any) -> RuleResult:
     # PyTorch's fake kernel refuses integers for the CPU; workers of every kind count them.
-    fits = a.plain and (a.dtype in _FLOATS or a.dtype in _INTEGERS) and bins > 0
+    fits = a.plain and (a.dtype in FLOATS or a.dtype in INTEGERS) and bins > 0
     return [(plain_meta((bins,), a.dtype), None)] if fits else None
 
 
-@_rule("_scaled_dot_product_flash_attention_for_cpu")
+@rule("_scaled_dot_product_flash_attention_for_cpu")
 def _flash_attention(
     query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
 ) -> RuleResult:
-    if len(query.size) != 4 or query.dtype not in _FLOATS or value.size[-1] != query.size[-1]:
+    if len(query.size) != 4 or query.dtype not in FLOATS or value.size[-1] != query.size[-1]:
         return None
     if not (query.plain and is_dense(query.size, query.stride)):
         return None

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.tensor.layer_rules import RULES
 from skyproxy.tensor.metadata import Meta, meta_of
-from skyproxy.tensor.shape_rules import IN_PLACE, RULES, leaves_target_as_it_was
+from skyproxy.tensor.shape_rules import IN_PLACE, leaves_target_as_it_was
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]
 _SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3)]
@@ -112,6 +113,58 @@ def _cases() -> Iterator[Case]:
             )
 
 
+def _layer_cases() -> Iterator[Case]:
+    for a, b in itertools.product(_tensors(), _tensors()):
+        yield "matmul", (a, b), {}
+        yield "linear", (a, b), {}
+        yield "linear", (a, b, torch.zeros(b.shape[:1])), {}
+        yield "linear", (a, b, torch.zeros(3)), {}
+        yield "stack", ([a, b],), {}
+    for a in _tensors():
+        for count in (1, 2):
+            shape = list(a.shape[-count:])
+            for weight in (None, torch.zeros(shape), torch.zeros(7)):
+                yield "native_layer_norm", (a, shape, weight, weight, 1e-5), {}
+                yield "native_layer_norm", (a.bfloat16(), shape, None, None, 1e-5), {}
+        yield "native_layer_norm", (a, [], None, None, 1e-5), {}
+        for train, p in itertools.product((True, False, None), (0.0, 0.5, 1.0)):
+            yield "native_dropout", (a, p, train), {}
+        for dim in range(-4, 4):
+            for index in (
+                torch.zeros(2, dtype=torch.int64),
+                torch.zeros(1, dtype=torch.int32),
+                torch.zeros((), dtype=int),
+            ):
+                yield "index_select", (a, dim, index), {}
+            yield "stack", ([a, a], dim), {}
+            for keep in (False, True):
+                yield "argmax", (a, dim, keep), {}
+                yield "argmin", (a, dim, keep), {}
+            yield "argmax", (a,), {}
+            yield "cumsum", (a, dim), {}
+            yield "cumprod", (a, dim), {}
+            yield "cumprod", (a, dim), {"dtype": torch.float64}
+            yield "cumsum", (a.bool(), dim), {}
+        for name, x in itertools.product(("tril", "triu"), (a, a.bool(), a.long())):
+            yield name, (x,), {}
+            yield name, (x, 1), {}
+        for name, x in itertools.product(("bitwise_not", "logical_not"), (a.bool(), a.long())):
+            yield name, (x,), {}
+        for name in ("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"):
+            yield name, (a,), {}
+            yield name, (a,), {"dtype": torch.float64}
+            yield name, (a,), {"memory_format": torch.contiguous_format}
+        yield "full_like", (a, 2), {}
+        yield "full_like", (a, 2.5), {"dtype": torch.int64}
+    for size in ([], [3], [2, 0], [2, 3]):
+        for name in ("empty.memory_format", "zeros", "ones", "rand", "randn"):
+            for dtype in (None, torch.float64, torch.bfloat16):
+                yield name, (size,), {"dtype": dtype, "pin_memory": False}
+            yield name, (size,), {"layout": torch.strided}
+        for value, dtype in itertools.product((2, 2.5, True), (None, torch.int64, torch.float16)):
+            yield "full", (size, value), {"dtype": dtype}
+
+
 def _look(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return meta_of(a)
@@ -150,7 +203,7 @@ def _same(meta: Meta, actual: torch.Tensor) -> bool:
 
 
 _BY_NAME: dict[str, list[Case]] = {}
-for _case in _cases():
+for _case in itertools.chain(_cases(), _layer_cases()):
     _BY_NAME.setdefault(_case[0], []).append(_case)
 
 
