@@ -24,7 +24,7 @@ def _declare_torchvision_ops() -> None:
     only when an operator is called. No test here calls one. Where the compiled part loads, nothing is declared.
     """
     package = find_spec("torchvision")
-    if package is None or not package.submodule_search_locations:
+    if package is None or not package.submodule_search_locations or hasattr(torch.ops.torchvision, "nms"):
         return
     compiled = PathFinder.find_spec("_C", list(package.submodule_search_locations))
     if compiled is None or compiled.origin is None:
