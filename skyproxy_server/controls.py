@@ -59,6 +59,13 @@ def blob_stats(executor: Executor) -> dict[str, int] | None:
 
 
 @_control
+def item(executor: Executor, slot: int) -> float | int | bool:
+    """The one number of a value."""
+    number: float | int | bool = executor.value(slot).item()
+    return number
+
+
+@_control
 def equal(executor: Executor, first: int, second: int) -> bool:
     """`torch.equal` of two values."""
     return torch.equal(executor.value(first), executor.value(second))

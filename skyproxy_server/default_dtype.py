@@ -1,20 +1,22 @@
 """The default dtype of each session: PyTorch has one a process, and a worker many clients.
 
 Integers divided, or multiplied by a fraction, become the default dtype. Nearly every session leaves it at float32, and
-their batches run side by side. A batch of one that does not runs alone.
+their batches run side by side, without a lock. A batch of one that does not runs alone.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from types import TracebackType
 
 import torch
 
 _USUAL = torch.float32
-_changed = threading.Condition()
-_usual_batches = 0
-_is_one_alone = False
+_LOOKS_AGAIN_SECONDS = 0.001
+_alone = threading.RLock()
+"""Held by a batch that runs alone."""
+_sessions: weakref.WeakSet[DefaultDtype] = weakref.WeakSet()
 
 
 class DefaultDtype:
@@ -22,33 +24,42 @@ class DefaultDtype:
 
     Attributes:
         dtype: in force from the next batch on.
+        is_running: whether a batch of the usual dtype runs.
     """
+
+    is_one_alone = False
+    """Whether a batch runs alone, or waits until it can."""
 
     def __init__(self) -> None:
         self.dtype = _USUAL
+        self.is_running = False
         self._in_force = _USUAL
+        _sessions.add(self)
 
     def __enter__(self) -> None:
-        global _usual_batches, _is_one_alone
         self._in_force = self.dtype
-        with _changed:
-            if self._in_force is _USUAL:
-                while _is_one_alone:
-                    _changed.wait()
-                _usual_batches += 1
-                return
-            while _usual_batches or _is_one_alone:
-                _changed.wait()
-            _is_one_alone = True
+        if self._in_force is not _USUAL:
+            self._enter_alone()
+            return
+        # First the mark, then the look: the other does it the other way round, and one of the two sees the other.
+        self.is_running = True
+        while DefaultDtype.is_one_alone:
+            self.is_running = False
+            with _alone:
+                self.is_running = True
+
+    def _enter_alone(self) -> None:
+        _alone.acquire()
+        DefaultDtype.is_one_alone = True
+        pause = threading.Event()
+        while any(session.is_running for session in list(_sessions)):
+            pause.wait(_LOOKS_AGAIN_SECONDS)
         torch.set_default_dtype(self._in_force)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        global _usual_batches, _is_one_alone
-        if self._in_force is not _USUAL:
-            torch.set_default_dtype(_USUAL)
-        with _changed:
-            if self._in_force is _USUAL:
-                _usual_batches -= 1
-            else:
-                _is_one_alone = False
-            _changed.notify_all()
+        if self._in_force is _USUAL:
+            self.is_running = False
+            return
+        torch.set_default_dtype(_USUAL)
+        DefaultDtype.is_one_alone = False
+        _alone.release()
