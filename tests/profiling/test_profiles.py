@@ -135,7 +135,7 @@ def test_large_transfers_have_their_size(trace: Trace, name: str) -> None:
 
 
 def test_waits_are_seen(trace: Trace) -> None:
-    waits = trace.spans("client (this process)", "wait for fetch")
+    waits = trace.spans("client (this process)", r"wait for (fetch|item)")
     assert len(waits) == 4
     for wait in waits:
         assert any(
