@@ -188,14 +188,21 @@ class Recorder:
                 self._send_next(whole=False)
                 self.limit = min(self.limit * 2, self._last_limit)
 
-    def flush_unless_busy(self) -> None:
-        """Sends what was recorded, unless that would have to wait for another thread or for the worker."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._has_room():
-                    self.flush()
-            finally:
-                self._lock.release()
+    def flush_unless_busy(self) -> bool:
+        """Sends what was recorded, unless that would have to wait for another thread or for the worker.
+
+        Returns:
+            Whether it was sent.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._has_room():
+                return False
+            self.flush()
+            return True
+        finally:
+            self._lock.release()
 
     def _send_next(self, *, whole: bool) -> None:
         if self._outgoing is None:

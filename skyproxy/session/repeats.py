@@ -52,10 +52,14 @@ def changes(before: list[Any], now: list[Any]) -> list[Any]:
     """
     result: list[Any] = []
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
-        zero = 0.0 in new if type(new) is list else new == 0.0  # zeros have signs, which == does not see
-        if zero or old != new or type(old) is not type(new):
+        if old != new or type(old) is not type(new) or (_has_zero(new) and repr(old) != repr(new)):
             result += (number, _shortened(new))
     return result
+
+
+def _has_zero(value: Any) -> bool:
+    """Whether there is a zero in it: zeros have signs, which == does not see."""
+    return 0.0 in value if type(value) is list else value == 0.0
 
 
 def _shortened(value: Any) -> Any:

@@ -494,8 +494,8 @@ class Session:
             seen = pending
             idle = 0.001 if pending else min(idle * 2, 0.05)
             try:
-                if stale:
-                    recorder.flush_unless_busy()
+                if stale and not recorder.flush_unless_busy():
+                    unchanged = 0  # whoever was waiting goes on recording as soon as it can
                 now = time.monotonic()
                 # Behind a large upload a question would wait; its progress tells as much.
                 if now - last_ping >= interval and not self._uploads.busy:

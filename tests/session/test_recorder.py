@@ -206,12 +206,12 @@ def test_a_wait_for_room_ends_with_the_session() -> None:
 def test_housekeeping_never_waits_for_room_nor_for_another_thread() -> None:
     wire = Wire(max_in_flight_bytes=0)
     wire.op(1)
-    wire.recorder.flush_unless_busy()
+    assert wire.recorder.flush_unless_busy()
     wire.op(2)
-    wire.recorder.flush_unless_busy()  # there is no room
+    assert not wire.recorder.flush_unless_busy()  # there is no room
     assert wire.commands == [OP, 1]
     wire.ack()
-    wire.recorder.flush_unless_busy()
+    assert wire.recorder.flush_unless_busy()
     assert wire.commands == [OP, 1, OP, 2]
     wire.ack()
     wire.op(3)
@@ -225,7 +225,7 @@ def test_housekeeping_never_waits_for_room_nor_for_another_thread() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(10)
-    wire.recorder.flush_unless_busy()
+    assert not wire.recorder.flush_unless_busy()
     assert wire.commands == [OP, 1, OP, 2]
     done.set()
     thread.join(10)

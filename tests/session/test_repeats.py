@@ -48,6 +48,17 @@ def test_third_time_travels_by_name_and_runs_the_same_commands() -> None:
         assert batch.stream == stream
 
 
+def test_what_stands_in_the_holes_as_before_does_not_travel() -> None:
+    assert changes([0.0, 0.1, [0.0, 1.0], -0.0], [0.0, 0.1, [0.0, 1.0], -0.0]) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [(0.0, -0.0), (-0.0, 0.0), ([1.0, 0.0], [1.0, -0.0]), (1.0, 1), (float("nan"), float("nan"))]
+)
+def test_signs_of_zeros_and_types_travel(before: Any, now: Any) -> None:
+    assert len(changes([5.0, before], [5.0, now])) == 2
+
+
 def test_other_slots_are_another_batch() -> None:
     other = [ADD, 1, 1, 1, *step(0.5)]
     messages = sent(Repeats(WIDTHS), [step(0.5), other, step(0.5), other])
