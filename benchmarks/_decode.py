@@ -13,6 +13,9 @@ import torch
 from _figures import Row, Target, interleaved, microseconds_each, ratio_at_least, ratio_at_most
 from _links import Bench
 from _models import Decoder, decode_greedily
+from graphs import EAGER, StaticDecoder
+
+import skyproxy
 
 _PROMPT_TOKENS = 16
 _VOCABULARY = 1000
@@ -27,13 +30,19 @@ def have_transformers() -> bool:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):
-        # A torchvision that was built for another torch does not load, and transformers wants none for text.
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
+        _leave_out_torchvision()
     try:
         import transformers  # noqa: F401
     except ImportError:
         return False
     return True
+
+
+def _leave_out_torchvision() -> None:
+    """One that was built for another torch does not load, and transformers wants none for text."""
+    import sys
+
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def qwen2(attention: str, device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
@@ -77,6 +86,20 @@ def generate_with(model: Any) -> Decode:
     return decode
 
 
+def generate_there(model: Any) -> Decode:
+    """The same with its loop on the worker."""
+    (node,) = skyproxy.list_nodes()
+    if "torchvision" in sys.modules and sys.modules["torchvision"] is None:
+        node.run(_leave_out_torchvision)
+
+    def decode(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        tokens: torch.Tensor = node.generate(model, inputs, max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+        return tokens
+
+    return decode
+
+
 def _small_decoder(bench: Bench, ask_every_token: bool) -> dict[str, Decode]:
     torch.manual_seed(3)
     layers, width = (1, 16) if bench.scale.small_models else (4, 256)
@@ -91,11 +114,15 @@ def _small_decoder(bench: Bench, ask_every_token: bool) -> dict[str, Decode]:
 
 
 def _generators(bench: Bench, attention: str) -> dict[str, Decode]:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32} if bench.scale.small_models else {}
     return {
-        "sky": generate_with(qwen2(attention, bench.device, **sizes)),
-        "local": generate_with(qwen2(attention, bench.local, **sizes)),
+        "sky": generate_with(_model(bench, attention, bench.device)),
+        "local": generate_with(_model(bench, attention, bench.local)),
     }
+
+
+def _model(bench: Bench, attention: str, device: str) -> Any:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32} if bench.scale.small_models else {}
+    return qwen2(attention, device, **sizes)
 
 
 def compare(
@@ -148,6 +175,12 @@ def greedy(bench: Bench) -> None:
             name = f"Qwen2 4x256 generate, {attention}"
             row = compare(bench, name, _generators(bench, attention), targets, _VOCABULARY)
             _against_round_trips(bench, name, row)
+        pair = {
+            "sky": generate_there(_model(bench, "sdpa", bench.device)),
+            "local": generate_with(_model(bench, "sdpa", bench.local)),
+        }
+        name = "Qwen2 4x256 generate, sdpa, run on the worker"
+        compare(bench, name, pair, (), _VOCABULARY, asks=False)
     else:
         bench.skip("Qwen2 4x256 generate", "transformers is not installed; an own decoder took its place")
         name = "own decoder 4x256, asked every token"
@@ -155,6 +188,61 @@ def greedy(bench: Bench) -> None:
         _against_round_trips(bench, name, row)
     name = "own decoder 4x256, never asked"
     compare(bench, name, _small_decoder(bench, ask_every_token=False), targets, _VOCABULARY, asks=False)
+
+
+def _steps(device: str, how: str, sizes: tuple[int, int], new_tokens: int) -> Decode:
+    """A decoder with a static cache whose step for one token is dispatched op by op, compiled or captured.
+
+    Args:
+        device: where it runs.
+        how: "eager", "compiled" or "captured".
+        sizes: layers and width.
+        new_tokens: the most tokens that it is asked for.
+    """
+    torch.manual_seed(3)
+    layers, width = sizes
+    longest = _PROMPT_TOKENS + new_tokens
+    model = StaticDecoder(layers, width, longest, _VOCABULARY).eval().to(device)
+    function = torch.compile(model, backend="sky", options=EAGER) if how == "compiled" else model
+    token, place = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    written = torch.zeros(1, longest + 1, dtype=torch.long, device=device)
+
+    @torch.no_grad()
+    def step() -> None:
+        token.copy_(function(token, place))
+        place.add_(1)
+        written.index_copy_(1, place, token)
+
+    step()
+    if how == "captured":
+        graph = torch.sky.SkyGraph()
+        with torch.sky.graph(graph):
+            step()
+        advance: Callable[[], None] = graph.replay
+    else:
+        advance = step
+
+    def decode(prompt: torch.Tensor, count: int) -> torch.Tensor:
+        place.zero_()
+        for number in range(_PROMPT_TOKENS):
+            token.copy_(prompt[:, number : number + 1])
+            advance()
+        for _ in range(count - 1):
+            advance()
+        return torch.cat([prompt, written[:, _PROMPT_TOKENS : _PROMPT_TOKENS + count]], 1)
+
+    return decode
+
+
+def by_graphs(bench: Bench) -> None:
+    """Greedy decoding whose step is compiled, or captured, against the same step op by op on the local device."""
+    small = bench.scale.small_models
+    sizes, name = ((1, 16), "1x16") if small else ((4, 256), "4x256")
+    targets = (ratio_at_least(0.85),) if bench.direct and not bench.link.tls else ()
+    local = _steps(bench.local, "eager", sizes, bench.scale.new_tokens)
+    for how in ("compiled", "captured"):
+        pair = {"sky": _steps(bench.device, how, sizes, bench.scale.new_tokens), "local": local}
+        compare(bench, f"static decoder {name}, step {how}", pair, targets, _VOCABULARY, asks=False)
 
 
 def _against_round_trips(bench: Bench, name: str, row: Row) -> None:
@@ -168,4 +256,4 @@ def _against_round_trips(bench: Bench, name: str, row: Row) -> None:
     bench.add("decode", f"{name}: time a token", "ms", [1e3 / sky for sky in row.sky], least, against, targets)
 
 
-__all__ = ["compare", "generate_with", "greedy", "have_transformers", "qwen2"]
+__all__ = ["by_graphs", "compare", "generate_with", "greedy", "have_transformers", "qwen2"]

@@ -56,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "transformer": _training.transformer,
     "op-traffic": _training.op_traffic,
     "decode": _decode.greedy,
+    "decode-graphs": _decode.by_graphs,
 }
 CUDA_BENCHMARKS: dict[str, Benchmark] = {
     "enqueue": _small_ops.enqueue,
@@ -66,7 +67,7 @@ CUDA_BENCHMARKS: dict[str, Benchmark] = {
     "cuda-decode": _cuda.decode,
     "cuda-graphs": _cuda.graphs,
 }
-ON_DELAYED_LINKS = ("values", "bandwidth", "cnn", "transformer", "decode")
+ON_DELAYED_LINKS = ("values", "bandwidth", "cnn", "transformer", "decode", "decode-graphs")
 """The others cost the same on every link, for they do not wait for it."""
 ON_OTHER_LINKS = {
     TLS: ("enqueue", "end-to-end", "values", "bandwidth", "memory", "while-it-moves", "cnn", "decode"),

@@ -46,6 +46,7 @@ class SkyDevice:
         row: what the worker told of the device.
         default_dtype: the default dtype of its worker's operations.
         cache: inferred metadata, by op and arguments, where that is the default dtype.
+        recipes: what `tensor.recipes` noted, for the signatures of this session.
         handle_type: the class of this device's handles.
     """
 
@@ -59,6 +60,7 @@ class SkyDevice:
         self.default_dtype = torch.float32
         self.cache: dict[Any, Entry] = {}
         self._caches = {self.default_dtype: self.cache}
+        self.recipes: dict[Any, Any] = {}
         self.hits_before = 0
         self.misses = 0
         self.handle_type = _handle_type(self)

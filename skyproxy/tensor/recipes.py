@@ -9,6 +9,7 @@ saved. It is for functions that are known to be such, see `skyproxy.integrations
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
+import contextlib
 import functools
 import inspect
 import threading
@@ -28,7 +29,7 @@ from skyproxy.tensor.plans import plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
-_MOST_RECIPES = 256
+_MOST_RECIPES = 4096
 _RUNS_BEFORE = 2
 """How often a call is run before it is noted: the first times ask and define what later ones know."""
 _ATTEMPTS = 8
@@ -95,12 +96,14 @@ def _cook(recipe: Recipe, device: SkyDevice, inputs: Sequence[int]) -> Any:
 
 
 class _Notes:
-    """Watches the operations that this thread records, while one call is run.
+    """Watches the operations that this thread records, while one call is run. One thread at a time can.
 
     Attributes:
-        commands: for each operation, where in the stream it begins.
+        begins: for each operation, where in the stream it begins.
         usable: whether what was seen can be made a recipe of.
     """
+
+    _in_use = threading.Lock()
 
     def __init__(self, device: SkyDevice) -> None:
         self._recorder = device.recorder
@@ -108,17 +111,23 @@ class _Notes:
         self._before = vars(RemoteTensor)["__torch_dispatch__"]
         self._dispatch = self._before.__func__
         self.begins: list[int] = []
-        self.usable = True
+        self.usable = False
         self.batches = self._recorder.batches
         self.start = self.end = len(self._recorder.stream)
         self.first_line = len(self._recorder.lines)
 
+    @shielded
     def __enter__(self) -> _Notes:
-        RemoteTensor.__torch_dispatch__ = classmethod(self._watch)  # type: ignore[method-assign,assignment]
+        if _Notes._in_use.acquire(blocking=False):
+            self.usable = True
+            RemoteTensor.__torch_dispatch__ = classmethod(self._watch)  # type: ignore[method-assign,assignment]
         return self
 
+    @shielded
     def __exit__(self, *unused: object) -> None:
-        RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
+        if vars(RemoteTensor)["__torch_dispatch__"].__func__ == self._watch:
+            RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
+            _Notes._in_use.release()
 
     def _watch(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if threading.get_ident() != self._thread:
@@ -197,14 +206,7 @@ def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[
 
 
 class ByRecipe:
-    """A function of tensors and constants that is run until its operations are known.
-
-    Attributes:
-        known: for each kind of call, its recipe, or how often it was run; None if it has no recipe.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Recipe | int | None] = {}
+    """A function of tensors and constants that is run until its operations are known."""
 
     def call(self, run: Callable[[], Any], arguments: Sequence[Any], kind: Any) -> Any:
         """What `run()` gives, a fresh tensor or a tuple of them.
@@ -217,7 +219,7 @@ class ByRecipe:
         if type(_handler_of(_CTRL_C)) is not CarefulHandler:
             be_careful()
         device = None
-        key = [kind, _in_inference_mode(), _default_dtype()]
+        key = [self, kind, _in_inference_mode(), _default_dtype()]
         slots: list[int] = []
         for a in arguments:
             if type(a) is RemoteTensor:
@@ -234,10 +236,10 @@ class ByRecipe:
                 return run()
         if device is None or len(set(slots)) != len(slots) or type(device.recorder) is not Recorder or _is_watched():
             return run()
-        place = (device, *key)
-        recipe = self.known.get(place, 0)
+        place = tuple(key)
+        recipe = device.recipes.get(place, 0)
         if type(recipe) is not Recipe:
-            return run() if recipe is None else self._note(place, recipe, device, slots, run)
+            return run() if recipe is None else _note(place, recipe, device, slots, run)
         result = _cook(recipe, device, slots)
         if result is None:
             return run()
@@ -246,19 +248,20 @@ class ByRecipe:
             recorder.send_some()
         return result
 
-    def _note(self, place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
-        if len(self.known) >= _MOST_RECIPES:
-            self.known.clear()
-        self.known[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
-        if runs < _RUNS_BEFORE:
-            return run()
-        with _Notes(device) as notes:
-            result = run()
-        try:
-            self.known[place] = _write_down(device, notes, slots, result)
-        except _NoRecipeError:
-            pass  # the result is as good as ever
-        return result
+
+def _note(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
+    """Runs a call that has no recipe, and tries to make one of it if it came often enough."""
+    recipes = device.recipes
+    if len(recipes) >= _MOST_RECIPES:
+        recipes.clear()
+    recipes[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
+    if runs < _RUNS_BEFORE:
+        return run()
+    with _Notes(device) as notes:
+        result = run()
+    with contextlib.suppress(_NoRecipeError):  # the result is as good as ever
+        recipes[place] = _write_down(device, notes, slots, result)
+    return result
 
 
 def _is_watched() -> bool:

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import skyproxy
 from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.hot_path import dispatch_remote
 from skyproxy.tensor.recipes import constants_used, function_by_recipe, method_by_recipe
+from skyproxy.tensor.remote_tensor import RemoteTensor
 
 OFTEN = 8
 """Calls after which a function that has a recipe is not run any more."""
@@ -143,6 +145,7 @@ def test_two_threads_do_not_disturb_each_other(pair: tuple[torch.Tensor, ...]) -
     for thread in threads:
         thread.join()
     assert not wrong
+    assert vars(RemoteTensor)["__torch_dispatch__"].__func__ is dispatch_remote  # nobody watches any more
 
 
 def test_where_gradients_are_wanted_it_is_run(pair: tuple[torch.Tensor, ...]) -> None:
@@ -234,6 +237,30 @@ def test_random_numbers_are_drawn_anew(sky: str) -> None:
         torch.manual_seed(0)
         assert found == [torch.rand_like(x).tolist() for _ in range(OFTEN)]
     assert len({tuple(row) for row in found}) == OFTEN
+
+
+def test_an_interrupted_call_leaves_nothing_behind(sky: str) -> None:
+    interrupts = [False]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if interrupts[0]:
+            raise KeyboardInterrupt
+        return y + 1
+
+    counted = Counted(function)
+    x = torch.ones(3).to(sky)
+    with torch.no_grad():
+        counted.by_recipe(x)
+        counted.by_recipe(x)
+        interrupts[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            counted.by_recipe(x)  # the call that is noted
+    assert vars(RemoteTensor)["__torch_dispatch__"].__func__ is dispatch_remote
+    interrupts[0] = False
+    assert counted.settles(x)
+    with torch.no_grad():
+        assert counted.by_recipe(x).tolist() == [3.0, 3.0, 3.0]
 
 
 def test_an_error_names_the_line_of_the_function(sky: str) -> None:
