@@ -8,13 +8,14 @@ Tried on torch 2.13, where it needs two functions of Dynamo replaced, and none o
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.import_watcher import when_imported
-from skyproxy.tensor import compiler, device_module
+from skyproxy.tensor import compiler, device_module, recipes
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
 
@@ -39,7 +40,10 @@ def _teach(dynamo: Any) -> None:
     _run_higher_order_ops()
     dynamo.register_backend(compiler.sky_backend, name="sky")
     # Dynamo is called with each frame that Python begins, ours among them: what we do on the way is not to be compiled.
-    importlib.import_module("torch._dynamo.trace_rules").add("skyproxy")
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    rules.add("skyproxy")
+    # But for what we put around the user's functions: that is to be looked through.
+    rules.get_mod_inlinelist().add(Path(recipes.__file__).as_posix())
 
 
 def _run_higher_order_ops() -> None:

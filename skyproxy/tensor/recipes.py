@@ -270,13 +270,9 @@ def _is_watched() -> bool:
 
 
 def _applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return (
-        not kwargs
-        and len(args) > 0
-        and type(args[0]) is RemoteTensor
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    if torch.compiler.is_compiling():  # first, so that nothing else of this is traced
+        return False
+    return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
 
 
 def function_by_recipe(function: Callable[..., Any]) -> Callable[..., Any]:

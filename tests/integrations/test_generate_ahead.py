@@ -246,3 +246,23 @@ print("rotations that ran:", len(turns))
     assert done.returncode == 0, done.stderr
     count = int(done.stdout.split("rotations that ran:")[1])
     assert count < 20  # of 80
+
+
+def test_a_model_is_still_compiled_as_one_graph(sky1: str) -> None:
+    local = make_model("Qwen2")
+    remote = copy.deepcopy(local).to(sky1)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(remote, backend=backend, fullgraph=True)
+    inputs = {**prompts(1), "use_cache": False}
+    with torch.no_grad():
+        expected = local(**inputs).logits
+        for _ in range(6):
+            found = compiled(**placed(prompts(1), sky1), use_cache=False).logits
+            torch.testing.assert_close(found.cpu(), expected)
+    assert len(graphs) == 1
