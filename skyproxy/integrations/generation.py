@@ -146,15 +146,17 @@ def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
     watched = any(_global_hooks(name) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")) or any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     )
-    helpers = (type(item) for item in (*arguments["logits_processor"], *arguments["stopping_criteria"]))
+    names = ("logits_processor", "stopping_criteria")
+    helpers = [type(item) for name in names for item in arguments.get(name) or ()]
     known = all(
         kind.__module__.startswith("transformers.") and kind.__name__ != "PrefixConstrainedLogitsProcessor"
         for kind in itertools.chain((type(model),), helpers)
     )
-    if watched or not known or arguments.get("synced_gpus"):
+    options = arguments.get("generation_config")
+    if watched or not known or options is None or arguments.get("synced_gpus"):
         return None
     config = model.config.get_text_config(decoder=True)
-    return _Call(bool(arguments["generation_config"].do_sample), getattr(config, "max_position_embeddings", None))
+    return _Call(bool(options.do_sample), getattr(config, "max_position_embeddings", None))
 
 
 def _described(sample: Callable[..., Any]) -> Callable[..., Any]:
