@@ -88,7 +88,7 @@ def generate_with(model: Any) -> Decode:
 
 def generate_there(model: Any) -> Decode:
     """The same with its loop on the worker."""
-    (node,) = skyproxy.list_nodes()
+    node = next(node for node in skyproxy.list_nodes() if model.device in node.devices)
     if "torchvision" in sys.modules and sys.modules["torchvision"] is None:
         node.run(_leave_out_torchvision)
 
