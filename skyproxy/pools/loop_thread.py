@@ -28,6 +28,7 @@ class LoopThread:
         """
         running = _Running(self._loop, coroutine)
         try:
+            running.begin()
             return running.ended.result()
         except BaseException:
             if not running.ended.done():
@@ -39,6 +40,7 @@ class LoopThread:
         """The same for a clean-up: an interrupt does not cancel it, and is raised when it has ended; a second one is
         raised at once."""
         running = _Running(self._loop, coroutine)
+        running.begin()
         try:
             return running.ended.result()
         except BaseException:
@@ -48,6 +50,7 @@ class LoopThread:
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The same, without blocking the caller's loop; cancelling the caller cancels it."""
         running = _Running(self._loop, coroutine)
+        running.begin()
         try:
             return await asyncio.shield(asyncio.wrap_future(running.ended))
         except asyncio.CancelledError:
@@ -66,11 +69,15 @@ class _Running(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self.ended: Future[T] = Future()
         self._loop = loop
+        self._coroutine = coroutine
         self._task: asyncio.Task[T] | None = None
-        loop.call_soon_threadsafe(self._start, coroutine)
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._task = self._loop.create_task(coroutine)
+    def begin(self) -> None:
+        """Puts it on the loop; an interrupt in here leaves open whether it is there."""
+        self._loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[T]) -> None:
@@ -82,7 +89,14 @@ class _Running(Generic[T]):
             self.ended.set_result(task.result())
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.ended.done():  # it never came to the loop, which takes everything in order
+            self._coroutine.close()
+            self.ended.set_exception(asyncio.CancelledError())
 
     def wait(self) -> None:
         self.ended.exception()
