@@ -88,9 +88,8 @@ def generate_with(model: Any) -> Decode:
 
 def generate_there(model: Any) -> Decode:
     """The same with its loop on the worker."""
-    node = next(node for node in skyproxy.list_nodes() if model.device in node.devices)
-    if "torchvision" in sys.modules and sys.modules["torchvision"] is None:
-        node.run(_leave_out_torchvision)
+    node = next(node for node in skyproxy.list_nodes() if node.alive and model.device in node.devices)
+    node.run(_leave_out_torchvision)
 
     def decode(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
