@@ -40,7 +40,6 @@ def have_transformers() -> bool:
 
 def _leave_out_torchvision() -> None:
     """One that was built for another torch does not load, and transformers wants none for text."""
-    import sys
 
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
