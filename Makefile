@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks conformance e2e bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance e2e bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks conformance bench format environment clean"
+	@echo "also: slow notebooks firstrun conformance bench format environment clean"
 
 environment: $(READY)
 
@@ -45,11 +45,11 @@ demo: $(READY)
 
 test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu and not e2e and not notebooks" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS)
 
 slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e and not notebooks" $(ARGS) || \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS) || \
 		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
 
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
@@ -59,6 +59,10 @@ conformance: $(READY)
 notebooks: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 notebooks: $(READY)
 	$(BIN)/python -m pytest tests/notebook -m notebooks $(ARGS)
+
+# Fresh environments with the built wheel, as the README and the tutorial say to make them.
+firstrun: $(READY)
+	$(BIN)/python -m pytest tests/firstrun -m firstrun $(ARGS)
 
 # SKYPROXY_E2E_KUBECONFIG names another cluster to run against; what needs the kubelet stand-in is skipped then.
 e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

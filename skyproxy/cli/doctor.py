@@ -21,6 +21,7 @@ from skyproxy.cli.fleets import Access, fleet_of
 from skyproxy.cli.output import console, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
 from skyproxy.errors import SkyproxyError
+from skyproxy.extras import install_command
 from skyproxy.kubernetes.address import ClusterAddress
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)
@@ -78,7 +79,6 @@ def examine(address: ClusterAddress, say: Callable[[str], None] = lambda _: None
     yield _python()
     yield _torch()
     yield _library("kubernetes_asyncio", "kubernetes", "for clusters")
-    yield _library("psutil", "server", "for workers on this machine")
     say("Looking for a worker")
     yield from _context()
     yield from _worker()
@@ -97,7 +97,7 @@ def _torch() -> Finding:
     try:
         found = version("torch")
     except PackageNotFoundError:
-        return Finding("torch", "broken", "not installed", "pip install 'skyproxy[torch]'")
+        return Finding("torch", "broken", "not installed", install_command("torch"))
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
         return Finding(
@@ -110,7 +110,7 @@ def _library(name: str, extra: str, purpose: str) -> Finding:
     try:
         return Finding(name, "ok", version(name))
     except PackageNotFoundError:
-        return Finding(name, "skipped", f"not installed; needed {purpose}", f"pip install 'skyproxy[{extra}]'")
+        return Finding(name, "skipped", f"not installed; needed {purpose}", install_command(extra))
 
 
 def _context() -> Iterator[Finding]:

@@ -10,8 +10,7 @@ from skyproxy.cli.fleets import Access, WorkerRow
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
-from skyproxy.providers.detached import DetachedWorker, find, list_detached
-from skyproxy.providers.saved import local_address
+from skyproxy.providers.detached import DetachedWorker, find, list_detached, local_address
 
 _POLL_SECONDS = 0.2
 

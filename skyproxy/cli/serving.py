@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from skyproxy.cli.output import fail
+from skyproxy.extras import install_command
 
 _SERVER = "skyproxy_server"
 
@@ -110,9 +111,9 @@ def run_server(arguments: list[str]) -> NoReturn:
     Args:
         arguments: those of `python -m skyproxy_server`.
     """
-    for module, remedy in ((_SERVER, "pip install 'skyproxy[server]'"), ("torch", "pip install 'skyproxy[server]'")):
+    for module in (_SERVER, "torch"):
         if importlib.util.find_spec(module) is None:
-            fail(f"A worker needs {module}, which is not installed here. Install it: {remedy}")
+            fail(f"A worker needs {module}, which is not installed here. Install it: {install_command('server')}")
     # -P: a module of the user's in the current directory must not take the place of one of ours.
     command = [sys.executable, "-P", "-m", _SERVER, *arguments]
     if os.name == "posix":

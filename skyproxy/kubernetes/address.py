@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.extras import install_command
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -122,6 +123,6 @@ def load_library() -> Any:
     except ImportError as error:
         raise ConfigurationError(
             "talking to a Kubernetes cluster needs kubernetes_asyncio, which is not installed here. "
-            "Install it: pip install 'skyproxy[kubernetes]'"
+            f"Install it: {install_command('kubernetes')}"
         ) from error
     return kubernetes_asyncio

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.extras import install_command
 from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
@@ -127,7 +128,7 @@ class AWS:
         try:
             import boto3
         except ModuleNotFoundError as error:
-            raise ConfigurationError("AWS() needs boto3. Install it: pip install 'skyproxy[aws]'") from error
+            raise ConfigurationError(f"AWS() needs boto3. Install it: {install_command('aws')}") from error
         session = boto3.Session(profile_name=self._profile, region_name=self._region)
         if session.region_name is None:
             raise ConfigurationError(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.extras import install_command
 from skyproxy.runtime.instance import POOL_VARIABLE
 
 PORT = 8765
@@ -49,7 +50,7 @@ def new_keys() -> Keys:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
-        raise ConfigurationError("AWS() needs cryptography. Install it: pip install 'skyproxy[aws]'") from error
+        raise ConfigurationError(f"AWS() needs cryptography. Install it: {install_command('aws')}") from error
     now = datetime.datetime.now(datetime.UTC)
 
     def name(text: str) -> x509.Name:

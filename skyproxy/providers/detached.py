@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from skyproxy.contexts import checked_name, state_folder, write_private
-from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
+from skyproxy.extras import install_command
 from skyproxy.providers.processes import end, identity_of, is_alive
 from skyproxy.session.local_worker import worker_environment
 from skyproxy.settings import SETTINGS
@@ -194,6 +195,23 @@ def _claim(name: str, device: str) -> DetachedWorker:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def local_address(name: str) -> tuple[str, str]:
+    """Url and token of a worker on this machine.
+
+    Raises:
+        ConnectError: it does not run.
+    """
+    worker = find(name)
+    url = worker.url if worker is not None and worker.alive else None
+    if worker is None or url is None:
+        last = f" The end of its log:\n{worker.log_tail()}\n" if worker is not None and worker.log_tail() else " "
+        raise ConnectError(
+            f"the worker {name!r} on this machine does not run any more.{last}"
+            f"Start it again: skyproxy up {name} --provider local; or forget it: skyproxy context remove {name}"
+        )
+    return url, worker.token()
+
+
 def _spawn(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     flags = 0
     if os.name == "nt":
@@ -226,7 +244,7 @@ def _wait_until_it_listens(worker: DetachedWorker, process: subprocess.Popen[byt
             how = f"ended with status {status}" if status is not None else "did not listen in time"
             raise WorkerStartError(
                 f"the worker {worker.name!r} {how}. The end of its log:\n{worker.log_tail()}\n"
-                "A worker needs torch: pip install 'skyproxy[server]'. See: skyproxy doctor"
+                f"A worker needs torch: {install_command('server')}. See: skyproxy doctor"
             )
         time.sleep(_POLL_SECONDS)
 

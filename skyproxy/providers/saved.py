@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyproxy.contexts import Context, ContextStore
-from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.errors import ConfigurationError
 from skyproxy.nodes import Node, connect
-from skyproxy.providers.detached import find
+from skyproxy.providers.detached import local_address
 
 
 def open_saved() -> Node | None:
@@ -56,23 +56,6 @@ def open_context(context: Context) -> Node:
     else:
         url, token = local_address(context.name)
     return connect(url, token=token, source=source)
-
-
-def local_address(name: str) -> tuple[str, str]:
-    """Url and token of a worker on this machine.
-
-    Raises:
-        ConnectError: it does not run.
-    """
-    worker = find(name)
-    url = worker.url if worker is not None and worker.alive else None
-    if worker is None or url is None:
-        last = f" The end of its log:\n{worker.log_tail()}\n" if worker is not None and worker.log_tail() else " "
-        raise ConnectError(
-            f"the worker {name!r} on this machine does not run any more.{last}"
-            f"Start it again: skyproxy up {name} --provider local; or forget it: skyproxy context remove {name}"
-        )
-    return url, worker.token()
 
 
 def _open_remote(context: Context, source: str) -> Node:

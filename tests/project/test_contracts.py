@@ -16,6 +16,7 @@ CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-
 CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]}
 SHARED_WITH_SERVER = {
     "errors",
+    "extras",
     "import_watcher",
     "payloads",
     "protocol",

@@ -109,7 +109,7 @@ def test_the_command_is_a_callable_of_the_wheel(installed: Path) -> None:
 def test_torch_is_asked_for_only_by_extras(metadata: Message) -> None:
     required = metadata.get_all("Requires-Dist", [])
     unconditional = {re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line}
-    assert unconditional == {"cloudpickle", "msgpack", "packaging", "rich", "typer", "websockets"}
+    assert unconditional == {"cloudpickle", "msgpack", "packaging", "psutil", "rich", "typer", "websockets"}
     assert any(line.startswith("torch") and "extra == 'torch'" in line for line in required)
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from skyproxy.errors import ConfigurationError, ConnectError
 from skyproxy.providers import detached
-from skyproxy.providers.detached import DetachedWorker, find, list_detached
+from skyproxy.providers.detached import DetachedWorker, find, list_detached, local_address
 from skyproxy.providers.processes import identity_of
-from skyproxy.providers.saved import local_address
 
 GONE = (1 << 22) + 1
 """No process has this number: it is beyond what Linux gives out."""

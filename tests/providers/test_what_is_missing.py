@@ -52,11 +52,11 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("provider", "change", "told"),
     [
-        (lambda: sky.AWS(), without("boto3"), r"AWS\(\) needs boto3.*pip install 'skyproxy\[aws\]'"),
+        (lambda: sky.AWS(), without("boto3"), r"AWS\(\) needs boto3.*pip install .*boto3"),
         (lambda: sky.AWS(), nothing, "no region is configured"),
         (lambda: sky.AWS(region="eu-central-1"), nothing, "no credentials were found.*aws configure"),
         (lambda: sky.Container(), nothing, "docker or podman, which is not installed"),
-        (lambda: sky.Kubernetes(), without("kubernetes_asyncio"), r"pip install 'skyproxy\[kubernetes\]'"),
+        (lambda: sky.Kubernetes(), without("kubernetes_asyncio"), r"pip install 'kubernetes-asyncio"),
         (lambda: sky.Kubernetes(), nothing, "there is no kubeconfig. Set KUBECONFIG"),
         (lambda: sky.Remote(["ws://127.0.0.1:1"]), nothing, "no token. Pass token=..., or set SKYPROXY_TOKEN"),
         (lambda: sky.Remote([f"ws://127.0.0.1:{free_port()}"], token="x" * 32), nothing, "127.0.0.1"),
