@@ -443,7 +443,7 @@ class Executor:
             actual = torch_codec.describe(values[slot]) if isinstance(values[slot], torch.Tensor) else None
             if actual == description or (actual is not None and _same_but_idle_strides(actual, description)):
                 continue
-            fresh = number < len(outputs) and storage_key(values[slot]) not in inputs
+            fresh = actual is not None and number < len(outputs) and storage_key(values[slot]) not in inputs
             if fresh and actual is not None and _differs_in_strides_only(actual, description):
                 self._conform_from_now_on(stream[at], signature, key, expected[: len(outputs)])
                 values[slot] = _restrided(values[slot], description)

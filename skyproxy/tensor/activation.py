@@ -34,6 +34,7 @@ def activate() -> None:
             host,
             hot_path,
             modules,
+            nested_batches,
             pending,
             recurrent,
             registration,

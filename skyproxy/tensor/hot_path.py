@@ -60,8 +60,11 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         plan = plan_of(func)
     if plan.special is not None:
         return plan.special(plan, func, args, kwargs or {})
-    if plan.multiplies and not multiplies_alike(args[0], args[1]) and (len(args) < 3 or args[2] is None):
-        return one_product(args[0], args[1].t() if plan.name == "aten::linear" else args[1])
+    if plan.multiplies and not multiplies_alike(args[0], args[1]):
+        if plan.name != "aten::linear":
+            return one_product(args[0], args[1])
+        product = one_product(args[0], args[1].t())
+        return product if len(args) < 3 or args[2] is None else product.add_(args[2])
     device = None
     key = [plan]
     wire = [0]

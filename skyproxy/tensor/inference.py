@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,17 +87,19 @@ class Entry:
     descriptions: list[Description] = field(default_factory=list)
 
     @staticmethod
-    def of_rule(found: list[tuple[Meta, int | None]], *, has_tensors: bool = True) -> Entry:
+    def of_rule(found: Sequence[tuple[Meta | None, int | None]], *, has_tensors: bool = True) -> Entry:
         """What a shape rule tells of an op that makes fresh tensors.
 
         Args:
-            found: each result's look, and whose storage it shares.
+            found: each result's look, None for one that is None, and whose storage it shares.
             has_tensors: whether there are tensors among the arguments.
         """
         entry = Entry([Output(meta, shares) for meta, shares in found], [])
-        entry.descriptions = [meta.description for meta, _ in found]
-        entry.output_templates = ["n"] * len(found)
-        plain = has_tensors and all(meta.plain and (shares is None or shares == 0) for meta, shares in found)
+        entry.descriptions = [meta.description for meta, _ in found if meta is not None]
+        entry.output_templates = [output.template for output in entry.outputs]
+        plain = has_tensors and all(
+            meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in found
+        )
         entry.shares_first = plain and any(shares == 0 for _, shares in found)
         if plain and len(found) == 1:
             entry.simple, entry.meta = True, found[0][0]
@@ -133,8 +136,10 @@ class Entry:
         return self
 
 
-_ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_has_same_storage_numel"})
-"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of the storages that are shared."""
+_ANSWERS_DEPEND_ON_VALUES = frozenset(
+    {"aten::is_set_to", "aten::_has_same_storage_numel", "aten::_nested_tensor_from_mask_left_aligned"}
+)
+"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
 
 
 def infer(call: Call) -> Entry | None:

@@ -1,7 +1,8 @@
 """Shape rules of our own, for ops that are hot and whose shapes change from call to call.
 
 A rule takes what the op takes, with a `Meta` in place of each tensor, and gives `(meta, shares)` for each result,
-`shares` being the number of the tensor whose storage it shares, or None. It gives None where it does not apply, and
+`shares` being the number of the tensor whose storage it shares, or None; `(None, None)` stands for a result that is
+None. It gives None where it does not apply, and
 PyTorch's fake tensors are asked instead, which cost several times as much. It must be exactly right where it answers:
 tests hold every rule against PyTorch, and the worker checks each result once more.
 """
@@ -9,7 +10,7 @@ tests hold every rule against PyTorch, and the worker checks each result once mo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.view_rules import VIEW_RULES
 from skyproxy.torch_codec import contiguous_stride, is_dense
 
-RuleResult = list[tuple[Meta, int | None]] | None
+RuleResult = Sequence[tuple[Meta | None, int | None]] | None
 Rule = Callable[..., RuleResult]
 RULES: dict[str, Rule] = dict(VIEW_RULES)
 
@@ -318,3 +319,32 @@ def _flash_attention(
     out = plain_meta(query.size, query.dtype, query.stride)
     sums = plain_meta((batch, heads, length), wide, (length * heads, 1, heads))
     return [(out, None), (sums, None)]
+
+
+@rule("_native_multi_head_attention")
+def _whole_attention(
+    query: Meta,
+    key: Meta,
+    value: Meta,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Meta,
+    qkv_bias: Meta,
+    proj_weight: Meta,
+    proj_bias: Meta,
+    mask: Meta | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> RuleResult:
+    """PyTorch's fake kernel gives empty weights where none are wanted; the real ones give None."""
+    if len(query.size) != 3 or not query.plain or len(proj_weight.size) != 2:
+        return None
+    if 0 in query.size:
+        return [(plain_meta(query.size, query.dtype), None), (None, None)]
+    batch, length, _ = query.size
+    out = (plain_meta((batch, length, proj_weight.size[0]), query.dtype), None)
+    if not need_weights:
+        return [out, (None, None)]
+    heads = () if average_attn_weights else (num_head,)
+    return [out, (plain_meta((batch, *heads, length, length), query.dtype), None)]

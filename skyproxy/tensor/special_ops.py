@@ -121,7 +121,7 @@ def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-@implements("aten::_nested_tensor_from_tensor_list", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer")
+@implements("aten::_nested_tensor_from_tensor_list", "aten::_nested_view_from_buffer")
 def _refuse_nested(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     raise UnsupportedOpError(
         f"{plan.name}: nested tensors with the strided layout have no sizes that could travel. "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.hot_path import dispatch_remote
+from skyproxy.tensor.nested_batches import NestedBatch
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
 aten = torch.ops.aten
@@ -31,6 +32,8 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
                 return dispatch_remote(RemoteTensor, op, (), args)
             if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
                 return dispatch_remote(RemoteTensor, op, (), args[:-1])
+        if type(args[0]) is NestedBatch:
+            return NestedBatch.__torch_dispatch__(op, (), args)
         return divide(_COMPOSITE, *args)
 
     return kernel

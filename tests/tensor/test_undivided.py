@@ -53,6 +53,11 @@ def test_weights_that_require_gradients_are_multiplied_as_here(mode: type, sky: 
     there_too.data.copy_(vector.data)
     pairs: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = [
         (lambda x, w, v: linear(x[:, -1:], w), [there, remote, there_too], [states, weight, vector]),
+        (
+            lambda x, w, v: linear(x.transpose(0, 1), w, x[0, 0].sum().expand(99)),
+            [there, remote, there_too],
+            [states, weight, vector],
+        ),
         (lambda x, w, v: linear(x[:, -1:], w.detach()), [there, remote, there_too], [states, weight, vector]),
         (lambda x, w, v: x[:, ::2] @ w.t(), [there, remote, there_too], [states, weight, vector]),
         (lambda x, w, v: x[:, ::2] @ v, [there, remote, there_too], [states, weight, vector]),
