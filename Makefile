@@ -37,6 +37,13 @@ $(READY): pyproject.toml
 	@# torch first and by its exact number, so that nothing below can choose another one.
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install "$(TORCH)" -e ".[dev,examples,bench,notebook,plugins,operator,kubernetes,aws,integrations]"
+	@# Off the path: where torchvision is there and does not load, transformers cannot be imported either. Both may be
+	@# left from an environment that was made before this was known.
+	$(BIN)/python -m pip uninstall --quiet --yes timm torchvision
+	rm -rf $(VENV)/vision
+	$(BIN)/python -m pip install --no-deps --target $(VENV)/vision "timm>=1.0.20" \
+		"$$($(BIN)/python -c 'import torch; print("torchvision==0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')" || \
+		echo "no torchvision for this torch: timm's tests are skipped"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 

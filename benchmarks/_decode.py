@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,20 +27,10 @@ def have_transformers() -> bool:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        _leave_out_torchvision()
-    try:
         import transformers  # noqa: F401
     except ImportError:
         return False
     return True
-
-
-def _leave_out_torchvision() -> None:
-    """One that was built for another torch does not load, and transformers wants none for text."""
-
-    sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def qwen2(attention: str, device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
@@ -88,7 +77,6 @@ def generate_with(model: Any) -> Decode:
 def generate_there(model: Any) -> Decode:
     """The same with its loop on the worker."""
     node = next(node for node in skyproxy.list_nodes() if node.alive and model.device in node.devices)
-    node.run(_leave_out_torchvision)
 
     def decode(prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}

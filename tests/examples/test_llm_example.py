@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,14 +18,11 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    """No network, no saved contexts; no torchvision, which transformers needs for images only: its wheel for CUDA does
-    not load beside a torch for the CPU."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchvision'] = None\n")
+    """No network, and no saved contexts."""
     folders = {name: str(tmp_path / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    return environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]), HF_HUB_OFFLINE="1", **folders)
+    return environment(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", **folders)
 
 
-# In a process of its own: whether torchvision is there is asked once, when transformers is imported.
 TWIN = """
 import importlib.util, sys, torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM

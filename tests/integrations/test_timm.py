@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-pytest.importorskip("timm", exc_type=ImportError)
+from tests.integrations.vision import import_timm
+
+try:
+    import_timm()
+except ImportError as error:
+    pytest.skip(f"timm cannot be imported: {error}", allow_module_level=True)
 
 import timm
 import timm.optim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import nbformat
@@ -17,15 +16,9 @@ TIMEOUT_SECONDS = 100
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    """A kernel's environment: no network, no saved contexts, and no torchvision.
-
-    Transformers needs torchvision for images only, and imports it wherever it is installed; its wheel for CUDA does not
-    load beside a torch for the CPU.
-    """
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchvision'] = None\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    """A kernel's environment: no network, and no saved contexts."""
     folders = {name: str(tmp_path / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    return environment(PYTHONPATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", **folders)
+    return environment(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", **folders)
 
 
 def test_all_of_them_are_there() -> None:

@@ -20,22 +20,17 @@ from skyproxy.errors import RankErrors, SessionLostError
 pytestmark = pytest.mark.timeout(300)
 
 RANKS = 4
-SITE = Path(__file__).resolve().parents[1] / "site"
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
-    # On the path of the workers: what makes torchvision load, which transformers imports where it is installed.
-    path = os.pathsep.join([str(SITE), *(item for item in sys.path if item)])
     plugins = [
         sky.plugins.torch(backend="gloo"),
         sky.plugins.huggingface(),
         sky.plugins.accelerate(),
         sky.plugins.coordination(),
     ]
-    with sky.Compute(
-        provider=sky.Local(device="cpu"), nodes=2, procs_per_node=2, plugins=plugins, env={"PYTHONPATH": path}
-    ) as opened:
+    with sky.Compute(provider=sky.Local(device="cpu"), nodes=2, procs_per_node=2, plugins=plugins) as opened:
         yield opened
 
 

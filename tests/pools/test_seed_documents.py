@@ -33,8 +33,11 @@ if inspect.iscoroutine(made):
     asyncio.run(made)
 """
 
-# Digits in the place of MNIST: the same shapes, and nothing to download.
+# Digits in the place of MNIST: the same shapes, and nothing to download. They are normalized already: the stand-ins of
+# torchvision's transforms do nothing.
 DATA = """
+class transforms:
+    Compose = ToTensor = Normalize = staticmethod(lambda *arguments: None)
 class Digits:
     def __init__(self, folder, train=True, download=True, transform=None):
         import torch
@@ -74,7 +77,7 @@ EXCHANGED = [
     (r"from skytorch\.client", "from skyproxy.client"),
     (r"sky\.(AWS|Container)\(\)", 'sky.Local(device="cpu")'),
     (r"datasets\.MNIST\(", "Digits("),
-    (r"from torchvision import datasets, transforms", "from torchvision import transforms"),
+    (r"from torchvision import datasets, transforms\n", "\n"),
     # The container image of another project, and the machine's own size.
     (r'image="ghcr\.io/[^"]*"', 'provider=__import__("skyproxy").Local(device="cpu")'),
     (r'(name="(trainer|vllm)",\n)', r'\1 provider=__import__("skyproxy").Local(device="cpu"),\n'),
@@ -90,6 +93,8 @@ EXCHANGED = [
 ]
 if find_spec("torchaudio") is None:
     EXCHANGED.append((r', audio="latest"', ""))
+if find_spec("torchvision") is None:
+    EXCHANGED.append((r'vision="latest"(, )?', ""))
 
 
 @dataclass
@@ -269,7 +274,7 @@ def run_program(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     """Runs a file as a program, `await` at its top level included."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
     environment |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/site"), str(ROOT), *(item for item in sys.path if item)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *(item for item in sys.path if item)]),
         "HF_HUB_OFFLINE": "1",
         "XDG_CONFIG_HOME": str(file.parent / "config"),
     }
