@@ -125,7 +125,9 @@ class ApiServer:
 
         url = self._url(path, query)
         rest = self._api.rest_client
-        options: dict[str, Any] = {"headers": await self._headers(None), "protocols": (protocol,), "max_msg_size": 0}
+        # The kubelet's streaming server produces no JSON: it refuses a handshake that accepts nothing else with 406.
+        headers = await self._headers(None, accept="*/*")
+        options: dict[str, Any] = {"headers": headers, "protocols": (protocol,), "max_msg_size": 0}
         options |= {"proxy": rest.proxy} if rest.proxy else {}
         options |= {"server_hostname": rest.server_hostname} if getattr(rest, "server_hostname", None) else {}
         try:
@@ -180,8 +182,8 @@ class ApiServer:
             raise refused(response.status, path, status, self.address)
         raise AssertionError("the second round returns or raises")
 
-    async def _headers(self, content_type: str | None) -> dict[str, str]:
-        headers = {"Accept": "application/json", "User-Agent": "skyproxy"}
+    async def _headers(self, content_type: str | None, accept: str = "application/json") -> dict[str, str]:
+        headers = {"Accept": accept, "User-Agent": "skyproxy"}
         if content_type:
             headers["Content-Type"] = content_type
         waiting = self._api.update_params_for_auth(headers, [], ["BearerToken"])

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import itertools
 import logging
-import weakref
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -421,13 +421,28 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pe
     return PendingCompute(function, args, kwargs, CallOptions(), name)
 
 
-_running: weakref.WeakSet[Compute] = weakref.WeakSet()
+# Strong on purpose: a pool that a program forgets still has workers, and they may cost money.
+_running: set[Compute] = set()
 
 
-@atexit.register
 def _close_all() -> None:
     for pool in list(_running):
         try:
             pool.close()
         except Exception:
             logger.exception("a pool could not be closed")
+
+
+def _when_the_program_ends(close: Callable[[], None]) -> None:
+    """Call `close` when the main thread has ended, and while threads can still be used.
+
+    Handlers of `atexit` come too late: executors take no work any more, and closing a pool needs them. `threading`
+    calls in reverse order, so what executors registered at their import comes after us.
+    """
+    import concurrent.futures.thread  # noqa: F401 - registers its own end first
+
+    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
+    register(close)
+
+
+_when_the_program_ends(_close_all)

@@ -50,6 +50,8 @@ class Kubelet:
         assert request.path == "/api/v1/namespaces/team/pods/w-0/portforward"
         assert dict(request.query) == {"ports": str(POD_PORT)}
         assert request.headers["Authorization"] == "Bearer secret-token"
+        if "*/*" not in request.headers.get("Accept", "*/*"):  # as a real kubelet's streaming server
+            return web.Response(status=406, text="406: Not Acceptable")
         if self.refusals:
             return web.json_response({"message": "not now"}, status=self.refusals.pop(0))
         socket_ = web.WebSocketResponse(protocols=[PROTOCOL], max_msg_size=0)

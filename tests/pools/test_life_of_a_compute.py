@@ -283,6 +283,48 @@ def test_a_program_that_is_interrupted_in_a_collective_leaves_no_process(tmp_pat
             psutil.Process(number).wait(30)
 
 
+@pytest.mark.parametrize(
+    ("keep", "ending", "status"),
+    [
+        ("pool = ", "pass", 0),
+        ("pool = ", "sys.exit(3)", 3),
+        ("pool = ", "raise LookupError('mine')", 1),
+        ("", "pass", 0),
+    ],
+    ids=["ends", "exits", "fails", "was forgotten"],
+)
+def test_a_pool_that_nobody_closed_ends_with_the_program(tmp_path: Path, keep: str, ending: str, status: int) -> None:
+    command = script(
+        tmp_path,
+        f"""
+        import sys
+        import skyproxy as sky
+
+        @sky.compute
+        def one():
+            import os
+            return os.getpid()
+
+        def begin():
+            pool = sky.Compute(provider=sky.Local(device="cpu"), nodes=2)
+            pool.start()
+            print(*(one() @ pool), flush=True)
+            return pool
+
+        {keep}begin()
+        {ending}
+        """,
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == status, done.stderr
+    assert ("LookupError: mine" if status == 1 else "") in done.stderr
+    assert "could not be closed" not in done.stderr
+    assert "cannot schedule" not in done.stderr
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 2
+    assert not any(psutil.pid_exists(worker) for worker in workers)
+
+
 def test_a_model_defined_in_the_program_comes_back_trained(tmp_path: Path) -> None:
     """The class travels by value and the result is an instance of the very class of the program."""
     command = script(

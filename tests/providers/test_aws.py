@@ -152,6 +152,33 @@ def test_instances_come_up_are_used_and_go(url: str, ami: str, ec2: Any, tmp_pat
         provider.end()
 
 
+def test_instances_of_a_program_that_ends_without_closing_are_terminated(
+    url: str, ami: str, ec2: Any, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import atexit, pathlib, runpy
+import boto3
+import skyproxy as sky
+
+Here = runpy.run_path({__file__!r})["Here"]
+ec2 = boto3.client("ec2", endpoint_url={url!r}, region_name={REGION!r})
+package = "skyproxy @ https://example.org/s.whl"
+provider = Here(ec2, pathlib.Path({str(tmp_path)!r}), endpoint_url={url!r}, image_id={ami!r}, package=package)
+atexit.register(provider.end)  # the processes that stand for what instances run
+pool = sky.Compute(name="unclosed", provider=provider, nodes=2, vcpus=8)
+pool.start()
+print(pool.world_size, flush=True)
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert "could not be closed" not in done.stderr
+    assert states(ec2, "unclosed") == ["terminated"] * 2
+
+
 def test_a_launch_that_is_cancelled_leaves_nothing(url: str, ami: str, ec2: Any) -> None:
     class Never(AWS):
         def reach(self, instance: Mapping[str, Any], local_rank: int) -> tuple[str, int]:

@@ -89,6 +89,9 @@ class Server:
         return response
 
     async def _port_forward(self, request: web.Request) -> web.StreamResponse:
+        # The real streaming server produces "*/*" only; what a client sends reaches it through the API server unchanged.
+        if "*/*" not in request.headers.get("Accept", "*/*"):
+            raise web.HTTPNotAcceptable(text="406: Not Acceptable")
         pod = self._pod(request)
         ports = [int(p) for text in request.query.getall("port", []) for p in text.split(",")]
         if not ports:
