@@ -89,7 +89,7 @@ class Server:
         return response
 
     async def _port_forward(self, request: web.Request) -> web.StreamResponse:
-        # The real streaming server produces "*/*" only; what a client sends reaches it through the API server unchanged.
+        # The real streaming server produces "*/*" only; a client's headers reach it through the API server unchanged.
         if "*/*" not in request.headers.get("Accept", "*/*"):
             raise web.HTTPNotAcceptable(text="406: Not Acceptable")
         pod = self._pod(request)
