@@ -363,6 +363,7 @@ def list_nodes() -> list[Node]:
 
 def devices() -> list[DeviceInfo]:
     """The `sky` devices of this process, in order; starts nothing."""
+    existing = DEVICES.existing()
     return [
         DeviceInfo(
             chosen.torch_device,
@@ -374,6 +375,7 @@ def devices() -> list[DeviceInfo]:
         )
         for node in _nodes
         for chosen in node._devices
+        if chosen in existing  # another session may have taken its number
     ]
 
 

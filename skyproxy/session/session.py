@@ -47,6 +47,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.lines import describe_line
+from skyproxy.session.liveness import Liveness
 from skyproxy.session.offers import Offers
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.trace import SessionTrace
@@ -483,6 +484,7 @@ class Session:
         interval, patience = self.settings.ping_interval_seconds, self.settings.liveness_timeout_seconds
         seen, unchanged, idle, number = -1, 0, 0.001, 0
         moved, silent_since = -1, time.monotonic()
+        liveness = Liveness(patience + interval, max(interval, 1.0), silent_since)
         last_ping = silent_since - interval  # the first at once: it tells how far the worker is
         while not self._stop.wait(idle):
             recorder = self.recorder
@@ -509,7 +511,7 @@ class Session:
                     silent_since = now
                     for transport in (self._operations, *self.further):
                         transport.keep_alive()  # gateways cut connections that are silent for long
-                if now - max(self._last_heard, self._uploads.last_progress) > patience + interval:
+                if liveness.is_gone(now, max(self._last_heard, self._uploads.last_progress)):
                     self._end(f"the worker answered nothing for {patience:g} s")
             except SessionLostError as error:
                 self._end(str(error))
@@ -521,7 +523,9 @@ class Session:
             if self._ended is not None:
                 return
             self._ended = SessionLostError(
-                f"{reason}. The tensors that lived there are gone; tensors on the CPU are unharmed."
+                f"{reason}. The tensors that lived there are gone; tensors on the CPU are unharmed. "
+                "skyproxy.connect(...) puts another session in its place, with the same sky:N; after skyproxy.reset() "
+                "the next use of sky:0 starts anew."
             )
         self._stop.set()
         self.recorder.end(self._ended)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from heapq import heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.engine import install_engine, shielded
@@ -134,11 +135,15 @@ class Devices:
         """Called with fresh devices; set by `skyproxy.tensor.default_dtype`."""
 
     def add(self, session: Session) -> list[SkyDevice]:
-        """Numbers the devices of a new session."""
+        """Number the devices of a new session: the places of lost ones first, so that a program that connects again
+        finds its worker under the number that it has always used."""
         install_engine()
         with self._lock:
-            fresh = [SkyDevice(len(self._devices) + i, session, row) for i, row in enumerate(session.welcome.devices)]
-            self._devices += fresh
+            vacant = (index for index, device in enumerate(self._devices) if device.session.lost is not None)
+            numbers = itertools.chain(list(vacant), itertools.count(len(self._devices)))
+            fresh = [SkyDevice(index, session, row) for index, row in zip(numbers, session.welcome.devices)]
+            for device in fresh:
+                self._devices[device.index : device.index + 1] = [device]
         if self.on_new is not None:
             self.on_new(fresh)
         return fresh
@@ -193,6 +198,21 @@ class Devices:
         with self._lock:
             self._devices = []
             self._current = 0
+
+    def refuse_mixture(self, one: SkyDevice, other: SkyDevice, op: str) -> NoReturn:
+        """Raise the error of an op whose tensors are on two devices.
+
+        Raises:
+            SessionLostError: one of them belongs to a session that is over; its number may have been given anew.
+            RuntimeError: PyTorch's own, otherwise.
+        """
+        for device in (one, other):
+            if device.session.lost is not None:
+                raise SessionLostError(str(device.session.lost)) from device.session.lost
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"sky:{one.index} and sky:{other.index}! (when calling {op})"
+        )
 
     def existing(self) -> list[SkyDevice]:
         """The devices that exist by now, in order; starts nothing."""

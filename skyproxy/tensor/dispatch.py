@@ -98,10 +98,7 @@ class Call:
                     if found is None:
                         found = device
                     elif device is not found:
-                        raise RuntimeError(
-                            "Expected all tensors to be on the same device, but found at least two devices, "
-                            f"sky:{found.index} and sky:{device.index}! (when calling {self.plan.name})"
-                        )
+                        DEVICES.refuse_mixture(found, device, self.plan.name)
         asked = self.kwargs.get("device")
         if asked is not None and asked.type == "sky" and (found is None or asked.index not in (None, found.index)):
             return DEVICES.of(asked)

@@ -270,6 +270,68 @@ def test_a_process_that_a_function_forked_does_not_hide_the_end_of_its_worker(tm
             forked.kill()
 
 
+def test_who_connects_again_finds_the_same_number(node: skyproxy.Node) -> None:
+    (place,) = node.devices
+    old = torch.ones(3, device=place)
+    kill(node)
+    with pytest.raises(SessionLostError, match=r"skyproxy.connect\(.*same sky:N.*skyproxy.reset\(\)"):
+        old.cpu()
+    with skyproxy.launch_local("cpu") as again:
+        assert again.devices == [place]
+        new = torch.ones(3, device=place)
+        assert (new + 1).tolist() == [2, 2, 2]
+        for mixed in (
+            lambda: old + new,
+            lambda: new.add_(old),
+            lambda: new.copy_(old),
+            lambda: torch.stack([new, old]),
+        ):
+            with pytest.raises(SessionLostError):
+                mixed()
+        assert new.tolist() == [1, 1, 1]
+        assert [info.alive for info in skyproxy.devices() if info.device == place] == [True]
+
+
+def test_a_compiled_function_goes_on_with_the_worker_that_took_the_number(node: skyproxy.Node) -> None:
+    (place,) = node.devices
+    double = torch.compile(lambda x: x * 2 + 1, backend="sky")
+    assert double(torch.ones(3, device=place)).tolist() == [3, 3, 3]
+    kill(node)
+    with pytest.raises(SessionLostError):
+        double(torch.ones(3, device=place)).cpu()
+    with skyproxy.launch_local("cpu") as again:
+        assert again.devices == [place]
+        assert double(torch.ones(3, device=place)).tolist() == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_a_program_that_was_stopped_finds_its_worker_as_it_left_it(tmp_path: Path) -> None:
+    """Its own standstill is no silence of the worker's: with a patience of one second it is stopped for five."""
+    go_on = tmp_path / "go on"
+    source = f"""
+    import os, time, torch, skyproxy
+    x = torch.ones(3, device="sky:0")
+    print(x.sum().item(), flush=True)
+    while not os.path.exists({str(go_on)!r}):
+        time.sleep(0.01)
+    for _ in range(200):
+        x += 1
+    print(x.sum().item(), flush=True)
+    """
+    patience = {"SKYPROXY_LIVENESS_TIMEOUT_SECONDS": "1", "SKYPROXY_PING_INTERVAL_SECONDS": "0.5"}
+    with started(source, **patience) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "3.0\n"
+        for _ in range(3):
+            program.send_signal(signal.SIGSTOP)
+            threading.Event().wait(5)
+            program.send_signal(signal.SIGCONT)
+            threading.Event().wait(0.2)
+        go_on.touch()
+        assert program.stdout.readline() == "603.0\n"
+        assert program.wait(30) == 0
+
+
 def test_other_workers_live_on(node: skyproxy.Node, sky: str) -> None:
     x = torch.ones(3, device=sky)
     kill(node)
