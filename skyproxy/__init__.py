@@ -138,7 +138,7 @@ def _load_device() -> None:
         importlib.import_module("torch")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "skyproxy needs PyTorch 2.11 to 2.13, and it is not installed here. Try: pip install torch==2.13.0"
+            "skyproxy needs PyTorch 2.11 or newer, and it is not installed here. Try: pip install torch"
         ) from error
     nodes: Any = importlib.import_module("skyproxy.nodes")
     nodes.open_saved = _open_saved

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import typer
 
+from skyproxy import torch_versions
 from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, ProviderName, address_of
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleets import Access, fleet_of
@@ -24,7 +25,6 @@ from skyproxy.errors import SkyproxyError
 from skyproxy.extras import install_command
 from skyproxy.kubernetes.address import ClusterAddress
 
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)
 _SLOW_SECONDS = 0.1
 _MARKS = {
     "ok": "[green]ok[/]",
@@ -98,11 +98,8 @@ def _torch() -> Finding:
         found = version("torch")
     except PackageNotFoundError:
         return Finding("torch", "broken", "not installed", install_command("torch"))
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
-    if not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
-        return Finding(
-            "torch", "broken", f"{found} is not supported", "Versions 2.11 to 2.13 are: pip install torch==2.13.0"
-        )
+    if (caution := torch_versions.caution(found)) is not None:
+        return Finding("torch", "warning", f"{found} was never tried", caution)
     return Finding("torch", "ok", found)
 
 

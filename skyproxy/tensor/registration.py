@@ -1,16 +1,18 @@
 """Makes PyTorch know the `sky` device: the only place that touches its registration machinery.
 
-PyTorch's Python backend API (`torch.utils.backend_registration`, tried on 2.11 to 2.13) is private; each use of it
-that may change is in this package, and what is missing is reported here, when the device is registered.
+PyTorch's Python backend API (`torch.utils.backend_registration`) is private; each use of it that may change is in this
+package, and what is missing is reported here, when the device is registered.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from skyproxy import torch_versions
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch import dispatch
 from skyproxy.tensor.engine import Guard, Hooks
@@ -18,25 +20,29 @@ from skyproxy.tensor.plans import is_divided
 
 _NATIVE = frozenset({"aten::detach"})
 """Ops left to PyTorch's own kernel: inside fake tensors of our device it makes tensors that no Python may have seen."""
-SUPPORTED_TORCH = ((2, 11), (2, 13))
 _library: torch.library.Library | None = None
 _dispatch_key = "PrivateUse1"
 
 
 def register(module: Any) -> None:
-    """Registers the device, its module (`torch.sky`) and a kernel for every op.
+    """Register the device, its module (`torch.sky`) and a kernel for every op.
+
+    Warns of a torch that was never tried: most of what is private there stays from one version to the next.
 
     Raises:
-        ConfigurationError: this torch is not supported, or another backend took the one place there is.
+        ConfigurationError: if this torch lacks what the device stands on, or another backend took its only place.
     """
     from torch.utils import backend_registration
 
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-    if setup is None or version < SUPPORTED_TORCH[0]:
+    if setup is None:
         raise ConfigurationError(
-            f"skyproxy needs torch 2.11 to 2.13, this is {torch.__version__}. Try: pip install torch==2.13.0"
+            f"torch {torch.__version__} cannot have a device that is written in Python "
+            "(torch.utils.backend_registration._setup_privateuseone_for_python_backend is missing). skyproxy was tried "
+            f"on torch {torch_versions.TRIED}."
         )
+    if (caution := torch_versions.caution(torch.__version__)) is not None:
+        warnings.warn(caution, stacklevel=2)
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", "sky"):
         raise ConfigurationError(

@@ -1,0 +1,34 @@
+"""The versions of PyTorch that the device was tried on, for checks, messages and warnings; knows no torch."""
+
+from __future__ import annotations
+
+OLDEST = (2, 11)
+NEWEST = (2, 15)
+TRIED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version: (2, 15) for "2.15.0a0+git1234".
+
+    Raises:
+        ValueError: if it does not begin with two numbers.
+    """
+    first, second = version.split("+")[0].split(".")[:2]
+    return int(first), int(second)
+
+
+def caution(version: str) -> str | None:
+    """Return what there is to say about a torch that was never tried; None for one that was.
+
+    Args:
+        version: as in `torch.__version__`.
+    """
+    try:
+        if OLDEST <= minor(version) <= NEWEST:
+            return None
+    except ValueError:
+        pass
+    return (
+        f"skyproxy was tried on torch {TRIED}, this is {version}. It stands on parts of torch that may change; if "
+        f'something fails, try: pip install "torch=={NEWEST[0]}.{NEWEST[1]}.*"'
+    )
