@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyproxy import torch_codec
+from skyproxy import torch_modes
 from skyproxy.errors import ProtocolError
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
@@ -85,9 +85,15 @@ def copy_to_device(executor: Executor, slot: int, source: int, device: list[Any]
 
 
 @_control
-def set_default_dtype(executor: Executor, name: str) -> None:
-    """The session's default dtype, from the next batch on."""
-    executor.default_dtype.dtype = torch_codec.DTYPES[name]
+def set_modes(executor: Executor, fields: dict[str, Any]) -> None:
+    """Put the session's global modes of PyTorch in force, from the next command on."""
+    executor.modes.switch(torch_modes.decode(fields, cuda=executor.has_cuda))
+
+
+@_control
+def modes_in_force(executor: Executor) -> dict[str, Any]:
+    """PyTorch's global modes as this session's commands find them, by name."""
+    return {**torch_modes.values_in_force(), **dict(executor.modes.record)}
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

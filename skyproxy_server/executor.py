@@ -17,9 +17,9 @@ from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
-from skyproxy_server.default_dtype import DefaultDtype
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
+from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.random_state import RandomState
@@ -39,7 +39,7 @@ class Executor:
     Attributes:
         values: what each slot holds: a tensor, a generator, a `Failed`; slot 0 holds None.
         devices: the worker's devices, as announced to the client.
-        default_dtype: the session's own default dtype.
+        modes: the session's own global modes of PyTorch.
         random: the session's own random state.
         unseen: failures that the client was not given as an answer yet.
         graphs: captured streams of commands.
@@ -49,6 +49,7 @@ class Executor:
         session: the name of the session; empty in tests.
         calls: the functions of this worker; None where it runs none.
         streams: the CUDA streams that the ops run on, one a device.
+        has_cuda: whether any of the devices is one of CUDA.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Executor:
     ) -> None:
         self.values: dict[int, Any] = {0: None}
         self.devices = devices
-        self.default_dtype = DefaultDtype()
+        self.modes = SessionModes()
         self.random = RandomState(self)
         self.gates = Gates()
         self.unseen: list[Failed] = []
@@ -68,6 +69,7 @@ class Executor:
         self.session = ""
         self.calls: Calls | None = None
         self.streams: list[Any] = []
+        self.has_cuda = any(row["type"] == "cuda" for row in devices)
         self._on_cpu = all(row["type"] == "cpu" for row in devices)
         self._send = send
         self._transfers = transfers
@@ -460,7 +462,8 @@ class Executor:
             for slot in signature.input_slots(stream, position)
             if isinstance(tensor := self.values.get(slot), torch.Tensor) and tensor.layout is torch.strided
         )
-        return metadata, signature.inline_operands(stream, position)
+        # Under other modes, other kernels run, which may lay out their results in another way.
+        return metadata, signature.inline_operands(stream, position), self.modes.record
 
     def _conform_from_now_on(
         self, number: int, signature: Signature, key: tuple[Any, ...], expected: list[Description]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyproxy import torch_codec
+from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.cuda_graphs import replayer_for
@@ -62,7 +62,9 @@ class Graphs:
             raise ProtocolError("a capture ends that never began")
         return limbo
 
-    def define(self, number: int, stream: list[Any], exports: list[Any], places: list[list[Any]]) -> None:
+    def define(
+        self, number: int, stream: list[Any], exports: list[Any], places: list[list[Any]], modes: dict[str, Any]
+    ) -> None:
         """Ends a capture: keeps what was recorded. Nothing runs before the first replay.
 
         Args:
@@ -70,6 +72,7 @@ class Graphs:
             stream: its commands.
             exports: slots whose values the client holds, each with the tensor's description, or None.
             places: the devices that it computes on, each `[type, index]`.
+            modes: PyTorch's global modes when the capture began; each replay runs under them.
         """
         limbo = self._end_limbo()
         executor = self._executor
@@ -79,7 +82,7 @@ class Graphs:
             raise LimitExceededError(f"this session holds {_MAX_GRAPHS} graphs, the limit. Reset those not needed.")
         if number in self._recordings:
             raise ProtocolError(f"graph {number} exists already")
-        recording = Recording(number, stream, slots)
+        recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=executor.has_cuda))
         for slot in recording.decode(executor.handlers, executor.signatures):
             if slot in self._filled_by:
                 recording.dynamic.append(slot)
@@ -129,12 +132,13 @@ class Graphs:
         recording = self._recordings.get(stream[position + 1])
         if recording is None:
             raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
-        if recording.replayer is None or not self._inputs_are_ready(recording, values):
-            made, _ = self._made(recording, values, False)
-        else:
-            made = recording.replayer.replay(
-                self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
-            )
+        with self._executor.modes.during(recording.modes):
+            if recording.replayer is None or not self._inputs_are_ready(recording, values):
+                made, _ = self._made(recording, values, False)
+            else:
+                made = recording.replayer.replay(
+                    self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
+                )
         self._publish(values, made)
         if self.not_replayed:
             self._replayed(recording.number)
@@ -310,9 +314,16 @@ def graph_begin(executor: Executor) -> None:
 
 
 @_control
-def graph_define(executor: Executor, number: int, stream: list[Any], exports: list[Any], places: list[Any]) -> None:
-    """The client has captured a graph."""
-    executor.graphs.define(number, stream, exports, places)
+def graph_define(
+    executor: Executor,
+    number: int,
+    stream: list[Any],
+    exports: list[Any],
+    places: list[Any],
+    modes: dict[str, Any],
+) -> None:
+    """Keep a graph that the client has captured."""
+    executor.graphs.define(number, stream, exports, places, modes)
 
 
 @_control

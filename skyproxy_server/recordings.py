@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
+from skyproxy.torch_modes import USUAL, Record
 from skyproxy_server.cuda_graphs import Replayer
 
 if TYPE_CHECKING:
@@ -35,17 +36,19 @@ class Recording:
         stream: the commands.
         steps: the same, decoded.
         exports: the slots whose values the client holds.
+        modes: PyTorch's global modes when it was captured.
         externals: what the recording reads from outside, by slot.
         dynamic: slots that it reads from outside and that another recording fills.
         replayer: runs it as a CUDA graph; None on the CPU.
         intact: whether every step succeeded the last time.
     """
 
-    def __init__(self, number: int, stream: list[Any], exports: list[int]) -> None:
+    def __init__(self, number: int, stream: list[Any], exports: list[int], modes: Record = USUAL) -> None:
         self.number = number
         self.stream = stream
         self.steps: list[Step] = []
         self.exports = exports
+        self.modes = modes
         self.externals: dict[int, Any] = {}
         self.dynamic: list[int] = []
         self.replayer: Replayer | None = None

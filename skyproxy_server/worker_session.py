@@ -110,7 +110,7 @@ class WorkerSession:
                     batch = named.resolve(message)
                     if batch is not None:
                         self._executing = 1
-                        with executor.default_dtype:
+                        with executor.modes:
                             if executor.profile is None:
                                 executor.run(batch)
                             else:

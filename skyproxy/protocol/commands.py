@@ -59,6 +59,7 @@ OPERANDS: Final = {
 RECORDABLE: Final = {
     "copy_to_device": ((1,), (0,)),
     "resize_storage": ((0,), ()),
+    "set_modes": ((), ()),
     "take_apart": ((0,), (1,)),
     "view_storage": ((1,), (0,)),
 }

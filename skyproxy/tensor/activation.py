@@ -26,10 +26,10 @@ def activate() -> None:
             attention,
             autocast,
             copies,
-            default_dtype,
             device_module,
             dynamo,
             generators,
+            global_modes,
             graphs,
             host,
             hot_path,
@@ -61,7 +61,7 @@ def activate() -> None:
         generators.install()
         autocast.install()
         host.install()
-        default_dtype.install()
+        global_modes.install()
         graphs.install()
         dynamo.install()
         _active = True

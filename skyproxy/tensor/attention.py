@@ -24,13 +24,34 @@ from skyproxy.tensor.remote_tensor import RemoteTensor
 aten = torch.ops.aten
 _MATH = 0
 _FLASH = 1
+_NONE = -1
+_NO_BACKEND = (
+    "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
+    "kernel and the fused kernels."
+)
+_MATH_ONLY = (
+    " sky devices compute attention in the math form here: on CUDA workers, and inside function transforms. Allow it: "
+    "sdpa_kernel([..., SDPBackend.MATH])."
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cpu_choice(
-    query: Meta, key: Meta, value: Meta, mask: Meta | None, mask_grad: bool, dropout: float, causal: bool, gqa: bool
+    query: Meta,
+    key: Meta,
+    value: Meta,
+    mask: Meta | None,
+    mask_grad: bool,
+    dropout: float,
+    causal: bool,
+    gqa: bool,
+    enabled: tuple[bool, bool],
 ) -> int:
-    """What PyTorch chooses for CPU tensors that look like these. Their memory is never touched."""
+    """What PyTorch chooses for CPU tensors that look like these. Their memory is never touched.
+
+    Args:
+        enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
+    """
     q, k, v, m = (
         None if meta is None else torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
         for meta in (query, key, value, mask)
@@ -78,15 +99,20 @@ def attention(
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     looks = _looks(tensors) if torch._C._functorch.maybe_current_level() is None else None
+    enabled = torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()
     if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
-        needs = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        needs = mask is not None and mask.requires_grad
         with _disable_current_modes() if type(query) is not RemoteTensor else contextlib.nullcontext():
-            choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa)
+            choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa, enabled)
+        if choice == _NONE:
+            raise RuntimeError(_NO_BACKEND)
         if choice == _FLASH:
             result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]
             return result
+    elif not enabled[0]:
+        raise RuntimeError(_NO_BACKEND + _MATH_ONLY)
     result = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

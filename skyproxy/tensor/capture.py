@@ -47,11 +47,16 @@ _HINT = (
 
 
 class RecordedStream(list[Any]):
-    """The stream that the capturing thread writes to. Lets through what can be replayed."""
+    """The stream that the capturing thread writes to. Lets through what can be replayed.
+
+    Attributes:
+        is_empty: whether nothing was recorded that does anything.
+    """
 
     def __init__(self, capture: SessionCapture) -> None:
         super().__init__()
         self._capture = capture
+        self.is_empty = True
 
     def extend(self, command: Any) -> None:
         command = list(command)
@@ -63,6 +68,7 @@ class RecordedStream(list[Any]):
             raise self._capture.owner.broken(_WHY[number] + _HINT)
         if number == commands.DO and command[1] not in commands.RECORDABLE:
             raise self._capture.owner.broken(f"{command[1]!r} is asked of the worker" + _HINT)
+        self.is_empty = self.is_empty and number == commands.DO and command[1] == "set_modes"
         super().extend(command)
 
 
@@ -143,6 +149,7 @@ class SessionCapture:
         self.free: list[int] = []
         self.pool_of_others: list[int] = []
         self.used: dict[int, SkyDevice] = {}
+        self._modes = devices[0].modes
         self._devices = devices
         self._slots: list[int] = []
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -243,13 +250,20 @@ class SessionCapture:
         ]
         self.session.recordings[self.number] = SentBatch(Sequence(0), list(self.stream), self.lines)
         places = [device.place for device in self.used.values()]
-        self.session.do("graph_define", self.number, list(self.stream), exports, places)
+        self.session.do("graph_define", self.number, list(self.stream), exports, places, dict(self._modes))
+        self._tell_modes()
         self.stream.clear()
+
+    def _tell_modes(self) -> None:
+        """The worker did not run what the capture recorded, a change of PyTorch's global modes among it."""
+        if self._devices[0].modes != self._modes:
+            self.session.do("set_modes", dict(self._devices[0].modes))
 
     def drop(self) -> None:
         """After the end: nothing was kept, and nothing of it ever ran."""
         held = sorted(self._held())
         self.session.do("graph_abort", held)
+        self._tell_modes()
         self.recorder.give_back(self.free)
         self.stream.clear()
 
@@ -325,11 +339,11 @@ class Capture:
             self.abort()
             raise CaptureError(f"the capture could not be kept: {self._error}") from self._error
         for part in self.parts:
-            part.end(kept=bool(part.stream))
+            part.end(kept=not part.stream.is_empty)
         _active = None
-        kept = [part for part in self.parts if part.stream]
+        kept = [part for part in self.parts if not part.stream.is_empty]
         for part in self.parts:
-            if part.stream:
+            if not part.stream.is_empty:
                 part.keep()
             else:
                 part.drop()

@@ -138,7 +138,7 @@ class CompiledCall:
         body += [
             "recorder = device.recorder",
             "stream = recorder.stream",
-            f"sizes = ({sizes})",
+            f"sizes = ({sizes}device.modes)" if sizes else "sizes = device.modes",
             f"check = () if sizes in checked else call.expect(sizes, [{', '.join(written)}], [{', '.join(made)}])",
             f"stream.extend((*check, number, {', '.join([*operands, '*constants', *slots])}))",
             "frame = user_frame(_getframe(1))",

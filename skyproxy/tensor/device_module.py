@@ -421,6 +421,12 @@ def stats() -> dict[str, int]:
     }
 
 
+def modes_in_force(device: DeviceLike = None) -> dict[str, Any]:
+    """PyTorch's global modes as a device's worker works under them for this process. Waits."""
+    modes: dict[str, Any] = DEVICES.of(device).session.call("modes_in_force")
+    return modes
+
+
 def _lazy_call(function: Any) -> None:
     function()
 

@@ -14,9 +14,13 @@ from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.engine import install_engine, shielded
+from skyproxy.torch_modes import USUAL, Record
 
 if TYPE_CHECKING:
     from skyproxy.tensor.inference import Entry
+
+_REMEMBERED_MODES = 16
+"""A program that goes through more sets of modes than these starts anew with what is remembered for them."""
 
 
 class Handle:
@@ -45,9 +49,9 @@ class SkyDevice:
         session: the conversation with its worker.
         place: the device on the worker, `[type, index]`.
         row: what the worker told of the device.
-        default_dtype: the default dtype of its worker's operations.
-        cache: inferred metadata, by op and arguments, where that is the default dtype.
-        recipes: what `tensor.recipes` noted, for the signatures of this session.
+        modes: PyTorch's global modes that its worker's operations run under.
+        cache: inferred metadata under these modes, by op and arguments.
+        recipes: what `tensor.recipes` noted under these modes, for the signatures of this session.
         handle_type: the class of this device's handles.
     """
 
@@ -58,10 +62,10 @@ class SkyDevice:
         self.recorder = session.recorder
         self.row = row
         self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
-        self.default_dtype = torch.float32
+        self.modes: Record = USUAL
         self.cache: dict[Any, Entry] = {}
-        self._caches = {self.default_dtype: self.cache}
         self.recipes: dict[Any, Any] = {}
+        self._memories: dict[Record, tuple[dict[Any, Entry], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
         self.hits_before = 0
         self.misses = 0
         self.handle_type = _handle_type(self)
@@ -74,10 +78,12 @@ class SkyDevice:
         self.recorder.give_slot(handle)
         return handle
 
-    def use_default_dtype(self, dtype: torch.dtype) -> None:
-        """What is inferred from now on belongs to this default dtype."""
-        self.default_dtype = dtype
-        self.cache = self._caches.setdefault(dtype, {})
+    def use_modes(self, record: Record) -> None:
+        """Remember what is inferred from now on for these modes only: other kernels give other dtypes and strides."""
+        if record not in self._memories and len(self._memories) >= _REMEMBERED_MODES:
+            self._memories = {USUAL: self._memories[USUAL]}
+        self.cache, self.recipes = self._memories.setdefault(record, ({}, {}))
+        self.modes = record
 
     @property
     def worker_device(self) -> torch.device:
@@ -132,7 +138,7 @@ class Devices:
         self.start_default: Callable[[], object] | None = None
         """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
-        """Called with fresh devices; set by `skyproxy.tensor.default_dtype`."""
+        """Called with fresh devices; set by `skyproxy.tensor.global_modes`."""
 
     def add(self, session: Session) -> list[SkyDevice]:
         """Number the devices of a new session: the places of lost ones first, so that a program that connects again

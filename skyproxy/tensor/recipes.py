@@ -38,7 +38,6 @@ _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.maybe_current_level
 _in_inference_mode = torch.is_inference_mode_enabled
-_default_dtype = torch.get_default_dtype
 _handler_of = _signal.getsignal
 _CTRL_C = 2
 
@@ -219,7 +218,7 @@ class ByRecipe:
         if type(_handler_of(_CTRL_C)) is not CarefulHandler:
             be_careful()
         device = None
-        key = [self, kind, _in_inference_mode(), _default_dtype()]
+        key = [self, kind, _in_inference_mode()]
         slots: list[int] = []
         for a in arguments:
             if type(a) is RemoteTensor:

@@ -23,6 +23,7 @@ SHARED_WITH_SERVER = {
     "runtime",
     "settings",
     "torch_codec",
+    "torch_modes",
     "torch_versions",
     "transport",
 }

@@ -47,7 +47,7 @@ class Worker:
         self.executor.run(Batch(Sequence(self._sequence), list(stream)))
 
     def capture(self, number: int, stream: list[Any], exports: list[Any], places: Any = (CPU,)) -> None:
-        self.run(DO, "graph_begin", [], DO, "graph_define", [number, stream, exports, list(places)])
+        self.run(DO, "graph_begin", [], DO, "graph_define", [number, stream, exports, list(places), {}])
 
     def __setitem__(self, slot: int, value: Any) -> None:
         self.executor.values[slot] = torch.tensor(value, dtype=torch.float32)
@@ -77,7 +77,7 @@ def test_a_replay_reads_what_was_there_when_it_was_captured(worker: Worker) -> N
 def test_what_is_released_during_a_capture_is_kept_for_it(worker: Worker) -> None:
     worker.run(DO, "graph_begin", [])
     worker.run(RELEASE, [2])
-    worker.run(DO, "graph_define", [7, [ADD, 1, 2, 3], [[3, TWO]], [CPU]], REPLAY, 7)
+    worker.run(DO, "graph_define", [7, [ADD, 1, 2, 3], [[3, TWO]], [CPU], {}], REPLAY, 7)
     assert worker[3] == [11, 11]
     assert worker.executor.graphs.limbo is None
     assert 2 not in worker.executor.values

@@ -1,0 +1,350 @@
+"""PyTorch's global modes that change what operations do: the one table of them, for the client and for the worker.
+
+A mode travels as its name and a plain value. What is not in a record is as PyTorch has it from the start, so nearly
+every session's record is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from skyproxy.errors import ConfigurationError, ProtocolError
+from skyproxy.torch_codec import DTYPE_NAMES, DTYPES
+
+Record = tuple[tuple[str, Any], ...]
+"""Modes by name, in the table's order, each with a value that is not its usual one."""
+
+USUAL: Record = ()
+
+FP32_PRECISION_CELLS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+"""The places of `fp32_precision`: a library, and a kind of operation."""
+
+_DETERMINISM = ("off", "warn", "error")
+_ENGINES_BY_PREFERENCE = ("x86", "onednn", "qnnpack")
+
+
+class Mode(NamedTuple):
+    """One global mode.
+
+    Attributes:
+        name: its name on the wire, and in errors.
+        usual: the value that PyTorch starts with.
+        accepts: whether a value from a peer is one that the mode can have.
+        read: gives the value in force in this process; None where another mode overrules it.
+        write: puts a value in force.
+        setters: the functions of `torch._C` that change it, perhaps among others.
+        cuda_only: whether only kernels of CUDA look at it.
+        of_thread: whether each thread has its own.
+    """
+
+    name: str
+    usual: Any
+    accepts: Callable[[Any], bool]
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    setters: tuple[str, ...]
+    cuda_only: bool = False
+    of_thread: bool = False
+
+
+class _FlushDenormal:
+    """What the program asked for last: PyTorch tells nobody whether denormal numbers are flushed to zero."""
+
+    value = False
+
+
+def set_flush_denormal(value: bool) -> None:
+    """Makes the calling thread flush denormal numbers to zero, or not.
+
+    Raises:
+        ConfigurationError: this machine's processor cannot.
+    """
+    if value:
+        # A thread of PyTorch's that is begun while this one flushes would do so for ever. So all are begun before.
+        torch.zeros(torch.get_num_threads() << 15)
+    if not torch.set_flush_denormal(value) and value:
+        raise ConfigurationError("this machine's processor cannot flush denormal numbers to zero")
+
+
+def note_flush_denormal(value: bool) -> None:
+    """Remembers what the program asked of `torch.set_flush_denormal`."""
+    _FlushDenormal.value = value
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _one_of(*choices: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in choices
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _two_bools(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is bool for item in value)
+
+
+def _backend_order(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= 16 and all(map(_whole, value)) and len(set(value)) > 0
+
+
+def _of(name: str) -> Callable[..., Any]:
+    """A function of `torch._C`, looked up with each call: a client replaces some of them."""
+    return lambda *args: getattr(torch._C, name)(*args)
+
+
+def _plain(
+    name: str, getter: str, setter: str, usual: Any, accepts: Callable[[Any], bool] = _is_bool, *, cuda: bool = False
+) -> Mode | None:
+    """A mode with one getter and one setter in `torch._C`; None where this torch does not have it."""
+    if not hasattr(torch._C, getter) or not hasattr(torch._C, setter):
+        return None
+    read, write = _of(getter), _of(setter)
+    return Mode(name, usual, accepts, read, write, (setter,), cuda)
+
+
+def _pair(name: str, getter: str, setter: str) -> Mode | None:
+    """Two flags with one setter: whether a reduced precision is allowed, and whether it is when a sum is split."""
+    if not hasattr(torch._C, getter):
+        return None
+    read, write = _of(getter), _of(setter)
+    if isinstance(read(), bool):  # before splitting had a flag of its own
+        return Mode(name, (True, True), _two_bools, lambda: (read(), True), lambda v: write(v[0]), (setter,), True)
+    return Mode(name, (True, True), _two_bools, lambda: tuple(read()), lambda v: write(*v), (setter,), True)
+
+
+def _library(name: str, getter: str, setter: str, kinds: str, usual: str | None = None) -> Mode | None:
+    """Which of several libraries is preferred."""
+    kind = getattr(torch._C, kinds, None)
+    if kind is None or not hasattr(torch._C, getter):
+        return None
+    read, write, known = _of(getter), _of(setter), kind.__members__
+    default = usual or _of(getter.replace("preferred", "default"))().name
+    return Mode(name, default, _one_of(*known), lambda: read().name, lambda v: write(known[v]), (setter,), True)
+
+
+def _cell(library: str, kind: str) -> Mode:
+    """One place of `fp32_precision`; what is read there is what counts there, wherever it was set."""
+    read, write = _of("_get_fp32_precision_getter"), _of("_set_fp32_precision_setter")
+    return Mode(
+        f"fp32_precision.{library}.{kind}",
+        "tf32" if (library, kind) in (("cuda", "conv"), ("cuda", "rnn")) else "none",
+        _one_of("none", "ieee", "tf32", "bf16"),
+        lambda: read(library, kind),
+        lambda value: write(library, kind, value),
+        (
+            "_set_fp32_precision_setter",
+            "_set_float32_matmul_precision",
+            "_set_cublas_allow_tf32",
+            "_set_cudnn_allow_tf32",
+            "_set_onednn_allow_tf32",
+        ),
+        library == "cuda",
+    )
+
+
+def _unless_overruled(getter: str) -> Callable[[], Any]:
+    """Reads a mode that `fp32_precision` may overrule: then PyTorch's getter raises, and there is nothing to tell."""
+
+    def read() -> Any:
+        try:
+            return getattr(torch._C, getter)()
+        except RuntimeError:
+            return None
+
+    return read
+
+
+def _read_determinism() -> str:
+    if not torch._C._get_deterministic_algorithms():
+        return "off"
+    return "warn" if torch._C._get_deterministic_algorithms_warn_only() else "error"
+
+
+def _engines() -> Mode:
+    known = list(torch.backends.quantized.supported_engines)
+    usual = next((name for name in _ENGINES_BY_PREFERENCE if name in known), "none")
+
+    def write(name: str) -> None:
+        torch.backends.quantized.engine = name
+
+    every = _one_of("none", "fbgemm", "qnnpack", "onednn", "x86")
+    return Mode("quantized.engine", usual, every, lambda: torch.backends.quantized.engine, write, ("_set_qengine",))
+
+
+def _table() -> Iterable[Mode | None]:
+    yield Mode(
+        "default_dtype",
+        "float32",
+        lambda value: isinstance(value, str) and value in DTYPES and DTYPES[value].is_floating_point,
+        lambda: DTYPE_NAMES[torch.get_default_dtype()],
+        lambda value: torch.set_default_dtype(DTYPES[value]),
+        ("_set_default_dtype", "_set_default_tensor_type"),
+    )
+    yield Mode(
+        "deterministic_algorithms",
+        "off",
+        _one_of(*_DETERMINISM),
+        _read_determinism,
+        lambda value: torch._C._set_deterministic_algorithms(value != "off", warn_only=value == "warn"),
+        ("_set_deterministic_algorithms",),
+    )
+    fill = "deterministic_fill_uninitialized_memory"
+    yield _plain("deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}", True)
+    yield Mode(
+        "flush_denormal",
+        False,
+        _is_bool,
+        lambda: _FlushDenormal.value,
+        set_flush_denormal,
+        ("set_flush_denormal",),
+        of_thread=True,
+    )
+    yield _plain("warn_always", "_get_warnAlways", "_set_warnAlways", False)
+    sparse = "check_sparse_tensor_invariants"
+    yield _plain("sparse.check_sparse_tensor_invariants", f"_{sparse}", f"_set_{sparse}", False)
+    # Before the places of `fp32_precision`, which it changes.
+    yield Mode(
+        "float32_matmul_precision",
+        "highest",
+        _one_of("highest", "high", "medium"),
+        _unless_overruled("_get_float32_matmul_precision"),
+        _of("_set_float32_matmul_precision"),
+        ("_set_float32_matmul_precision", "_set_cublas_allow_tf32", "_set_fp32_precision_setter"),
+    )
+    yield Mode(
+        "cudnn.allow_tf32",
+        True,
+        _is_bool,
+        _unless_overruled("_get_cudnn_allow_tf32"),
+        _of("_set_cudnn_allow_tf32"),
+        ("_set_cudnn_allow_tf32", "_set_fp32_precision_setter"),
+        True,
+    )
+    for library, kind in FP32_PRECISION_CELLS:
+        yield _cell(library, kind)
+    half = "cpu_allow_fp16_reduced_precision_reduction"
+    yield _plain("cpu.allow_fp16_reduced_precision_reduction", f"_get_{half}", f"_set_{half}", False)
+    yield _plain("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", True)
+    yield _plain("mkldnn.deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic", False)
+    yield _plain("nnpack.enabled", "_get_nnpack_enabled", "_set_nnpack_enabled", True)
+    yield _engines()
+    for name, cuda in (("flash", False), ("math", False), ("mem_efficient", True), ("cudnn", True)):
+        yield _plain(f"sdp.{name}", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}", True, cuda=cuda)
+    yield _plain("sdp.overrideable", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", True, cuda=True)
+    yield _plain("sdp.fa3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3", False, cuda=True)
+    math = "math_sdp_allow_fp16_bf16_reduction"
+    yield _plain("sdp.allow_fp16_bf16_reduction_math", f"_get_{math}", f"_set_{math}", False)
+    yield Mode(
+        "sdp.priority_order",
+        (1, 2, 0, 3, 4),
+        _backend_order,
+        lambda: tuple(torch._C._get_sdp_priority_order()),
+        lambda value: torch._C._set_sdp_priority_order(list(value)),
+        ("_set_sdp_priority_order",),
+        True,
+    )
+    yield _plain("cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True, cuda=True)
+    yield _plain("cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False, cuda=True)
+    limit = "cudnn_benchmark_limit"
+    yield _plain("cudnn.benchmark_limit", f"_cuda_get_{limit}", f"_cuda_set_{limit}", 10, _whole, cuda=True)
+    yield _plain("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic", False, cuda=True)
+    kernel = "cudnn_depthwise_kernel"
+    short = lambda value: isinstance(value, str) and len(value) < 32  # noqa: E731
+    yield _plain("cudnn.depthwise_kernel", f"_get_{kernel}", f"_set_{kernel}", "auto", short, cuda=True)
+    for name in ("fp16", "bf16"):
+        what = f"cublas_allow_{name}_reduced_precision_reduction"
+        yield _pair(f"cuda.matmul.allow_{name}_reduced_precision_reduction", f"_get_{what}", f"_set_{what}")
+    what = "cublas_allow_fp16_accumulation"
+    yield _plain("cuda.matmul.allow_fp16_accumulation", f"_get_{what}", f"_set_{what}", False, cuda=True)
+    what = "linalg_preferred_backend"
+    yield _library("cuda.preferred_linalg_library", f"_get_{what}", f"_set_{what}", "_LinalgBackend", "Default")
+    what = "blas_preferred_backend"
+    yield _library("cuda.preferred_blas_library", f"_get_{what}", f"_set_{what}", "_BlasBackend")
+    what = "rocm_fa_preferred_backend"
+    yield _library("cuda.preferred_rocm_fa_library", f"_get_{what}", f"_set_{what}", "_ROCmFABackend", "Default")
+    yield _plain(
+        "cuda.sm_carveout",
+        "_get_sm_carveout_experimental",
+        "_set_sm_carveout_experimental",
+        None,
+        lambda value: value is None or _whole(value),
+        cuda=True,
+    )
+    yield _plain("miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False, cuda=True)
+
+
+MODES: dict[str, Mode] = {mode.name: mode for mode in _table() if mode is not None}
+"""All modes that travel, by name, in the order in which they must be put in force."""
+
+
+def values_in_force() -> dict[str, Any]:
+    """The values of all modes in this process."""
+    return {name: mode.read() for name, mode in MODES.items()}
+
+
+def put_in_force(values: Mapping[str, Any]) -> None:
+    """Puts the values of all modes in force that are not, but for those that each thread has for itself.
+
+    Raises:
+        ConfigurationError: this torch, or this machine, refuses one of them; the others are in force.
+    """
+    refused: ConfigurationError | None = None
+    for name, mode in MODES.items():
+        value = mode.usual if values[name] is None else values[name]  # one that was overruled, with what overrules it
+        if not mode.of_thread and mode.read() != value:
+            try:
+                mode.write(value)
+            except Exception as error:
+                refused = refused or ConfigurationError(f"{name} cannot be {value!r} on this worker: {error}")
+    if refused is not None:
+        raise refused
+
+
+def record_of(values: Mapping[str, Any]) -> Record:
+    """The modes whose values are not the usual ones."""
+    return tuple((name, values[name]) for name, mode in MODES.items() if values[name] not in (mode.usual, None))
+
+
+def decode(fields: Any, *, cuda: bool) -> Record:
+    """A record from the wire.
+
+    Args:
+        fields: a dict of modes by name, as a peer sent it.
+        cuda: whether anybody here looks at modes of CUDA; they are dropped otherwise.
+
+    Raises:
+        ProtocolError: it is malformed.
+        ConfigurationError: it names a mode that this torch does not have.
+    """
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"a record of modes is a dict, not {type(fields).__name__}")
+    values = {}
+    for name, value in fields.items():
+        mode = MODES.get(name) if isinstance(name, str) else None
+        if mode is None:
+            raise ConfigurationError(
+                f"the torch {torch.__version__} of this worker has no mode {name!r:.60}. "
+                "Install the client's torch on the worker."
+            )
+        if not mode.accepts(value):
+            raise ProtocolError(f"the mode {name} cannot be {value!r:.60}")
+        if cuda or not mode.cuda_only:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return tuple((name, values[name]) for name, mode in MODES.items() if values.get(name, mode.usual) != mode.usual)

@@ -1,0 +1,146 @@
+"""The global modes of each session: PyTorch has one set of them a process, and a worker many clients.
+
+Nearly every session leaves them as they are, and their batches run side by side, without a lock. So do batches of
+sessions with the same modes; a batch with other modes waits until it has its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from skyproxy.torch_modes import (
+    USUAL,
+    Record,
+    put_in_force,
+    set_flush_denormal,
+    values_in_force,
+)
+
+_FLUSH_DENORMAL = ("flush_denormal", True)
+_LOOKS_AGAIN_SECONDS = 0.001
+
+
+class _Process:
+    """What is in force in this process.
+
+    Attributes:
+        record: the modes in force.
+        is_changing: whether they are being changed; whoever would run waits.
+        before: all values before the first change, while the modes are not the usual ones.
+        change: held by whoever changes them.
+    """
+
+    record: Record = USUAL
+    is_changing = False
+    before: dict[str, Any] | None = None
+    change = threading.RLock()
+
+
+_sessions: weakref.WeakSet[SessionModes] = weakref.WeakSet()
+
+
+class SessionModes:
+    """A session's modes; a context in which they are in force, entered for each batch.
+
+    Attributes:
+        record: the session's modes.
+        is_running: whether a batch of the session runs under them.
+    """
+
+    def __init__(self) -> None:
+        self.record: Record = USUAL
+        self.is_running = False
+        self._is_inside = False
+        _sessions.add(self)
+
+    def __enter__(self) -> None:
+        self._is_inside = True
+        self._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._is_inside = False
+        self._end()
+
+    def switch(self, record: Record) -> None:
+        """Makes `record` the session's modes from here on, inside a batch too.
+
+        Raises:
+            ConfigurationError: this worker cannot have one of them; the session keeps the modes it had.
+        """
+        if record == self.record:
+            return
+        if not self._is_inside:
+            self.record = record
+            return
+        before = self.record
+        self._end()
+        self.record = record
+        try:
+            self._begin()
+        except BaseException:
+            self.record = before
+            self._begin()
+            raise
+
+    @contextmanager
+    def during(self, record: Record) -> Iterator[None]:
+        """Run the block under other modes than the session's own, which are back afterwards."""
+        own = self.record
+        self.switch(record)
+        try:
+            yield
+        finally:
+            self.switch(own)
+
+    def _begin(self) -> None:
+        # First the mark, then the look: who changes modes does it the other way round, and one of the two sees the
+        # other.
+        self.is_running = True
+        if _Process.record != self.record or _Process.is_changing:
+            self.is_running = False
+            with _Process.change:
+                if _Process.record != self.record:
+                    _change(self.record)
+                self.is_running = True  # before anybody else can change them
+        if _FLUSH_DENORMAL in self.record:
+            set_flush_denormal(True)
+
+    def _end(self) -> None:
+        if _FLUSH_DENORMAL in self.record:
+            set_flush_denormal(False)
+        self.is_running = False
+        if self.record != USUAL:
+            with _Process.change:
+                if _Process.record == self.record:
+                    _change(USUAL, waits=False)
+
+
+def _change(record: Record, *, waits: bool = True) -> None:
+    """Puts other modes in force, when nobody runs; if somebody does, waits or leaves it. Call with `change` held."""
+    _Process.is_changing = True
+    try:
+        pause = threading.Event()
+        while any(session.is_running for session in list(_sessions)):
+            if not waits:
+                return
+            pause.wait(_LOOKS_AGAIN_SECONDS)
+        if _Process.before is None:
+            _Process.before = values_in_force()
+        before = _Process.before
+        try:
+            put_in_force({**before, **dict(record)})
+        except BaseException:
+            put_in_force(before)
+            record = USUAL
+            raise
+        finally:
+            _Process.record = record
+            if record == USUAL:
+                _Process.before = None
+    finally:
+        _Process.is_changing = False
