@@ -156,7 +156,9 @@ class Executor:
         """Poisons what the failed op should have made, marks what it should have changed; the next op's position."""
         at = position
         number = stream[at]
+        expected = None
         if number == commands.EXPECT:
+            expected = stream[at + 1] if at + 1 < len(stream) else None
             at += 2
             number = stream[at] if at < len(stream) else -1
         signature = self._signatures.get(number)
@@ -164,10 +166,20 @@ class Executor:
             known = number in commands.OPERANDS or signature is not None
             what = "is malformed" if known else "was never defined"
             raise ProtocolError(f"command {number} at {at} {what}: {error!r:.200}") from error
-        return self.poison(signature, stream, at, error)
+        return self.poison(signature, stream, at, error, expected)
 
-    def poison(self, signature: Signature, stream: list[Any], at: int, error: Exception) -> int:
-        """Does so for the op at `at`, whose signature is known."""
+    def poison(
+        self, signature: Signature, stream: list[Any], at: int, error: Exception, expected: list[Any] | None
+    ) -> int:
+        """Poison the outputs of the op at `at`, and mark what it would have written; return the next op's position.
+
+        Args:
+            signature: the op's.
+            stream: the commands.
+            at: where the op stands.
+            error: what went wrong.
+            expected: what the client believes of its outputs and of what it writes, where the command says so.
+        """
         inputs = [self.values.get(slot, _GONE) for slot in signature.input_slots(stream, at)]
         failed = error.failed if isinstance(error, PoisonedError) else None
         if failed is None:
@@ -178,9 +190,46 @@ class Executor:
             failed = self.new_failure(error, signature.name, at)
         for slot in signature.output_slots(stream, at):
             self.values[slot] = failed
-        for slot in signature.written_slots(stream, at):
+        written = signature.written_slots(stream, at)
+        for slot in written:
             self.gates.mark_failed(self.values.get(slot), failed)
+            if _emptied_if_without_memory(self.values.get(slot)):
+                self.values[slot] = failed
+        if written and expected is not None:
+            # The client has changed what it believes of them when it recorded the op.
+            may_change = not isinstance(error, InferenceMismatchError)
+            for slot, description in zip(written, _decoded(expected)[-len(written) :], strict=False):
+                if not self._made_to_look(slot, description, allowed=may_change):
+                    self.values[slot] = failed
         return at + 1 + signature.width
+
+    def _made_to_look(self, slot: int, description: Description, *, allowed: bool) -> bool:
+        """Make the tensor that a failed op was to resize or restride look as the client believes; return if it does.
+
+        It keeps its memory, which grows if it must.
+
+        Args:
+            slot: where the tensor is.
+            description: what it should look like.
+            allowed: whether it may be changed.
+        """
+        value = self.values.get(slot)
+        if not isinstance(value, torch.Tensor):
+            return True  # poisoned anyway
+        actual = torch_codec.describe(value)
+        if actual == description or _same_but_idle_strides(actual, description):
+            return True
+        if not (allowed and _differs_in_place_only(actual, description)):
+            return False
+        extent = torch_codec.storage_extent(description.size, description.stride, description.offset)
+        try:
+            storage = value.untyped_storage()
+            if extent * value.element_size() > storage.nbytes():
+                storage.resize_(extent * value.element_size())
+            value.as_strided_(description.size, description.stride, description.offset)
+        except Exception:
+            return False
+        return True
 
     def new_failure(self, error: Exception, op: str, position: int, sequence: int | None = None) -> Failed:
         """Remembers a failure and tells the client at once, while it still knows which line recorded the command.
@@ -426,7 +475,7 @@ class Executor:
 
     def _expect(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
         """Runs the next op and holds its outputs, and what it wrote, against what the client believes of them."""
-        expected = [torch_codec.decode_description(fields) for fields in stream[position + 1]]
+        expected = _decoded(stream[position + 1])
         at = position + 2
         signature = self._signatures.get(stream[at])
         if signature is None:
@@ -496,6 +545,18 @@ class Executor:
 _GONE = object()
 
 
+def _decoded(expected: Any) -> list[Description]:
+    """Decode the descriptions of an EXPECT command.
+
+    Raises:
+        ProtocolError: they are malformed.
+    """
+    try:
+        return [torch_codec.decode_description(fields) for fields in expected]
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise ProtocolError(f"malformed descriptions: {expected!r:.100}") from error
+
+
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values on its device, in the strides in which they travel."""
     if tensor.is_conj() or tensor.is_neg():
@@ -505,6 +566,27 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differs_in_strides_only(actual: Description, expected: Description) -> bool:
     return actual._replace(stride=(), offset=0) == expected._replace(stride=(), offset=0)
+
+
+def _emptied_if_without_memory(value: Any) -> bool:
+    """Empty a tensor whose sizes reach beyond its memory; return if they did.
+
+    PyTorch sets the sizes first, then fails to get the memory: whoever reads such a tensor reads the process's memory.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    extent = torch_codec.storage_extent(tuple(value.shape), value.stride(), int(value.storage_offset()))
+    if extent * value.element_size() <= value.untyped_storage().nbytes():
+        return False
+    value.as_strided_((0,), (1,), 0)
+    return True
+
+
+def _differs_in_place_only(actual: Description, expected: Description) -> bool:
+    """Whether both are strided tensors of one kind, so that one can be made of the other's memory."""
+    return actual.layout is torch.strided and actual._replace(size=(), stride=(), offset=0) == expected._replace(
+        size=(), stride=(), offset=0
+    )
 
 
 def _same_but_idle_strides(actual: Description, expected: Description) -> bool:

@@ -206,7 +206,8 @@ class Graphs:
                     intact = False
                     if strict or isinstance(error, ProtocolError) or step is None or step.signature is None:
                         raise
-                    executor.poison(step.signature, stream, step.position + 2 * step.checked, error)
+                    expected = stream[step.position + 1] if step.checked else None
+                    executor.poison(step.signature, stream, step.position + 2 * step.checked, error, expected)
         finally:
             executor.values, executor.replaying = values, None
         if intact and not recording.intact:

@@ -214,6 +214,10 @@ class SessionCapture:
             else:
                 self.recorder.give_back([slot])
 
+    def made(self, handle: Handle) -> bool:
+        """Return whether the handle's tensor was made in this capture."""
+        return handle in self._handles
+
     # --- begin and end -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -363,3 +367,16 @@ class Capture:
 def is_capturing() -> bool:
     """Whether the calling thread captures a graph."""
     return _active is not None and _active.thread == threading.get_ident()
+
+
+def check_reshaped(handles: list[Handle]) -> None:
+    """Refuse to change, inside a capture, what a tensor from outside of it looks like: each replay would do it again.
+
+    Raises:
+        CaptureError: the calling thread captures, and one of the tensors was not made in the capture.
+    """
+    if not is_capturing() or _active is None:
+        return
+    for handle in handles:
+        if not any(part.made(handle) for part in _active.parts):
+            raise _active.broken("an operation changes the sizes or strides of a tensor that was made outside" + _HINT)

@@ -19,7 +19,6 @@ from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, GRAPH_FUNCTI
 
 aten = torch.ops.aten
 _FUNCTION_NAMES = {function: name for name, function in GRAPH_FUNCTIONS.items()}
-_CHANGES_LOOKS = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::as_strided_", "aten::t_"})
 
 
 @dataclass
@@ -123,12 +122,12 @@ def _check(program: Program, node: torch.fx.Node, target: torch._ops.OpOverload)
         given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         for changed in given if isinstance(given, list | tuple) else (given,):
             if isinstance(changed, torch.fx.Node) and changed.op != "call_function":
-                _note_change(program, changed, packet)
+                if torch.Tag.inplace_view in target.tags:
+                    raise UnsupportedOpError(f"{packet} changes what an input of the graph looks like")
+                _note_change(program, changed)
 
 
-def _note_change(program: Program, changed: torch.fx.Node, packet: str) -> None:
-    if packet in _CHANGES_LOOKS:
-        raise UnsupportedOpError(f"{packet} changes what an input of the graph looks like")
+def _note_change(program: Program, changed: torch.fx.Node) -> None:
     value = value_of(changed)
     if isinstance(value, torch.Tensor) and value.device.type != "sky":
         raise UnsupportedOpError("the graph changes a tensor of the CPU in place")

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from heapq import heappush
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -205,20 +205,15 @@ class Devices:
             self._devices = []
             self._current = 0
 
-    def refuse_mixture(self, one: SkyDevice, other: SkyDevice, op: str) -> NoReturn:
-        """Raise the error of an op whose tensors are on two devices.
+    def check_sessions(self, *devices: SkyDevice) -> None:
+        """Raise the reason if the session of one of the devices is over; its number may have been given anew.
 
         Raises:
-            SessionLostError: one of them belongs to a session that is over; its number may have been given anew.
-            RuntimeError: PyTorch's own, otherwise.
+            SessionLostError: it is.
         """
-        for device in (one, other):
+        for device in devices:
             if device.session.lost is not None:
                 raise SessionLostError(str(device.session.lost)) from device.session.lost
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"sky:{one.index} and sky:{other.index}! (when calling {op})"
-        )
 
     def existing(self) -> list[SkyDevice]:
         """The devices that exist by now, in order; starts nothing."""

@@ -17,19 +17,20 @@ from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
+from skyproxy.tensor.capture import check_reshaped
+from skyproxy.tensor.copies import upload
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.engine import be_careful, shielded
 from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
+from skyproxy.tensor.mixed_devices import MixedDevicesError, mixed_devices_error, run_across_devices
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _infers = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
-_CPU = torch.device("cpu")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -81,13 +82,14 @@ class Call:
         self.device = self._find_device()
         self.key: list[Any] = [plan]
         self.wire: list[Any] = []
-        self.templates = tuple(self._take(a, plan.kinds[i]) for i, a in enumerate(args))
+        writes = plan.writes
+        self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
         self.keyword_templates: dict[str, Any] = {}
         for name, a in kwargs.items():
             if name == "pin_memory" and not a:
                 continue
             self.key.append(name)
-            self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name])
+            self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name], name in writes)
 
     def _find_device(self) -> SkyDevice:
         found: SkyDevice | None = None
@@ -98,7 +100,8 @@ class Call:
                     if found is None:
                         found = device
                     elif device is not found:
-                        DEVICES.refuse_mixture(found, device, self.plan.name)
+                        DEVICES.check_sessions(found, device)
+                        raise mixed_devices_error(self.plan.name, found.torch_device, device.torch_device)
         asked = self.kwargs.get("device")
         if asked is not None and asked.type == "sky" and (found is None or asked.index not in (None, found.index)):
             return DEVICES.of(asked)
@@ -107,7 +110,7 @@ class Call:
             return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
         return found
 
-    def _take(self, a: Any, how: int) -> Any:
+    def _take(self, a: Any, how: int, is_written: bool) -> Any:
         """Adds one argument to key and operands; its template."""
         kind = type(a)
         if kind is RemoteTensor:
@@ -117,9 +120,9 @@ class Call:
             self.wire.append(handle.slot)
             return "t"
         if isinstance(a, torch.Tensor):
-            return self._take_host(a)
+            return self._take_host(a, is_written)
         if how == TENSORS and a is not None:
-            return self._take_list(a)
+            return self._take_list(a, is_written)
         if how == GENERATOR and a is not None:
             self.key.append("generator")
             self.wire.append(handle_of(a, self.device).slot)
@@ -153,23 +156,23 @@ class Call:
             a = DEVICES.of(a).worker_device if a.type == "sky" else a
         return torch_codec.encode_constant(a)
 
-    def _take_host(self, a: torch.Tensor) -> Any:
-        """A tensor of the CPU among remote ones: allowed with no dimensions, as PyTorch allows it on every device."""
+    def _take_host(self, a: torch.Tensor, is_written: bool) -> Any:
+        """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
+
+        What the op writes is no value: the worker would change a copy.
+        """
         if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
             self.key.append(("host", a.dtype, len(a)))
             self.wire.append(a.tolist())
             return ("k", torch_codec.DTYPE_NAMES[a.dtype])
-        if a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"sky:{self.device.index} and {a.device}! (when calling {self.plan.name})"
-            )
+        if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
+            raise mixed_devices_error(self.plan.name, self.device.torch_device, a.device)
         name = torch_codec.DTYPE_NAMES[a.dtype]
         self.key.append(("host", name))
         self.wire.append(a.item())
         return ("k", name)
 
-    def _take_list(self, items: Any) -> Any:
+    def _take_list(self, items: Any, is_written: bool) -> Any:
         slots: list[int] = []
         looks: list[Meta | None] = []
         for item in items:
@@ -178,7 +181,7 @@ class Call:
                 looks.append(None)
                 continue
             if type(item) is not RemoteTensor:
-                item = self._place_in_list(item)
+                item = self._place_in_list(item, is_written)
             self.tensors.append(item)
             slots.append(item._sky.slot)
             looks.append(item._sky.meta)
@@ -186,20 +189,18 @@ class Call:
         self.wire.append(slots)
         return "T"
 
-    def _place_in_list(self, item: Any) -> RemoteTensor:
+    def _place_in_list(self, item: Any, is_written: bool) -> RemoteTensor:
+        """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""
         if (
-            isinstance(item, torch.Tensor)
+            not is_written
+            and not self.plan.for_each
+            and isinstance(item, torch.Tensor)
             and item.device.type == "cpu"
             and (item.dim() == 0 or self.plan.places_host_indices)
         ):
-            from skyproxy.tensor.copies import upload
-
             return upload(item, self.device)
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"sky:{self.device.index} and {getattr(item, 'device', type(item).__name__)}! "
-            f"(when calling {self.plan.name})"
-        )
+        place = getattr(item, "device", type(item).__name__)
+        raise mixed_devices_error(self.plan.name, self.device.torch_device, place)
 
     def argument(self, name: str) -> Any:
         """The value of an argument by its schema name; None where it was left out."""
@@ -232,7 +233,10 @@ def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         args = (_example_on(kwargs["device"], plan, args[0]), *args[1:])
         if type(args[0]) is not RemoteTensor:
             return func(*args, **kwargs)
-    call = Call(plan, args, kwargs)
+    try:
+        call = Call(plan, args, kwargs)
+    except MixedDevicesError as error:
+        return run_across_devices(plan, func, args, kwargs, error)
     return run(call)
 
 
@@ -273,6 +277,9 @@ def run(call: Call) -> Any:
         device.remember(key, entry)
         expected = bool(entry.descriptions)
     if entry.changed:
+        check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
+        # Each time: should the op fail, the worker still learns what the tensors look like from now on.
+        expected = True
         call = _on_their_own(call, [position for position, _ in entry.changed])
     return _finish(call, entry, expected)
 
@@ -468,10 +475,6 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
     base = call.tensors[alias]
     handle.root = base._sky.root or base._sky
     return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
-
-
-def _several_devices(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return record(plan, func, args, kwargs)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

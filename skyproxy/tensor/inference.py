@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,17 @@ class Entry:
         return self
 
 
+_MOST_REFUSED = 4096
+_refused: set[tuple[Any, ...]] = set()
+"""Keys of calls whose fakes changed what the op may not change. PyTorch caches what fake tensors do, but not this."""
+
+
+def _refuse(key: tuple[Any, ...]) -> None:
+    if len(_refused) >= _MOST_REFUSED:
+        _refused.clear()
+    _refused.add(key)
+
+
 _ANSWERS_DEPEND_ON_VALUES = frozenset(
     {"aten::is_set_to", "aten::_has_same_storage_numel", "aten::_nested_tensor_from_mask_left_aligned"}
 )
@@ -150,6 +161,8 @@ def infer(call: Call) -> Entry | None:
         found = call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
+    if call.plan.writes and tuple(call.key) in _refused:
+        return None
     name = call.plan.name
     if name in IN_PLACE and leaves_target_as_it_was(
         name, *_looks(call.args), **{key: _look(a) for key, a in call.kwargs.items()}
@@ -160,8 +173,13 @@ def infer(call: Call) -> Entry | None:
 
 def written_tensors(call: Call) -> list[int]:
     """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
+    return numbers_of(call, call.plan.writes)
+
+
+def numbers_of(call: Call, arguments: Collection[str]) -> list[int]:
+    """The numbers, among the call's tensors, of those in the arguments of these names, in order."""
     found: list[int] = []
-    if not call.plan.writes:
+    if not arguments:
         return found
     number = 0
     for name, a in (*zip(call.plan.names, call.args, strict=False), *call.kwargs.items()):
@@ -171,7 +189,7 @@ def written_tensors(call: Call) -> list[int]:
             count = sum(item is not None for item in a)
         else:
             continue
-        if name in call.plan.writes:
+        if name in arguments:
             found += range(number, number + count)
         number += count
     return found
@@ -274,9 +292,13 @@ def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | Non
     if any(output is None for output in outputs):
         return None
     changed = []
+    reshaped = numbers_of(call, call.plan.reshapes)
     for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
         meta = meta_of(fake)
         if meta is not tensor._sky.meta:
+            if i not in reshaped:  # a fake kernel that resizes what the real one refuses
+                _refuse(tuple(call.key))
+                return None
             changed.append((i, meta))
     return Entry([output for output in outputs if output is not None], changed).settle(call)
 

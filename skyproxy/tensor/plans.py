@@ -116,10 +116,13 @@ class Plan:
         name: "aten::add.Tensor".
         kinds: for each argument of the schema, how it travels.
         keyword_kinds: the same by name.
-        writes: positions and names of the arguments that the op changes.
+        writes: the names of the arguments that the op changes.
+        reshapes: those of them that may look otherwise afterwards: what `out=` forms fill, and what ops such as
+            `resize_` and `t_` exist for. All others keep their sizes, or the op is refused.
         returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
         rule: what tells how the results look, see `shape_rules`; or None.
         special: who handles the op instead, or None.
+        for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
         waits: whether the op exists for its exception only, so that it must be waited for.
         learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
@@ -129,6 +132,7 @@ class Plan:
     """
 
     __slots__ = (
+        "for_each",
         "func",
         "keyword_kinds",
         "kinds",
@@ -138,6 +142,7 @@ class Plan:
         "name",
         "names",
         "places_host_indices",
+        "reshapes",
         "returns",
         "rule",
         "special",
@@ -165,17 +170,23 @@ class Plan:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         )
+        self.reshapes = frozenset(
+            argument.name
+            for argument in schema.arguments
+            if argument.name in self.writes and (argument.kwarg_only or torch.Tag.inplace_view in func.tags)
+        )
         self.returns = tuple(
             written.get(frozenset(result.alias_info.before_set)) if result.alias_info is not None else None
             for result in schema.returns
         )
         self.places_host_indices = self.name.partition(".")[0] in _INDEXING
         packet = self.name.partition(".")[0]
+        self.for_each = packet.startswith("aten::_foreach_")
         self.waits = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
         self.learns = not _depends_on_values(func) and (
             packet in _FAKED_WRONGLY
             # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
-            or any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+            or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
         self.learns_halves = packet in _WITH_STATISTICS
         self.multiplies = self.name in ("aten::linear", "aten::matmul")

@@ -14,6 +14,7 @@ from torch.fx.experimental import proxy_tensor
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.dispatch import Call, run
+from skyproxy.tensor.mixed_devices import mixed_devices_error
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.registration import kernel
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_view
@@ -155,6 +156,8 @@ def _filled(functional: Any) -> Any:
 
     def fill(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         result = functional(*args, **kwargs)
+        if out.device != result.device:
+            raise mixed_devices_error(functional.name(), result.device, out.device)
         _maybe_resize_out(out, result.shape)
         filled: torch.Tensor = _safe_copy_out(copy_from=result, copy_to=out)
         return filled

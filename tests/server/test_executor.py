@@ -17,13 +17,15 @@ from skyproxy_server.executor import Executor
 from skyproxy_server.transfers import Transfers
 
 CPU = ["cpu", None]
-RELU, ADD_, EMBED, SPLIT, EMPTY = range(commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 5)
+RELU, ADD_, EMBED, SPLIT, EMPTY, T_, RESIZE_ = range(commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 7)
 SIGNATURES = [
     [commands.DEFINE, RELU, ["aten::relu", ["t"], {}, ["n"]]],
     [commands.DEFINE, ADD_, ["aten::add_.Tensor", ["t", "t"], {}, ["x"]]],
     [commands.DEFINE, EMBED, ["aten::embedding", ["t", "t"], {}, ["n"]]],
     [commands.DEFINE, SPLIT, ["aten::split.Tensor", ["t", "v"], {}, ["N"]]],
     [commands.DEFINE, EMPTY, ["aten::empty.memory_format", ["v"], {"dtype": ["c", "dtype", "float32"]}, ["n"]]],
+    [commands.DEFINE, T_, ["aten::t_", ["t"], {}, ["x"]]],
+    [commands.DEFINE, RESIZE_, ["aten::resize_", ["t", "v"], {}, ["x"]]],
 ]
 
 
@@ -98,6 +100,31 @@ def test_a_target_comes_back_once_its_error_was_delivered(worker: Worker) -> Non
     assert worker.fetch(6) == "IndexError"  # computed while it was in doubt
     worker.run(RELU, 2, 6)
     assert worker.values[6].tolist() == [[0, 0]] * 3
+
+
+def test_a_tensor_that_was_to_be_reshaped_behind_a_failure_gets_its_new_shape(worker: Worker) -> None:
+    worker.values[2] = torch.arange(6.0).view(3, 2)
+    expected = [fields(torch.empty(3, 2).t())]
+    worker.run(EMBED, 2, 3, 5, ADD_, 2, 5, commands.EXPECT, expected, T_, 2)
+    assert worker.fetch(2) == "IndexError"
+    assert worker.values[2].tolist() == [[0, 2, 4], [1, 3, 5]]
+    worker.run(EMBED, 2, 3, 5, ADD_, 2, 5, commands.EXPECT, [fields(torch.empty(5, 5))], RESIZE_, 2, [5, 5])
+    assert worker.fetch(2) == "IndexError"
+    assert worker.values[2].shape == (5, 5)
+    assert worker.values[2].flatten()[:6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_tensor_that_cannot_get_its_new_shape_fails_for_good(worker: Worker) -> None:
+    huge = [["float32", [1 << 20, 1 << 30], [1 << 30, 1], 0]]
+    alias = worker.values[4] = worker.values[2]
+    worker.run(commands.EXPECT, huge, RESIZE_, 2, [1 << 20, 1 << 30])
+    assert [worker.fetch(2) for _ in range(3)] == ["RuntimeError"] * 3
+    assert alias.shape == (0,)  # else it would reach beyond its memory
+
+
+def test_a_target_that_looks_otherwise_than_was_inferred_fails_for_good(worker: Worker) -> None:
+    worker.run(commands.EXPECT, [fields(torch.empty(9, 9))], T_, 2)
+    assert [worker.fetch(2) for _ in range(3)] == ["InferenceMismatchError"] * 3
 
 
 def test_synchronize_raises_each_unseen_failure_once(worker: Worker) -> None:
@@ -238,6 +265,8 @@ X = fields(torch.zeros(2))
         [EMBED, 2, 3],
         [commands.EXPECT],
         [commands.EXPECT, []],
+        [commands.EXPECT, [[1]], T_, 2],
+        [commands.EXPECT, 7, T_, 2],
         [commands.EXPECT, [], commands.RELEASE, [1]],
         [commands.RELEASE],
         [commands.RELEASE, 7],
@@ -284,9 +313,9 @@ def test_there_is_a_bound_on_values_and_on_signatures() -> None:
     worker.run(*[item for slot in range(1, 11) for item in (RELU, 1, slot)])
     with pytest.raises(ProtocolError, match="10 values"):
         worker.run(RELU, 1, 11)
-    worker = Worker(max_signatures=5)
-    with pytest.raises(ProtocolError, match="5 signatures"):
-        worker.run(commands.DEFINE, EMPTY + 1, ["aten::relu", ["t"], {}, ["n"]])
+    worker = Worker(max_signatures=len(SIGNATURES))
+    with pytest.raises(ProtocolError, match=f"{len(SIGNATURES)} signatures"):
+        worker.run(commands.DEFINE, RESIZE_ + 1, ["aten::relu", ["t"], {}, ["n"]])
 
 
 def test_a_table_of_signatures_can_be_started_anew(worker: Worker) -> None:

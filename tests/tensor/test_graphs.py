@@ -156,6 +156,28 @@ def test_what_needs_the_worker_cannot_be_captured(sky: str, ask: Any) -> None:
     assert z[0, 0].item() == 2
 
 
+@pytest.mark.parametrize("reshape", [lambda x: x.t_(), lambda x: torch.add(torch.ones(5, device=x.device), 1, out=x)])
+def test_a_tensor_from_outside_cannot_be_reshaped_in_a_capture(sky: str, reshape: Any) -> None:
+    reshape(torch.ones(2, 3, device=sky))  # what results look like is known from here on
+    x = torch.ones(2, 3, device=sky)
+    with pytest.raises(CaptureError, match="sizes or strides"):
+        with torch.sky.graph(torch.sky.SkyGraph()):
+            reshape(x)
+    assert x.shape == (2, 3)
+    assert (x + 1).sum().item() == 12
+
+
+def test_what_a_capture_makes_can_be_reshaped_in_it(sky: str) -> None:
+    x = torch.arange(6.0, device=sky).view(2, 3)
+    (x * 2).t_()
+    g = torch.sky.SkyGraph()
+    with torch.sky.graph(g):
+        y = (x * 2).t_()
+    for _ in range(2):
+        g.replay()
+        assert y.tolist() == (x.cpu() * 2).t().tolist()
+
+
 def test_a_swallowed_error_still_breaks_the_capture(sky: str) -> None:
     x = torch.ones(3, device=sky)
     with pytest.raises(CaptureError, match="could not be kept"):

@@ -1,0 +1,156 @@
+"""Ops whose tensors are on several devices: raised, or right, as on CUDA. Never a write that goes nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+_MISMATCH = "Expected all tensors to be on the same device"
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add_": lambda x, r: x.add_(r),
+    "operator": lambda x, r: x.__imul__(r),
+    "pow_": lambda x, r: x.pow_(r),
+    "lerp_": lambda x, r: x.lerp_(r, 0.5),
+    "lerp_ with a weight": lambda x, r: x.lerp_(torch.tensor(5.0), r),
+    "clamp_": lambda x, r: x.clamp_(min=r),
+    "logical_and_": lambda x, r: x.logical_and_(r),
+    "addcmul_": lambda x, r: x.addcmul_(r, r),
+    "masked_fill_ with a value": lambda x, r: x.masked_fill_(torch.tensor(True), r),
+    "masked_fill_ with a mask": lambda x, r: x.masked_fill_(r > 0, 3.0),
+    "an index with a mask": lambda x, r: x.expand(3).__setitem__(r.expand(3) > 0, 3.0),
+    "out=": lambda x, r: torch.add(r, r, out=x),
+    "out= of a reduction": lambda x, r: torch.sum(r.expand(3), 0, out=x),
+    "out= of a composite": lambda x, r: torch.matmul(r.expand(3), r.expand(3), out=x),
+    "the first of several": lambda x, r: torch.max(r.expand(3), 0, out=(x, torch.tensor(0, device=r.device))),
+    "a list": lambda x, r: torch._foreach_add_([x], [r]),
+    "a list and a number": lambda x, r: torch._foreach_mul_([x], r),
+    "a fused optimizer's gradient scale": lambda x, r: torch._amp_foreach_non_finite_check_and_unscale_([r], x, r),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_write_into_a_cpu_tensor_is_refused(
+    sky1: str, write: Callable[..., Any], shape: tuple[int, ...], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        target, remote = torch.full(shape, 1.0), torch.tensor(2.0, device=sky1)
+        with pytest.raises(RuntimeError, match=_MISMATCH):
+            write(target, remote)
+        assert torch.equal(target, torch.full(shape, 1.0))
+
+
+def test_a_write_through_a_view_of_a_cpu_tensor_is_refused(sky1: str) -> None:
+    losses = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=_MISMATCH):
+        losses[1] += torch.tensor(2.0, device=sky1)
+    assert losses.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_into_a_tensor_of_another_worker_is_refused(sky: str, sky1: str, write: Callable[..., Any]) -> None:
+    target = torch.tensor(1.0, device=sky)
+    with pytest.raises(RuntimeError, match=_MISMATCH):
+        write(target, torch.tensor(2.0, device=sky1))
+    assert target.item() == 1.0
+
+
+def _setitem(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    x[index] = value
+    return x
+
+
+CROSSING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], list[float]]] = {
+    "fill_": (lambda x, r: x.fill_(r), [2, 2, 2]),
+    "fill": (lambda x, r: torch.fill(x, r), [2, 2, 2]),
+    "copy_": (lambda x, r: x.copy_(r), [2, 2, 2]),
+    "index_fill_": (lambda x, r: x.index_fill_(0, torch.tensor([0, 2]), r), [2, 0, 2]),
+    "index_put_": (lambda x, r: x.index_put_((torch.tensor([1]),), r), [0, 2, 0]),
+    "index_put_ that adds": (lambda x, r: x.index_put_((torch.tensor([1, 1]),), r, accumulate=True), [0, 4, 0]),
+    "an index": (lambda x, r: _setitem(x, 1, r), [0, 2, 0]),
+    "a slice": (lambda x, r: _setitem(x, slice(1, None), r), [0, 2, 2]),
+    "a mask": (lambda x, r: _setitem(x, torch.tensor([True, False, True]), r), [2, 0, 2]),
+    "a list of copies": (lambda x, r: torch._foreach_copy_([x, x[:1]], [r, r + 1]) and x, [3, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize(("write", "expected"), CROSSING.values(), ids=CROSSING)
+def test_what_crosses_devices_on_cuda_does_here(
+    sky1: str, write: Callable[..., Any], expected: list[float], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        result = write(torch.zeros(3), torch.tensor(2.0, device=sky1))
+    assert result.device.type == "cpu"
+    assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["fill_", "fill", "copy_", "an index", "a slice", "a list of copies"])
+def test_what_crosses_devices_does_so_between_workers(sky: str, sky1: str, name: str) -> None:
+    write, expected = CROSSING[name]
+    result = write(torch.zeros(3, device=sky), torch.tensor(2.0, device=sky1))
+    assert str(result.device) == sky
+    assert result.tolist() == expected
+
+
+def test_a_larger_value_does_not_cross(sky1: str) -> None:
+    with pytest.raises(RuntimeError, match=_MISMATCH):
+        torch.zeros(3).fill_(torch.ones(3, device=sky1))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(3).index_put_((torch.tensor([1]),), torch.ones(1, device=sky1))
+
+
+def test_resize_as_takes_the_sizes_of_a_tensor_elsewhere(sky1: str) -> None:
+    x = torch.tensor(1.0)
+    assert x.resize_as_(torch.ones(2, 3, device=sky1)) is x
+    assert x.shape == (2, 3)
+
+
+def test_a_list_of_several_devices_is_taken_item_by_item(sky: str, sky1: str) -> None:
+    def tensors(value: float) -> list[torch.Tensor]:
+        return [torch.full((2,), value, device=place) for place in ("cpu", sky, sky1)]
+
+    items = tensors(1.0)
+    torch._foreach_add_(items, tensors(2.0))
+    torch._foreach_mul_(items, torch.tensor(2.0))
+    assert [item.tolist() for item in items] == [[6.0, 6.0]] * 3
+    result = torch._foreach_add(items, tensors(2.0))
+    assert [str(item.device) for item in result] == ["cpu", sky, sky1]
+    assert [item.tolist() for item in result] == [[8.0, 8.0]] * 3
+
+
+def test_a_cpu_tensor_without_dimensions_that_is_only_read_is_a_value(sky1: str) -> None:
+    x, value = torch.ones(3, device=sky1), torch.tensor(2.0)
+    assert x.add_(value).tolist() == [3.0, 3.0, 3.0]
+    assert torch.lerp(x, x * 2, value).tolist() == [9.0, 9.0, 9.0]
+    assert torch.add(x, value, out=torch.empty(3, device=sky1)).tolist() == [5.0, 5.0, 5.0]
+    with pytest.raises(RuntimeError, match=_MISMATCH):
+        x.add_(torch.ones(3))
+
+
+def test_a_graph_that_writes_into_a_cpu_tensor_is_refused_or_right(sky1: str) -> None:
+    torch._dynamo.reset()
+    remote = torch.full((4,), 2.0, device=sky1)
+
+    def accumulate(total: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return total.add_(r.sum())
+
+    total = torch.tensor(1.0)
+    with pytest.raises(Exception, match=r"[Dd]evice"):
+        torch.compile(accumulate, backend="sky")(total, remote)
+    assert total.item() == 1.0
+    torch._dynamo.reset()
+
+    def fill(total: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return total.copy_(r.sum())
+
+    torch.compile(fill, backend="sky")(total, remote)
+    assert total.item() == 8.0
+    total = torch.tensor(1.0)
+    torch.func.functionalize(accumulate)(total, remote)
+    assert total.item() == 9.0
