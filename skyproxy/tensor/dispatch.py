@@ -293,37 +293,60 @@ def record_as(call: Call, looks: Sequence[Meta | None]) -> list[Any]:
     return list(results) if len(looks) > 1 else [results]
 
 
-def learn(plan: Plan, device: SkyDevice, key: Any, args: tuple[Any, ...]) -> Entry | None:
+def learn(
+    plan: Plan, device: SkyDevice, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Entry | None:
     """What the plan's shape rule tells of a call that never came before, remembered under `key`; None: ask `record`.
 
-    The short way, for positional arguments that the fast path has taken: tensors, numbers, lists of them.
+    The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """
     looks: list[Any] = []
-    templates: list[str] = []
+    templates: list[Any] = []
     for a, how in zip(args, plan.kinds, strict=False):
-        kind = type(a)
-        if kind is RemoteTensor:
-            looks.append(a._sky.meta)
-            templates.append("t")
-        elif how == TENSORS:
-            looks.append([item._sky.meta for item in a])
-            templates.append("T")
-        elif how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
-            return None
-        else:
-            looks.append(a)
-            templates.append("t" if a is None and how == TENSOR else "v")
+        looks.append(_look_and_template(a, how, templates))
+    named: dict[str, Any] = {}
+    keywords: list[Any] = []
+    if kwargs:
+        kinds = plan.keyword_kinds
+        for name, a in kwargs.items():
+            if name == "pin_memory" and not a:
+                continue
+            named[name] = _look_and_template(a, kinds[name], keywords)
+        keywords = list(zip(named, keywords, strict=True))
     assert plan.rule is not None
-    found = plan.rule(*looks)
+    found = plan.rule(*looks, **named)
     if found is None:
         return None
     entry = Entry.of_rule(found)
-    if not (entry.simple or entry.several) or (entry.shares_first and _infers() != args[0].is_inference()):
+    if not (entry.simple or entry.several or entry.nothing or entry.listed is not None):
         return None
-    entry.number = _number_of(device, plan.name, tuple(templates), (), tuple(entry.output_templates), len(templates))
+    if entry.shares_first and _infers() != args[0].is_inference():
+        return None
+    operands = sum(template in _ONE_OPERAND for template in templates)
+    operands += sum(template in _ONE_OPERAND for _, template in keywords)
+    outputs = tuple(entry.output_templates)
+    entry.number = _number_of(device, plan.name, tuple(templates), tuple(keywords), outputs, operands)
     device.misses += 1
     device.remember(key, entry)
     return entry
+
+
+_ONE_OPERAND = frozenset({"t", "T", "v"})
+
+
+def _look_and_template(a: Any, how: int, templates: list[Any]) -> Any:
+    kind = type(a)
+    if kind is RemoteTensor:
+        templates.append("t")
+        return a._sky.meta
+    if how == TENSORS and kind is list:
+        templates.append("T")
+        return [None if item is None else item._sky.meta for item in a]
+    if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
+        templates.append(("c", *_frozen(torch_codec.encode_constant(a))))
+    else:
+        templates.append("t" if a is None and how == TENSOR else "v")
+    return a
 
 
 def _on_their_own(call: Call, positions: list[int]) -> Call:
@@ -411,6 +434,12 @@ def _result(call: Call, meta: Meta, shares: int | None) -> RemoteTensor:
     base = call.tensors[shares]
     root = base._sky
     return make_view(meta, call.device.new_handle(meta, root.root or root), base)
+
+
+def new_tensors(device: SkyDevice, looks: list[tuple[Meta, int | None]], owner: Handle | None) -> list[RemoteTensor]:
+    """Fresh plain tensors; those that share the first argument's storage are views of `owner`."""
+    handles = [device.new_handle(meta, owner if shares == 0 else None) for meta, shares in looks]
+    return [make_tensor(handle.meta, handle) for handle in handles]
 
 
 def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:

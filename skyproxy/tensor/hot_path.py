@@ -10,17 +10,22 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import sys
 from heapq import heappop
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.dispatch import FOREIGN, learn, record
+from skyproxy.tensor.dispatch import FOREIGN, learn, new_tensors, record
 from skyproxy.tensor.engine import CarefulHandler, be_careful
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.torch_codec import encode_description
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.devices import Handle
+    from skyproxy.tensor.metadata import Meta
 
 _handler_of = _signal.getsignal
 _CTRL_C = 2
@@ -48,6 +53,24 @@ def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return product.mT.contiguous() if a.dim() == 2 else product
     rows = a.reshape(-1, a.size(-1))
     return (rows.mm(b) if b.dim() == 2 else rows.mv(b)).view(*a.shape[:-1], *b.shape[1:])
+
+
+_MANY = 8
+"""Items of a list from which it is worth being taken by functions of C."""
+_handle_of_tensor = attrgetter("_sky")
+_meta_of_handle = attrgetter("meta")
+_slot_of_handle = attrgetter("slot")
+_ONLY_REMOTE = {RemoteTensor}
+
+
+def taken_at_once(items: list[Any]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
+    """The first handle, the looks and the slots of many tensors; None if they are not all remote and of one device."""
+    if set(map(type, items)) != _ONLY_REMOTE:
+        return None
+    handles = list(map(_handle_of_tensor, items))
+    if len(set(map(type, handles))) != 1:
+        return None
+    return handles[0], tuple(map(_meta_of_handle, handles)), list(map(_slot_of_handle, handles))
 
 
 def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,10 +109,25 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         else:
             how = plan.kinds[len(key) - 1]
             if how == TENSORS and kind is list:
+                if len(a) > _MANY:
+                    taken = taken_at_once(a)
+                    if taken is None or (device is not None and taken[0].device is not device):
+                        return record(plan, func, args, kwargs or {})
+                    handle, looks, slots = taken
+                    if device is None:
+                        device = handle.device
+                        root = handle
+                    key.append(looks)
+                    wire.append(slots)
+                    continue
                 looks = []
                 slots = []
                 for item in a:
                     if type(item) is not RemoteTensor:
+                        if item is None:
+                            looks.append(None)
+                            slots.append(0)
+                            continue
                         return record(plan, func, args, kwargs or {})
                     handle = item._sky
                     if handle.device is not device:
@@ -155,11 +193,12 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     key = tuple(key)
     entry = device.cache.get(key)
     if entry is None:
-        entry = learn(plan, device, key, args) if plan.rule is not None and not kwargs else None
+        entry = learn(plan, device, key, args, kwargs) if plan.rule is not None else None
         if entry is None:
             return record(plan, func, args, kwargs or {})
-        wire[0:0] = (EXPECT, [encode_description(description) for description in entry.descriptions])
-        wire[2] = entry.number
+        wire[0] = entry.number
+        if entry.descriptions:
+            wire[0:0] = (EXPECT, [encode_description(description) for description in entry.descriptions])
     else:
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
@@ -194,6 +233,10 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         result = tuple(result)
     elif entry.nothing:
         result = None
+    elif entry.listed is not None:
+        owner = (root.root or root) if entry.shares_first else None
+        result = new_tensors(device, entry.listed, owner)
+        wire.append([made._sky.slot for made in result])
     else:
         return record(plan, func, args, kwargs or {})
     stream = recorder.stream

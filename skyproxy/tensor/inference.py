@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from skyproxy import torch_codec
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
-from skyproxy.tensor.shape_rules import IN_PLACE, leaves_target_as_it_was
+from skyproxy.tensor.shape_rules import TARGET, RuleAnswer
 from skyproxy.torch_codec import Description
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Entry:
         simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
         meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
         several: whether the results are several fresh plain tensors, for the fast path.
+        listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
         nothing: whether there is no result at all, for the fast path.
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
@@ -82,29 +83,38 @@ class Entry:
     meta: Meta | None = None
     shares_first: bool = False
     several: bool = False
+    listed: list[tuple[Meta, int | None]] | None = None
     nothing: bool = False
     output_templates: list[str] = field(default_factory=list)
     descriptions: list[Description] = field(default_factory=list)
 
     @staticmethod
-    def of_rule(found: Sequence[tuple[Meta | None, int | None]], *, has_tensors: bool = True) -> Entry:
-        """What a shape rule tells of an op that makes fresh tensors.
+    def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
+        """What a shape rule tells of an op.
 
         Args:
-            found: each result's look, None for one that is None, and whose storage it shares.
+            found: what the rule answered; a look that is None stands for a result that is None.
             has_tensors: whether there are tensors among the arguments.
         """
-        entry = Entry([Output(meta, shares) for meta, shares in found], [])
-        entry.descriptions = [meta.description for meta, _ in found if meta is not None]
-        entry.output_templates = [output.template for output in entry.outputs]
+        if found is TARGET:
+            return Entry([Output(tensor=0)], [], simple=True, output_templates=["x"])
+        outputs = [Output(items=item) if type(item) is list else Output(*item) for item in found]
+        looks = [look for item in found for look in (item if type(item) is list else (item,))]
+        entry = Entry(outputs, [])
+        entry.descriptions = [meta.description for meta, _ in looks if meta is not None]
+        entry.output_templates = [output.template for output in outputs]
         plain = has_tensors and all(
-            meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in found
+            meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in looks
         )
-        entry.shares_first = plain and any(shares == 0 for _, shares in found)
-        if plain and len(found) == 1:
-            entry.simple, entry.meta = True, found[0][0]
-        else:
-            entry.several = plain
+        entry.shares_first = plain and any(shares == 0 for _, shares in looks)
+        if not outputs:
+            entry.nothing = True
+        elif len(outputs) > 1:
+            entry.several = plain and all(output.meta is not None for output in outputs)
+        elif plain and outputs[0].items is not None:
+            entry.listed = outputs[0].items
+        elif plain:
+            entry.simple, entry.meta = True, outputs[0].meta
         return entry
 
     def settle(self, call: Call) -> Entry:
@@ -131,6 +141,8 @@ class Entry:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):
                 self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
+            elif output.items is not None and all(m.plain and shares in (None, 0) for m, shares in output.items):
+                self.listed, self.shares_first = output.items, any(shares == 0 for _, shares in output.items)
             elif output.argument is not None and output.argument == call.plan.names[0]:
                 self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
         return self
@@ -163,12 +175,45 @@ def infer(call: Call) -> Entry | None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
     if call.plan.writes and tuple(call.key) in _refused:
         return None
-    name = call.plan.name
-    if name in IN_PLACE and leaves_target_as_it_was(
-        name, *_looks(call.args), **{key: _look(a) for key, a in call.kwargs.items()}
-    ):
-        return Entry([Output(argument=call.plan.names[0])], []).settle(call)
+    if call.plan.columns:
+        return _infer_columns(call)
     return _infer_by_fake(call)
+
+
+def _infer_columns(call: Call) -> Entry | None:
+    """The same for an op that treats each place of its lists alike: places that look alike are inferred once."""
+    lists = [a for a in call.args if type(a) in (list, tuple)]
+    length = max(map(len, lists), default=0)
+    named = any(type(a) in (list, tuple) for a in call.kwargs.values())
+    if named or length == 0 or any(len(a) not in (0, length) for a in lists):
+        return _infer_by_fake(call)
+    first: dict[Any, int] = {}
+    column_of = [
+        first.setdefault(column, len(first))
+        for column in zip(*([_column_key(item) for item in a] for a in lists if len(a)), strict=True)
+    ]
+    if len(first) == length:
+        return _infer_by_fake(call)
+    chosen = [column_of.index(number) for number in range(len(first))]
+
+    def reduced(a: Any) -> Any:
+        if type(a) in (list, tuple) and len(a):
+            return [a[at] for at in chosen]
+        one_each = isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1
+        return a[torch.tensor(chosen)] if one_each else a
+
+    entry = _infer_by_fake(type(call)(call.plan, tuple(map(reduced, call.args)), call.kwargs))
+    if entry is None:
+        return None
+    for output in entry.outputs:
+        if output.items is not None:
+            output.items = [output.items[number] for number in column_of]
+    entry.descriptions = []
+    return Entry(entry.outputs, []).settle(call)
+
+
+def _column_key(item: Any) -> Any:
+    return item._sky.meta if type(item) is RemoteTensor else type(item)
 
 
 def written_tensors(call: Call) -> list[int]:

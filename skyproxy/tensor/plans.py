@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.tensor.layer_rules import RULES
+from skyproxy.tensor.list_rules import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.
@@ -128,10 +128,12 @@ class Plan:
         learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
             are not to be trusted with this op.
         learns_halves: the same for tensors of half precision only.
+        columns: whether its results for each place of its lists look as if that place came alone.
         multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
     """
 
     __slots__ = (
+        "columns",
         "for_each",
         "func",
         "keyword_kinds",
@@ -189,6 +191,7 @@ class Plan:
             or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
         self.learns_halves = packet in _WITH_STATISTICS
+        self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.multiplies = self.name in ("aten::linear", "aten::matmul")
         self.rule = None if self.learns else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)

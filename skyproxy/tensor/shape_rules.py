@@ -9,23 +9,38 @@ tests hold every rule against PyTorch, and the worker checks each result once mo
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from skyproxy.tensor.elementwise import (
+    NUMBERS,
+    broadcast_sizes,
+    elementwise,
+    fractional,
+    preserved_stride,
+    result_dtype,
+)
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.view_rules import VIEW_RULES
 from skyproxy.torch_codec import contiguous_stride, is_dense
 
-RuleResult = Sequence[tuple[Meta | None, int | None]] | None
+Look = tuple[Meta | None, int | None]
+RuleAnswer = Sequence[Look | list[tuple[Meta, int | None]]]
+RuleResult = RuleAnswer | None
 Rule = Callable[..., RuleResult]
+TARGET: RuleAnswer = []
+"""The answer for an in-place op that plainly works: its first argument, looking as before. Compared by identity."""
 RULES: dict[str, Rule] = dict(VIEW_RULES)
 
-_SAME_DTYPE = "add.Tensor sub.Tensor mul.Tensor maximum minimum fmod.Tensor remainder.Tensor"
+_ARITHMETIC = (
+    "add.Tensor mul.Tensor maximum minimum fmod.Tensor remainder.Tensor fmax fmin floor_divide add.Scalar mul.Scalar "
+    "remainder.Scalar"
+)
 _BITWISE = "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor"
-_TRUE_DIVISION = "div.Tensor atan2"
+_TRUE_DIVISION = "div.Tensor atan2 div.Scalar true_divide.Tensor xlogy.Tensor"
 _COMPARISONS = (
     "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
     "ge.Scalar"
@@ -34,8 +49,7 @@ _FLOAT_UNARY = (
     "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf silu gelu neg relu abs square floor ceil round "
     "hardswish softplus leaky_relu elu dropout"
 )
-_WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max mul.Scalar add.Scalar sub.Scalar div.Scalar rsub.Scalar"
-_IN_PLACE = "copy_ add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor fill_.Scalar fill_.Tensor zero_ masked_fill_.Scalar"
+_WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max"
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -49,145 +63,131 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def leaves_target_as_it_was(name: str, target: Any, *others: Any, **kwargs: Any) -> bool:
-    """Whether an in-place op plainly works, so that its result is its first argument, looking as before.
-
-    For what is written at a growing position: each step has another offset, hence another look.
-    """
-    if name not in IN_PLACE or not isinstance(target, Meta) or not target.plain or target.dtype not in FLOATS:
+def keeps_target(target: Any, *others: Any) -> bool:
+    """Whether an elementwise op of these operands can write its result into the first of them."""
+    if type(target) is not Meta or not target.plain or (0 in target.stride and _overlaps(target)):
         return False
-    if any(n > 1 and s == 0 for n, s in zip(target.size, target.stride, strict=True)):
-        return False
-    for a in (*others, *kwargs.values()):
-        if isinstance(a, Meta):
-            known = a.dtype is target.dtype or (a.dtype is torch.bool and name == "aten::masked_fill_.Scalar")
-            rank = len(a.size)
-            tail = target.size[len(target.size) - rank :] if rank <= len(target.size) else ()
-            if not (known and a.plain and len(tail) == rank):
+    sizes = [target.size]
+    for a in others:
+        if type(a) is Meta:
+            if not a.plain:
                 return False
-            if not all(n in (1, m) for n, m in zip(a.size, tail, strict=True)):
-                return False
-        elif type(a) not in (float, int, bool):
+            sizes.append(a.size)
+        elif type(a) not in NUMBERS:
             return False
-    return True
+    if broadcast_sizes(sizes) != target.size:
+        return False
+    common = result_dtype((target, *others))
+    return common is target.dtype or castable(common, target.dtype)
 
 
-IN_PLACE = frozenset("aten::" + name for name in _IN_PLACE.split())
+def _overlaps(meta: Meta) -> bool:
+    return any(n > 1 and s == 0 for n, s in zip(meta.size, meta.stride, strict=True))
+
+
+castable = functools.cache(torch.can_cast)
 
 
 def row_major(meta: Meta) -> bool:
     return meta.plain and meta.stride == contiguous_stride(meta.size)
 
 
-def _settled(meta: Meta) -> Meta | None:
-    """Sizes and strides of an elementwise result, where they are plain to see.
-
-    Strides of dimensions of size one are made anew, and gaps are closed in the order of the strides.
-    """
-    if not meta.plain:
-        return None
-    stride = meta.stride
-    if stride == contiguous_stride(meta.size) or (1 not in meta.size and is_dense(meta.size, stride)):
-        return meta
-    if stride and stride[-1] > 0 and all(a > b for a, b in itertools.pairwise(stride)):
-        return plain_meta(meta.size, meta.dtype)
-    return None
-
-
 def preserved(meta: Meta) -> Meta | None:
     """Sizes and strides of a copy that preserves the format: dense ones stay as they are."""
-    return meta if meta.plain and is_dense(meta.size, meta.stride) else _settled(meta)
-
-
-def _broadcast(a: Meta, b: Meta) -> Meta | None:
-    """Whose sizes and strides an elementwise result has, for the cases that need no thought."""
-    if a.size == b.size and a.stride == b.stride:
-        return _settled(a) if b.plain else None
-    if not (row_major(a) and row_major(b)):
+    if not meta.plain:
         return None
-    large, small = (a, b) if len(a.size) >= len(b.size) else (b, a)
-    if len(a.size) == len(b.size) and any(m < n for m, n in zip(large.size, small.size, strict=True)):
-        large, small = small, large
-    tail = large.size[len(large.size) - len(small.size) :]
-    return large if all(n in (1, m) for m, n in zip(tail, small.size, strict=True)) else None
+    stride = preserved_stride(meta.size, meta.stride)
+    return meta if stride == meta.stride else plain_meta(meta.size, meta.dtype, stride)
+
+
+def _result(operands: tuple[Any, ...], dtype: torch.dtype, common: torch.dtype | None = None) -> RuleResult:
+    """The answer for an elementwise op, converted to `common` before it computes."""
+    found = elementwise(operands, dtype if common is None else common)
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
 def _shaped(like: Any, dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(like.size, dtype, like.stride), None)]
 
 
-def _promoted(a: Any, b: Any) -> tuple[Meta, torch.dtype] | None:
-    """The common look and dtype of two operands of which one may be a number."""
-    if isinstance(a, Meta) and isinstance(b, Meta):
-        if a.dtype is not b.dtype:
-            return None
-        like = _broadcast(a, b)
-        return None if like is None else (like, a.dtype)
-    meta, number = (a, b) if isinstance(a, Meta) else (b, a)
-    settled = _settled(meta) if isinstance(meta, Meta) else None
-    if settled is None:
-        return None
-    kind = type(number)
-    fits = kind in (float, int, bool) if meta.dtype in FLOATS else kind is int and meta.dtype in INTEGERS
-    return (settled, meta.dtype) if fits else None
+def _has_tensor(*operands: Any) -> bool:
+    """Whether all are tensors or numbers, and there is a tensor among them."""
+    return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
 
 
-@rule(_SAME_DTYPE)
-def _arithmetic(a: Any, b: Any, **kwargs: Any) -> RuleResult:
-    found = _promoted(a, b)
-    if found is None or found[1] is torch.bool or any(type(v) not in (int, float) for v in kwargs.values()):
+@rule(_ARITHMETIC)
+def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    if not _has_tensor(a, b):
         return None
-    if found[1] in INTEGERS and any(type(v) is not int for v in kwargs.values()):
-        return None
-    return _shaped(*found)
+    dtype = result_dtype((a, b))
+    fits = dtype in FLOATS or dtype in INTEGERS
+    fits = fits and (type(alpha) is int or (type(alpha) is float and dtype in FLOATS))
+    return _result((a, b), dtype) if fits else None
+
+
+@rule("sub.Tensor rsub.Tensor sub.Scalar rsub.Scalar")
+def _subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    masks = any(type(x) is bool or (type(x) is Meta and x.dtype is torch.bool) for x in (a, b))
+    return None if masks else _arithmetic(a, b, alpha)
 
 
 @rule(_BITWISE)
 def _bitwise(a: Any, b: Any) -> RuleResult:
-    found = _promoted(a, b)
-    return _shaped(*found) if found is not None and found[1] not in FLOATS else None
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype is torch.bool or dtype in INTEGERS else None
 
 
 @rule(_TRUE_DIVISION)
-def _division(a: Any, b: Any, **kwargs: Any) -> RuleResult:
-    found = _promoted(a, b)
-    return _shaped(*found) if found is not None and found[1] in FLOATS and not kwargs else None
+def _division(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = fractional(result_dtype((a, b)))
+    return _result((a, b), dtype) if dtype in FLOATS else None
 
 
 @rule(_COMPARISONS)
 def _comparison(a: Any, b: Any) -> RuleResult:
-    found = _promoted(a, b)
-    return _shaped(found[0], torch.bool) if found is not None else None
+    if not _has_tensor(a, b):
+        return None
+    common = result_dtype((a, b))
+    return None if common.is_complex else _result((a, b), torch.bool, common)
+
+
+@rule("logical_and logical_or logical_xor")
+def _logical(a: Meta, b: Meta) -> RuleResult:
+    """Operands are not converted: each is asked whether it is zero."""
+    return _result((a, b), torch.bool, None) if a.dtype is b.dtype and _has_tensor(a, b) else None
 
 
 @rule(_FLOAT_UNARY)
 def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
-    like = _settled(a)
-    fits = like is not None and a.dtype in FLOATS and not any(isinstance(r, Meta) for r in rest)
-    return _shaped(like, a.dtype) if fits else None
+    fits = a.dtype in FLOATS and not any(isinstance(r, Meta) for r in (*rest, *kwargs.values()))
+    return _result((a,), a.dtype) if fits else None
 
 
 @rule(_WITH_SCALARS)
 def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
-    like = _settled(a)
-    fits = a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
-    return _shaped(like, a.dtype) if fits and like is not None else None
+    fits = type(a) is Meta and a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
+    return _result((a,), a.dtype) if fits else None
 
 
 @rule("where.self")
 def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
-    if not (isinstance(a, Meta) and isinstance(b, Meta) and condition.size == a.size == b.size and a.dtype is b.dtype):
+    if condition.dtype is not torch.bool or not _has_tensor(a, b):
         return None
-    same = row_major(condition) and row_major(a) and row_major(b)
-    return _shaped(a, a.dtype) if same else None
+    return _result((condition, a, b), result_dtype((a, b)))
 
 
-@rule("masked_fill.Scalar")
+@rule("masked_fill.Scalar masked_fill.Tensor")
 def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
-    like = _broadcast(a, mask)
-    fits = like is a and row_major(a) and a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float)
-    return _shaped(a, a.dtype) if fits else None
+    fits = a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float, Meta)
+    if not fits or (type(value) is Meta and (value.size != () or value.dtype is not a.dtype)):
+        return None
+    size = broadcast_sizes((a.size, mask.size)) if a.plain and mask.plain else None
+    return None if size is None else [(plain_meta(size, a.dtype), None)]
 
 
 @rule("clone")
