@@ -165,6 +165,32 @@ def state_folder() -> Path:
     return _folder("XDG_STATE_HOME", ".local/state", "LOCALAPPDATA")
 
 
+def installation_id() -> str:
+    """What tells this user on this machine from all others: 32 random hexadecimal digits, made once and kept.
+
+    A host name does not: many machines are called `laptop`.
+
+    Raises:
+        ConfigurationError: it cannot be read or written.
+    """
+    path = state_folder() / "installation-id"
+    try:
+        _make_private(path.parent)
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        partial.touch(mode=0o600, exist_ok=False)
+        try:
+            partial.write_text(secrets.token_hex(16), encoding="ascii")
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)  # unlike a rename, it keeps what another process has just put there
+        finally:
+            partial.unlink()
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be used: {error.strerror}. Choose another place with XDG_STATE_HOME."
+        ) from error
+
+
 def _folder(variable: str, below_home: str, on_windows: str) -> Path:
     chosen = os.environ.get(variable) or (os.environ.get(on_windows) if os.name == "nt" else None)
     return (Path(chosen) if chosen else Path.home() / below_home) / "skyproxy"

@@ -65,6 +65,24 @@ def is_scheduled(pod: Object) -> bool:
     return bool((pod.get("spec") or {}).get("nodeName"))
 
 
+def node_lost_seconds(pod: Object, now: datetime.datetime) -> float | None:
+    """For how long a pod's machine has not answered; None where it answers.
+
+    The node controller then writes Ready=False over what the kubelet said last, and leaves ContainersReady as it was; a
+    kubelet never says so itself, but for readiness gates. Older controllers wrote Unknown.
+    """
+    ready = condition(pod, "Ready")
+    silent = ready.get("status") == "Unknown" or (
+        ready.get("status") == "False"
+        and condition(pod, "ContainersReady").get("status") == "True"
+        and not (pod.get("spec") or {}).get("readinessGates")
+    )
+    if not silent or not is_scheduled(pod):
+        return None
+    since = ready.get("lastTransitionTime")
+    return (now - datetime.datetime.fromisoformat(since.replace("Z", "+00:00"))).total_seconds() if since else 0.0
+
+
 def waiting_cause(pod: Object, now: datetime.datetime, events: Iterable[Object] = ()) -> Cause:
     """Why a pod that has not ended is not ready.
 
@@ -96,8 +114,11 @@ def waiting_cause(pod: Object, now: datetime.datetime, events: Iterable[Object] 
     if troubles and pod_phase(pod) == "Pending":
         text = str(troubles[-1].get("message", ""))
         return Cause("VolumeNotMounted", f"Pod {name} waits for a volume: {text}", actionable=True)
-    if condition(pod, "Ready").get("status") == "Unknown":
-        return Cause("NodeNotResponding", f"The machine of pod {name} does not answer.", actionable=True)
+    silent = node_lost_seconds(pod, now)
+    if silent is not None:
+        machine = (pod.get("spec") or {}).get("nodeName", "")
+        text = f"The machine {machine} of pod {name} has not answered for {silent:.0f} s."
+        return Cause("NodeNotResponding", f"{text} See: kubectl describe node {machine}", actionable=True)
     if pod_phase(pod) == "Running":
         return Cause("WorkerStarting", f"Pod {name} runs, and its worker does not take sessions yet.")
     return Cause("ContainerCreating", f"Pod {name} has a machine, and its container is being made.")

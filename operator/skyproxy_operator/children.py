@@ -20,7 +20,7 @@ from skyproxy_operator.names import (
     tls_secret,
     token_secret,
 )
-from skyproxy_operator.options import Options
+from skyproxy_operator.options import ADDRESSES, Options, network_peers
 from skyproxy_operator.worker_spec import Volume, WorkerSpec
 
 Object = dict[str, Any]
@@ -67,19 +67,38 @@ def _service_ports(spec: WorkerSpec) -> list[Object]:
     ]
 
 
-def network_policy(compute: Object, spec: WorkerSpec) -> Object:
-    """Lets anyone to the workers' ports, where the token decides, and nodes of one Compute to each other."""
+def network_policy(compute: Object, spec: WorkerSpec, options: Options) -> Object:
+    """Who reaches the workers' ports, where the token decides, and whom the workers reach."""
     name = compute["metadata"]["name"]
-    return _object(compute, "networking.k8s.io/v1", "NetworkPolicy", name) | {
-        "spec": {
-            "podSelector": {"matchLabels": {COMPUTE_LABEL: name}},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"ports": [{"protocol": "TCP", "port": port} for port in spec.ports]},
-                {"from": [{"podSelector": {"matchLabels": {COMPUTE_LABEL: name}}}]},
-            ],
-        }
+    own = {"podSelector": {"matchLabels": {COMPUTE_LABEL: name}}}
+    ports = [{"protocol": "TCP", "port": port} for port in spec.ports]
+    entry: Object = {"ports": ports}
+    if options.ingress != "*":
+        operator = [_namespace_peer(options.lease_namespace)] if options.lease_namespace else []
+        entry["from"] = [*_peers("ingress", options.ingress, compute["metadata"]["namespace"]), *operator, own]
+    policy: Object = {
+        "podSelector": own["podSelector"],
+        "policyTypes": ["Ingress"],
+        "ingress": [entry, {"from": [own]}],
     }
+    if options.egress != "*":
+        dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+        allowed = [own, *_peers("egress", options.egress, compute["metadata"]["namespace"])]
+        policy |= {"policyTypes": ["Ingress", "Egress"], "egress": [{"ports": dns}, {"to": allowed}]}
+    return _object(compute, "networking.k8s.io/v1", "NetworkPolicy", name) | {"spec": policy}
+
+
+def _peers(option: str, text: str, namespace: str) -> list[Object]:
+    """Whom an option names, as a NetworkPolicy has them."""
+    return [
+        {"ipBlock": {"cidr": name}} if kind == ADDRESSES else _namespace_peer(name or namespace)
+        for kind, name in network_peers(option, text)
+    ]
+
+
+def _namespace_peer(name: str) -> Object:
+    # The API server sets this label on every namespace, since 1.21.
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def claim(compute: Object, volume: Volume, existing: Object | None) -> Object:
@@ -143,13 +162,25 @@ def certificate_request(compute: Object, issuer: str) -> Object:
 
 
 def gateway_host(compute: Object, spec: WorkerSpec, options: Options) -> str | None:
-    """The name under which a Compute is reached from outside; None where nobody said one."""
-    if spec.gateway is None:
+    """The name under which a Compute is reached from outside; None where nobody said one.
+
+    Each namespace has a domain of its own in that of the installation: names of Computes and namespaces have no dots,
+    so no two of them meet.
+    """
+    if spec.gateway is None or is_foreign_host(compute, spec, options):
         return None
     if spec.gateway.hostname is not None:
         return spec.gateway.hostname
     metadata = compute["metadata"]
-    return f"{metadata['name']}-{metadata['namespace']}.{options.gateway_domain}" if options.gateway_domain else None
+    return f"{metadata['name']}.{metadata['namespace']}.{options.gateway_domain}" if options.gateway_domain else None
+
+
+def is_foreign_host(compute: Object, spec: WorkerSpec, options: Options) -> bool:
+    """Whether the host name that a spec asks for belongs to another namespace of the installation's domain."""
+    if spec.gateway is None or spec.gateway.hostname is None or not options.gateway_domain:
+        return False
+    host, domain = spec.gateway.hostname.lower().rstrip("."), options.gateway_domain.lower()
+    return f".{host}".endswith(f".{domain}") and not host.endswith(f".{compute['metadata']['namespace']}.{domain}")
 
 
 def gateway_parent(spec: WorkerSpec, options: Options) -> dict[str, str] | None:

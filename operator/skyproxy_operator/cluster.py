@@ -200,9 +200,15 @@ class Cluster:
             raise
         return True
 
-    async def delete(self, item: Object) -> None:
-        """Deletes this object and not another one that has got its name meanwhile; one that is gone is fine."""
+    async def delete(self, item: Object, *, force: bool = False) -> None:
+        """Delete this object and not another one that has got its name meanwhile; one that is gone is fine.
+
+        Args:
+            item: the object.
+            force: removes a pod although its machine does not confirm that it has ended.
+        """
         metadata = item["metadata"]
+        options = {"gracePeriodSeconds": 0} if force else {}
         try:
             await self.request(
                 "DELETE",
@@ -213,6 +219,7 @@ class Cluster:
                     "kind": "DeleteOptions",
                     "preconditions": {"uid": metadata["uid"]},
                     "propagationPolicy": "Background",
+                    **options,
                 },
             )
         except ApiError as exc:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyproxy_operator import status as state
@@ -195,13 +195,13 @@ class Controller:
         if family.blocking is not None:
             # A pod without its Secrets would only fail.
             pause = _LEFTOVER_SECONDS if not family.blocking.actionable else plan.look_again_seconds
-            return Plan(plan.status, plan.delete, (), plan.announce, pause)
+            return replace(plan, create=(), look_again_seconds=pause)
         refused = await self._create(plan.create)
         if not refused:
-            return Plan(plan.status, plan.delete, (), plan.announce, plan.look_again_seconds)
+            return replace(plan, create=())
         picture = Picture(compute, picture.pods, picture.now, reports, picture.events, (*refused, *refusals))
         plan = decide(picture, spec, self._options)
-        return Plan(plan.status, plan.delete, (), plan.announce, plan.look_again_seconds)
+        return replace(plan, create=())
 
     async def _create(self, pods: Sequence[Object]) -> list[Cause]:
         """Makes pods; what the API server said against it."""
@@ -255,6 +255,14 @@ class Controller:
         for pod in plan.delete:
             await self._cluster.delete(pod)
             METRICS.pods.add(1, action="deleted")
+        for pod in plan.force:
+            logger.warning(
+                "%s/%s: pod %s is removed by force: its machine does not answer",
+                *_key(compute),
+                pod["metadata"]["name"],
+            )
+            await self._cluster.delete(pod, force=True)
+            METRICS.pods.add(1, action="forced")
         if patch.get("endedReason") in (IDLE, LIFETIME):
             METRICS.reaped.add(1, reason=patch["endedReason"])
         for announcement in plan.announce:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator import status as state
-from skyproxy_operator.causes import LOG_MARK, Cause, ended_cause, has_ended
+from skyproxy_operator.causes import LOG_MARK, Cause, ended_cause, has_ended, node_lost_seconds
 from skyproxy_operator.children import gateway_host
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
@@ -62,11 +62,13 @@ class Announcement:
 class Plan:
     """What to do, in this order: write the status, delete, create, announce, and look again.
 
-    The status goes first: it remembers the failures of pods that are deleted next.
+    The status goes first: it remembers the failures of pods that are deleted next. Pods in `force` are deleted without
+    waiting for their machine, which does not answer any more.
     """
 
     status: Object
     delete: tuple[Object, ...] = ()
+    force: tuple[Object, ...] = ()
     create: tuple[Object, ...] = ()
     announce: tuple[Announcement, ...] = ()
     look_again_seconds: float | None = None
@@ -118,6 +120,12 @@ def is_leaving(pod: Object) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
+def _is_stuck(pod: Object, now: datetime.datetime, patience_seconds: float) -> bool:
+    """Whether a pod that is being deleted waits for a machine that is gone: nobody there confirms its end."""
+    silent = node_lost_seconds(pod, now)
+    return is_leaving(pod) and silent is not None and silent >= patience_seconds
+
+
 def current_key(compute: Object) -> str:
     """Names what somebody last wanted of a Compute: another spec or another wake-up is another wish."""
     metadata = compute["metadata"]
@@ -149,7 +157,7 @@ class _Decision:
         if "endedFor" in self._carried:
             return self._ended()
         if self._spec.suspend:
-            self._forget("startTime", "readySince", "failuresInARow", "lastFailure", "lastFailureTime")
+            self._forget("startTime", "readySince", "formed", "failuresInARow", "lastFailure", "lastFailureTime")
             return self._stopped(state.SUSPENDED, Cause("Suspended", "spec.suspend is true."), self._pods)
         return self._running()
 
@@ -192,7 +200,8 @@ class _Decision:
 
     def _running(self) -> Plan:
         current = self._current_pods()
-        failed = [pod for pod in current if has_ended(pod) and not is_leaving(pod)]
+        failed = [ended_cause(pod) for pod in current if has_ended(pod) and not is_leaving(pod)]
+        failed += self._lost(current)
         if failed:
             cause = self._note_failure(failed)
             if self._carried["failuresInARow"] > self._spec.restart.max_restarts:
@@ -222,8 +231,30 @@ class _Decision:
             and 0 <= node_of(pod) < self._spec.nodes
         ]
 
-    def _note_failure(self, failed: Sequence[Object]) -> Cause:
-        causes = [ended_cause(pod) for pod in failed]
+    def _group(self) -> str:
+        """Names the nodes that started together: those of another start or another spec are another group."""
+        return f"{self._attempt}/{self._spec.pod_hash()}"
+
+    def _lost(self, current: Sequence[Object]) -> list[Cause]:
+        """Why the group of nodes has lost a member, and with it the process group of the others.
+
+        A node alone has no group: it is simply made again.
+        """
+        lost = []
+        for pod in current:
+            silent = node_lost_seconds(pod, self._now)
+            if silent is not None and silent >= self._options.lost_node_seconds and not is_leaving(pod):
+                machine = (pod.get("spec") or {}).get("nodeName", "")
+                text = f"The machine {machine} of pod {pod['metadata']['name']} has not answered for {silent:.0f} s."
+                lost.append(Cause("NodeLost", text, actionable=True))
+        if self._spec.nodes > 1 and self._carried.get("formed") == self._group():
+            here = {node_of(pod) for pod in current if not is_leaving(pod)}
+            for node in sorted(set(range(self._spec.nodes)) - here):
+                name = pod_name(self._compute["metadata"]["name"], node)
+                lost.append(Cause("PodDeleted", f"Pod {name} was deleted: by a drain, an eviction or somebody."))
+        return lost
+
+    def _note_failure(self, causes: list[Cause]) -> Cause:
         # An orderly exit of one node is what the others' failure brought about, more often than the reverse.
         causes.sort(key=lambda item: "exit status 0" in item.message)
         since = state.moment(self._carried.get("readySince"))
@@ -251,7 +282,8 @@ class _Decision:
             cause = Cause("Restarting", f"The nodes start again. {self._last_failure()}")
         else:
             cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, have to go first.")
-        self._forget("readySince")
+        # Before they are deleted: members that we take away ourselves are not lost.
+        self._forget("readySince", "formed")
         verdict = state.Verdict(state.PROVISIONING, False, cause, True, False, self._first_refusal())
         return self._planned(
             verdict, current, delete=[pod for pod in stale if not is_leaving(pod)], look_again=_LOOK_AGAIN_SECONDS
@@ -273,7 +305,7 @@ class _Decision:
         refusal = self._first_refusal()
         if verdict.ready:
             now = state.timestamp(self._now)
-            self._carried = {"startTime": now, "readySince": now} | self._carried
+            self._carried = {"startTime": now, "readySince": now} | self._carried | {"formed": self._group()}
             verdict = dataclasses.replace(verdict, trouble=refusal)
         else:
             self._forget("readySince")
@@ -321,7 +353,10 @@ class _Decision:
             spec=self._spec,
             external_host=gateway_host(self._compute, self._spec, self._options),
         )
-        return Plan(new, tuple(delete), tuple(create), announcements(self._before, new), look_again)
+        stuck = [pod for pod in self._pods if _is_stuck(pod, self._now, self._options.lost_node_seconds)]
+        if look_again is None and any(is_leaving(pod) for pod in self._pods):
+            look_again = _LOOK_AGAIN_SECONDS
+        return Plan(new, tuple(delete), tuple(stuck), tuple(create), announcements(self._before, new), look_again)
 
 
 def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Announcement, ...]:

@@ -69,7 +69,7 @@ class FamilyKeeper:
         family = Family()
         token = await self._token(compute, family)
         pair = await self._certificate(compute, spec, family, now)
-        wanted_objects = [children.service(compute, spec), children.network_policy(compute, spec)]
+        wanted_objects = [children.service(compute, spec), children.network_policy(compute, spec, self._options)]
         if spec.nodes > 1:
             wanted_objects.append(children.headless_service(compute, spec))
         for item in wanted_objects:
@@ -192,6 +192,11 @@ class FamilyKeeper:
     async def _gateway(self, compute: Object, spec: WorkerSpec, authority: str, family: Family) -> None:
         host = children.gateway_host(compute, spec, self._options)
         parent = children.gateway_parent(spec, self._options)
+        if children.is_foreign_host(compute, spec, self._options):
+            own = f"{compute['metadata']['namespace']}.{self._options.gateway_domain}"
+            text = f"spec.gateway.hostname belongs to another namespace. Use a name in {own}, or none."
+            family.refusals.append(Cause("HostnameNotOwn", text, actionable=True))
+            return
         if host is None or parent is None:
             lacking = "hostname" if host is None else "parentRef"
             text = f"spec.gateway.{lacking} is missing, and this installation has no default for it."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,24 @@ class Options:
     """NAMESPACE/NAME of the Gateway for Computes that name none."""
     gateway_domain: str = ""
     """The domain under which Computes that name no host are reached."""
+    allow_host_access: bool = False
+    """Whether pods may share namespaces, ports or folders with their machine, or choose it by name."""
+    allow_privilege: bool = False
+    """Whether pods may be root, be privileged or have capabilities."""
+    service_accounts: str = ""
+    """Patterns NAMESPACE/NAME, with commas between, of the service accounts that pods may be; `*` is any text."""
+    secrets: str = "*"
+    """Patterns of the Secrets that pods may be given, of those in their own namespace."""
+    ingress: str = "*"
+    """From where workers are reached: `*` from everywhere, `namespace` from that of the Compute, `namespaces/NAME`,
+    addresses such as 10.0.0.0/8; several with commas. Nodes of one Compute and the operator always reach them."""
+    egress: str = "*"
+    """Whom workers reach, written like `ingress`; nodes of one Compute and the cluster's DNS always. Empty: nobody."""
+    lost_node_seconds: float = 300.0
+    """For how long a machine may be silent until its workers are made again on another one."""
+    accelerator_images: str = ""
+    """Images for accelerators other than NVIDIA's, such as `amd.com/=IMAGE,habana.ai/=IMAGE`, by the beginning of the
+    resource's name."""
     concurrency: int = 8
     """Computes that are looked after at the same time."""
     resync_seconds: float = 300.0
@@ -60,7 +79,62 @@ def load(environ: Mapping[str, str] | None = None) -> Options:
         text = environ.get(variable)
         if text is not None:
             values[item.name] = _parse(variable, text.strip(), str(item.type))
-    return Options(**values)
+    options = Options(**values)
+    network_peers("ingress", options.ingress)
+    network_peers("egress", options.egress)
+    accelerator_image("", options)
+    return options
+
+
+ADDRESSES, NAMESPACE = "addresses", "namespace"
+
+
+def network_peers(option: str, text: str) -> list[tuple[str, str]]:
+    """Whom `ingress` or `egress` names: ADDRESSES with a range, or NAMESPACE with a name, empty for the Compute's own.
+
+    Args:
+        option: its name.
+        text: its value; `*` names nobody in particular.
+
+    Raises:
+        ConfigurationError: it is written otherwise.
+    """
+    found = []
+    for item in [] if text.strip() == "*" else filter(None, (part.strip() for part in text.split(","))):
+        kind, _, name = item.partition("/")
+        if item == "namespace" or (kind == "namespaces" and name):
+            found.append((NAMESPACE, name))
+            continue
+        try:
+            found.append((ADDRESSES, str(ipaddress.ip_network(item))))
+        except ValueError:
+            raise ConfigurationError(
+                f"SKYPROXY_OPERATOR_{option.upper()}: {item!r} is neither *, namespace, namespaces/NAME nor a range of "
+                "addresses. Example: namespace,10.0.0.0/8"
+            ) from None
+    return found
+
+
+def accelerator_image(resource: str, options: Options) -> str | None:
+    """The image for a kind of accelerator that is not NVIDIA's; None where the installation names none.
+
+    Args:
+        resource: such as `habana.ai/gaudi`.
+        options: those of the installation.
+
+    Raises:
+        ConfigurationError: `accelerator_images` is written otherwise than it should be.
+    """
+    for item in filter(None, (part.strip() for part in options.accelerator_images.split(","))):
+        beginning, equals, image = item.partition("=")
+        if not beginning or not equals or not image:
+            raise ConfigurationError(
+                f"SKYPROXY_OPERATOR_ACCELERATOR_IMAGES: {item!r} is not RESOURCE=IMAGE. "
+                "Example: amd.com/=registry/worker:rocm"
+            )
+        if resource.startswith(beginning):
+            return image
+    return None
 
 
 def _parse(variable: str, text: str, kind: str) -> object:
@@ -68,6 +142,10 @@ def _parse(variable: str, text: str, kind: str) -> object:
         return text
     if kind == "int | None" and not text:
         return None
+    if kind == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ConfigurationError(f"{variable}={text!r} is neither true nor false. Example: {variable}=true")
+        return text.lower() == "true"
     convert: Callable[[str], float] = float if kind == "float" else int
     try:
         value = convert(text)

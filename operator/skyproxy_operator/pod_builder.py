@@ -26,7 +26,8 @@ from skyproxy_operator.names import (
     tls_secret,
     token_secret,
 )
-from skyproxy_operator.options import Options
+from skyproxy_operator.options import Options, accelerator_image
+from skyproxy_operator.pod_policy import violations
 from skyproxy_operator.strategic_merge import merged
 from skyproxy_operator.worker_spec import WorkerSpec
 
@@ -45,7 +46,7 @@ def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
         options: those of the installation.
 
     Raises:
-        ValueError: the spec's podTemplate cannot be applied.
+        ValueError: the spec's podTemplate cannot be applied, or asks for what the installation does not allow.
     """
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
     built = merged(
@@ -72,6 +73,9 @@ def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
         ATTEMPT: str(attempt),
     }
     built["spec"]["restartPolicy"] = "Never"
+    refused = list(violations(built, options, own_secrets=(token_secret(name), tls_secret(name))))
+    if refused:
+        raise ValueError("\n".join(f"the Pod's {line}" for line in refused))
     return built
 
 
@@ -90,10 +94,11 @@ def _pod_spec(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
     if spec.nodes > 1:
         result |= {"hostname": pod_name(name, node), "subdomain": nodes_service(name)}
     tolerations = list(spec.tolerations)
-    for device in sorted(spec.resources):
-        # Clusters taint GPU nodes with the device's name, to keep others away from them.
-        if device.endswith("/gpu"):
-            tolerations.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+    # Clusters taint nodes with the device's name, to keep others away from them; slices and shares are on nodes that
+    # bear the whole one's.
+    whole = {"nvidia.com/gpu" for name in spec.accelerators if name.startswith("nvidia.com/")}
+    for device in sorted(whole.union(spec.accelerators)):
+        tolerations.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
     optional = {
         "tolerations": tolerations,
         "nodeSelector": dict(spec.node_selector),
@@ -121,13 +126,20 @@ def _pod_security(options: Options) -> dict[str, Any]:
 def _container(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
     result: dict[str, Any] = {
         "name": CONTAINER,
-        "image": spec.image or (options.gpu_worker_image if spec.gpus else options.worker_image),
+        "image": spec.image or _default_image(spec, options),
         "env": _environment(compute, spec, node, attempt),
         "ports": [
             {"name": f"worker-{index}" if index else "worker", "containerPort": port, "protocol": "TCP"}
             for index, port in enumerate(spec.ports)
         ],
-        # No liveness probe: a worker that computes for minutes may answer late, and its tensors are worth more.
+        # Patient: a worker that computes for minutes may answer late, and its tensors are worth more than a restart.
+        # One that has been silent for ten minutes takes no session any more.
+        "livenessProbe": {
+            "httpGet": {"scheme": "HTTPS", "path": "/healthz", "port": spec.port},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+            "failureThreshold": 20,
+        },
         "readinessProbe": {
             "httpGet": {"scheme": "HTTPS", "path": "/readyz", "port": spec.port},
             "periodSeconds": 2,
@@ -156,6 +168,25 @@ def _container(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: in
     if spec.resources:
         result["resources"] = {"requests": dict(spec.resources), "limits": dict(spec.resources)}
     return result
+
+
+def _default_image(spec: WorkerSpec, options: Options) -> str:
+    """The installation's image for what a node has.
+
+    Raises:
+        ValueError: it has none for such accelerators.
+    """
+    for resource in sorted(spec.accelerators):
+        if resource.startswith("nvidia.com/"):
+            return options.gpu_worker_image
+        image = accelerator_image(resource, options)
+        if image is None:
+            raise ValueError(
+                f"spec.image: this installation has no worker image for {resource}. Name one here, or have the "
+                f"administrator set SKYPROXY_OPERATOR_ACCELERATOR_IMAGES={resource}=IMAGE"
+            )
+        return image
+    return options.worker_image
 
 
 def _command(spec: WorkerSpec) -> dict[str, Any]:
@@ -200,7 +231,7 @@ def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> 
         "procs_per_node": spec.procs_per_node,
         "head_addr": addresses[0],
         "head_port": _HEAD_PORTS[(seed + attempt) % len(_HEAD_PORTS)],
-        "accelerators": spec.gpus,
+        "accelerators": sum(spec.accelerators.values()),
         "peers": [
             {"rank": rank, "node": rank // spec.procs_per_node, "address": addresses[rank // spec.procs_per_node]}
             for rank in range(spec.nodes * spec.procs_per_node)

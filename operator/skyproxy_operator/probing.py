@@ -16,6 +16,7 @@ from skyproxy_operator.reaping import Report
 
 _MAX_ANSWER_BYTES = 64 << 10
 _AT_ONCE = 32
+_MAX_IDLE_SECONDS = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def report_of(status: int, text: bytes) -> Report:
         if not isinstance(answer, Mapping):
             return _failed("its answer is no object")
         idle, running = float(answer["idle_seconds"]), int(answer.get("calls_running", 0))
-        # NaN compares false.
-        if not 0 <= idle < float("inf"):
+        # NaN compares false. More than a worker's age in any world would overflow the calendar in what is made of it.
+        if not 0 <= idle <= _MAX_IDLE_SECONDS:
             return _failed("its answer makes no sense")
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return _failed("its answer is no activity report")
     METRICS.probes.add(1, result="answered")
     return Report(0.0 if running else idle, answer)
@@ -118,4 +119,5 @@ def report_of(status: int, text: bytes) -> Report:
 
 def _failed(problem: str) -> Report:
     METRICS.probes.add(1, result="failed")
-    return Report(problem=problem)
+    # What a peer made of a message can be anything; it goes into a status.
+    return Report(problem=problem.encode("utf-8", "replace").decode())

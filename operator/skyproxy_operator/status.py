@@ -24,6 +24,7 @@ _PAST = (
     "lastFailureTime",
     "startTime",
     "readySince",
+    "formed",
     "expiryTime",
     "endedFor",
     "endedReason",
@@ -135,22 +136,33 @@ def worker_facts(answer: Mapping[str, Any]) -> Object:
     """Versions and devices from a worker's report. It is what a container says, so only texts and numbers are taken."""
     software = answer.get("software")
     software = software if isinstance(software, Mapping) else {}
-    result: Object = {key: str(software[key])[:64] for key in ("skyproxy", "torch", "python") if key in software}
+    result: Object = {key: _text(software[key], 64) for key in ("skyproxy", "torch", "python") if key in software}
     rows = answer.get("devices")
     devices = []
     for row in rows[:64] if isinstance(rows, list) else ():
         if isinstance(row, Mapping):
-            index, memory = row.get("index"), row.get("total_memory_bytes")
             devices.append(
                 {
-                    "type": str(row.get("type", ""))[:32],
-                    "index": index if isinstance(index, int) else 0,
-                    "name": str(row.get("name", ""))[:128],
-                    "memoryBytes": memory if isinstance(memory, int) else 0,
+                    "type": _text(row.get("type", ""), 32),
+                    "index": _number(row.get("index"), 1 << 31),
+                    "name": _text(row.get("name", ""), 128),
+                    "memoryBytes": _number(row.get("total_memory_bytes"), 1 << 63),
                 }
             )
     result["devices"] = devices
     return result | {"summary": _summary(devices)}
+
+
+def _text(value: object, length: int) -> str:
+    """Text of a stranger, so that it can be written to a status and shown in a terminal."""
+    # Lone surrogates, which JSON can hold, have no UTF-8.
+    shown = str(value)[:length].encode("utf-8", "replace").decode()
+    return "".join(character if character.isprintable() else "?" for character in shown)
+
+
+def _number(value: object, limit: int) -> int:
+    """A whole number of a stranger; 0 for what the API server would not take."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit else 0
 
 
 def _summary(devices: Sequence[Object]) -> str:

@@ -18,6 +18,13 @@ from skyproxy_operator.names import claim_name
 from skyproxy_operator.quantities import duration_seconds, quantity
 
 MAX_NAME = 50
+# What device plugins and drivers call what computes: whole devices (nvidia.com/gpu), slices (nvidia.com/mig-1g.5gb),
+# shares (nvidia.com/gpu.shared), and those of other makers. Network cards and the like are not among them.
+_ACCELERATOR = re.compile(
+    r"nvidia\.com/(gpu|mig-).*|amd\.com/(gpu|cpx|spx|dpx|qpx|xcp).*|gpu\.intel\.com/(i915|xe).*"
+    r"|habana\.ai/gaudi.*|google\.com/tpu.*|cloud-tpus\.google\.com/.*|aws\.amazon\.com/neuron.*"
+    r"|qualcomm\.com/qaic.*|tenstorrent\.com/.*|huawei\.com/Ascend.*|[^/]+/(gpu|npu|tpu)([.-].*)?"
+)
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
 _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
@@ -120,9 +127,13 @@ class WorkerSpec:
         )
 
     @property
-    def gpus(self) -> int:
-        """Graphics processors for each node, of whatever make."""
-        return sum(int(value) for name, value in self.resources.items() if name.endswith("/gpu"))
+    def accelerators(self) -> dict[str, int]:
+        """How many of which accelerators each node has: whole ones, slices, shares; of whatever make."""
+        return {
+            name: int(value)
+            for name, value in self.resources.items()
+            if _ACCELERATOR.fullmatch(name) and int(value) > 0
+        }
 
     @property
     def ports(self) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from skyproxy.contexts import installation_id
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.extras import install_command
 from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, new_keys, startup_script
@@ -74,7 +76,8 @@ class AWS:
                 own public address. The workers ask for the token in any case, and speak TLS only.
             spot: whether to take instances that AWS may take back.
             disk_gb: of each instance.
-            package: how the workers install skyproxy: a requirement for pip; this very version by default.
+            package: how the workers install skyproxy: a requirement for pip, such as "skyproxy @ https://...whl". By
+                default from where this one was installed, if that is an address that an instance can reach.
             profile: of the AWS configuration.
             endpoint_url: of another service that speaks EC2's language.
             poll_seconds: how often to look whether instances and workers are up.
@@ -86,7 +89,7 @@ class AWS:
         self._allow_from = allow_from
         self._spot = spot
         self._disk_gb = disk_gb
-        self._package = package or f"skyproxy=={importlib.metadata.version('skyproxy')}"
+        self._package = package or _own_source()
         self._profile = profile
         self._endpoint_url = endpoint_url
         self._poll_seconds = poll_seconds
@@ -95,6 +98,12 @@ class AWS:
         """Starts all instances or none; see `Provider.launch`."""
         image = self._checked(spec)
         ec2, ssm = await asyncio.to_thread(self._clients)
+        if self._package is None:
+            raise ConfigurationError(
+                "AWS() must be told how the instances install skyproxy, which is on no package index: "
+                "AWS(package='skyproxy @ https://HOST/skyproxy-0.1.0-py3-none-any.whl'). Make the wheel in a checkout "
+                "with: python -m build --wheel"
+            )
         reaped = await asyncio.to_thread(reap, ec2)
         if reaped:
             report(Progress("provisioning", None, f"terminated {reaped} instance(s) that programs which died had left"))
@@ -154,7 +163,7 @@ class AWS:
             token=instances.token,
             python=image.python or ".".join(platform.python_version_tuple()[:2]),
             apt=image.apt,
-            install_steps=[*install_steps(image, isolated=True), [self._package]],
+            install_steps=[*install_steps(image, isolated=True), [str(self._package)]],
             env={**image.env, **spec.env},
             name=spec.name,
             nodes=spec.nodes,
@@ -345,9 +354,32 @@ def _take_away(ec2: Any, instances: list[str], group: str | None) -> None:
         logger.warning("skyproxy: the security group %s stays behind: %s", group, error)
 
 
+def _own_source() -> str | None:
+    """Where this skyproxy was installed from, as pip noted it (PEP 610); None for a folder of this machine.
+
+    Never `skyproxy==VERSION`: on an index that name belongs to nobody, so anybody could take it.
+    """
+    try:
+        noted = json.loads(importlib.metadata.distribution("skyproxy").read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+    url = str(noted.get("url", ""))
+    if not url.startswith("https://"):
+        return None
+    version_control = noted.get("vcs_info")
+    if version_control:
+        return f"skyproxy @ {version_control['vcs']}+{url}@{version_control['commit_id']}"
+    return f"skyproxy @ {url}"
+
+
 def owner() -> str:
     """This program, as nobody else ever was or will be."""
-    return f"{socket.gethostname()}/{os.getpid()}/{identity_of(os.getpid())}"
+    return f"{_machine()}/{os.getpid()}/{identity_of(os.getpid())}"
+
+
+def _machine() -> str:
+    # Both: homes are shared between machines, and host names between strangers.
+    return f"{socket.gethostname()}:{installation_id()}"
 
 
 def reap(ec2: Any) -> int:
@@ -379,7 +411,7 @@ def reap(ec2: Any) -> int:
 def _is_orphan(text: str) -> bool:
     host, _, rest = text.partition("/")
     process, _, identity = rest.partition("/")
-    return host == socket.gethostname() and process.isdigit() and not is_alive(int(process), identity)
+    return host == _machine() and process.isdigit() and not is_alive(int(process), identity)
 
 
 def _own_address() -> str:

@@ -105,7 +105,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
     report = Report(1.0, {"software": {"torch": "2", "python": "3", "skyproxy": "1"}, "devices": [device]})
     carried = {
         **dict.fromkeys(("restarts", "failuresInARow"), 1),
-        **dict.fromkeys(("lastFailure", "endedFor", "endedReason", "endedMessage"), "x"),
+        **dict.fromkeys(("lastFailure", "formed", "endedFor", "endedReason", "endedMessage"), "x"),
         **dict.fromkeys(("lastFailureTime", "startTime", "readySince", "expiryTime"), status.timestamp(NOW)),
     }
     carried = status.with_activity(carried, [report], NOW)

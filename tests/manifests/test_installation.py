@@ -122,15 +122,20 @@ EVERYTHING = make_compute(
 )
 
 
+LENIENT = replace(OPTIONS, service_accounts="lab/me")
+
+
 def made_by_the_operator() -> list[dict[str, Any]]:
     spec = spec_of(EVERYTHING)
-    without_user = replace(OPTIONS, worker_uid=None)
+    without_user = replace(LENIENT, worker_uid=None)
+    strict = replace(OPTIONS, ingress="namespace,namespaces/infra,10.0.0.0/8", egress="", lease_namespace="system")
     return [
-        build_pod(EVERYTHING, spec, 0, 0, OPTIONS),
+        build_pod(EVERYTHING, spec, 0, 0, LENIENT),
         build_pod(EVERYTHING, spec, 1, 3, without_user),
         children.service(EVERYTHING, spec),
         children.headless_service(EVERYTHING, spec),
-        children.network_policy(EVERYTHING, spec),
+        children.network_policy(EVERYTHING, spec, OPTIONS),
+        children.network_policy(EVERYTHING, spec, strict),
         children.claim(EVERYTHING, spec.volumes[0], None),
         children.new_token(EVERYTHING),
         children.certificate_secret(EVERYTHING, KeyPair("c", "k", "a")),
@@ -213,6 +218,7 @@ def test_openshift_chooses_users_and_groups() -> None:
     environment = environment_of(objects)
     options = load({key: value for key, value in environment.items() if value != "from the pod"})
     assert options.worker_uid is None
+    options = replace(options, service_accounts=LENIENT.service_accounts)
     pod = build_pod(EVERYTHING, spec_of(EVERYTHING), 0, 0, options)
     assert not re.search(r"runAsUser|runAsGroup|fsGroup", yaml.safe_dump(pod))
 

@@ -99,12 +99,15 @@ class FakeCluster:
             old["metadata"].update(copy.deepcopy(wanted["metadata"]))
         return self.objects[place]
 
-    async def delete(self, item: Object) -> None:
+    async def delete(self, item: Object, *, force: bool = False) -> None:
         place = _place(item)
         self._request("delete", place[0], place[2])
         found = self.objects.get(place)
         if found is not None and found["metadata"]["uid"] == item["metadata"]["uid"]:
-            # As a kubelet does it: the pod stays until its containers have ended.
+            # As a kubelet does it: the pod stays until its containers have ended; by force, nobody asks it.
+            if force:
+                del self.objects[place]
+                return
             found["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
 
     async def patch_status(self, compute: Object, patch: Object) -> None:

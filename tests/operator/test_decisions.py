@@ -33,6 +33,10 @@ def names(pods: Any) -> list[str]:
     return [pod["metadata"]["name"] for pod in pods]
 
 
+def attempts(pods: Any) -> set[int]:
+    return {int(pod["metadata"]["annotations"]["skyproxy.dev/attempt"]) for pod in pods}
+
+
 def ready(status: dict[str, Any]) -> tuple[str, str]:
     (row,) = [item for item in status["conditions"] if item["type"] == "Ready"]
     return row["status"], row["reason"]
@@ -75,7 +79,81 @@ def test_pods_of_an_earlier_compute_of_this_name_are_waited_for_and_left_alone()
     assert ready(plan.status) == ("False", "ReplacingPods")
 
 
-def test_a_pod_that_somebody_deletes_is_made_again_alone() -> None:
+def test_a_member_that_is_deleted_ends_the_start_of_all() -> None:
+    """A drain, an eviction, somebody: the process group of the others is dead, and a newcomer would wait for it."""
+    compute = make_compute(nodes=3, restartPolicy={"backoffSeconds": 10})
+    pods = [make_pod(compute, node, ready=True) for node in range(3)]
+    compute = carried_on(compute, plan_for(compute, pods))
+    for gone in (
+        pods[:1] + pods[2:],
+        [*pods[:2], {**pods[2], "metadata": pods[2]["metadata"] | {"deletionTimestamp": "x"}}],
+    ):
+        plan = plan_for(compute, gone, at(1))
+        assert plan.create == ()
+        assert names(plan.delete) == [
+            pod["metadata"]["name"] for pod in gone if "deletionTimestamp" not in pod["metadata"]
+        ]
+        assert (plan.status["restarts"], plan.status["failuresInARow"]) == (1, 1)
+        assert plan.status["lastFailure"].startswith("PodDeleted: ")
+        plan = plan_for(carried_on(compute, plan), [], at(12))
+        assert names(plan.create) == ["dev-0", "dev-1", "dev-2"]
+        assert attempts(plan.create) == {1}
+        assert "formed" not in plan.status
+
+
+def test_members_that_we_take_away_ourselves_are_not_lost() -> None:
+    compute = make_compute(nodes=2)
+    pods = [make_pod(compute, node, ready=True) for node in (0, 1)]
+    compute = carried_on(compute, plan_for(compute, pods))
+    suspended = carried_on(compute | {"spec": {"nodes": 2, "suspend": True}}, plan_for(compute, pods))
+    plan = plan_for(suspended, pods)
+    resumed = plan_for(carried_on(compute, plan), [])
+    assert names(resumed.create) == ["dev-0", "dev-1"]
+    assert "lastFailure" not in resumed.status
+    changed = plan_for(compute | {"spec": {"nodes": 2, "image": "other"}}, pods)
+    assert len(changed.delete) == 2
+    assert "lastFailure" not in changed.status
+
+
+def silent(pod: dict[str, Any], seconds: float, ready: str = "False") -> dict[str, Any]:
+    """A pod as the node controller leaves it when its machine went silent so long ago."""
+    since = at(-seconds).isoformat().replace("+00:00", "Z")
+    conditions = [condition("Ready", ready) | {"lastTransitionTime": since}, condition("ContainersReady", "True")]
+    return {**pod, "status": pod["status"] | {"conditions": conditions}}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("said", ["False", "Unknown"])
+def test_a_machine_that_is_silent_is_named_and_left_after_a_while(nodes: int, said: str) -> None:
+    compute = make_compute(nodes=nodes)
+    pods = [make_pod(compute, node, ready=True) for node in range(nodes)]
+    compute = carried_on(compute, plan_for(compute, pods))
+    soon = plan_for(compute, [silent(pods[0], 60, said), *pods[1:]])
+    assert (soon.delete, soon.force, soon.create) == ((), (), ())
+    assert trouble(soon.status) == "NodeNotResponding"
+    (row,) = [item for item in soon.status["conditions"] if item["type"] == "Ready"]
+    assert "machine machine" in row["message"]
+    assert "has not answered for 60 s" in row["message"]
+    late = plan_for(compute, [silent(pods[0], 301, said), *pods[1:]])
+    assert names(late.delete) == [f"dev-{node}" for node in range(nodes)]
+    assert late.status["lastFailure"].startswith("NodeLost: ")
+    # Nobody on that machine confirms that a pod has ended.
+    leaving = silent(
+        {**pods[0], "metadata": pods[0]["metadata"] | {"deletionTimestamp": "2026-05-01T12:00:30Z"}}, 302, said
+    )
+    stuck = plan_for(carried_on(compute, late), [leaving], at(1))
+    assert names(stuck.force) == ["dev-0"]
+    assert stuck.create == ()
+
+
+def test_a_pod_that_is_leaving_a_machine_that_answers_is_given_its_time() -> None:
+    compute = make_compute()
+    pod = make_pod(compute, ready=True)
+    pod["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
+    assert plan_for(compute, [pod], at(10_000)).force == ()
+
+
+def test_a_pod_that_somebody_deletes_before_all_were_ready_is_made_again_alone() -> None:
     compute = make_compute(nodes=2)
     pods = [make_pod(compute, node, ready=True) for node in (0, 1)]
     pods[1]["metadata"]["deletionTimestamp"] = "x"

@@ -82,6 +82,41 @@ def test_gpu_pods_tolerate_the_taint_of_gpu_nodes() -> None:
     assert "tolerations" not in pod_of()["spec"]
 
 
+@pytest.mark.parametrize(
+    ("resource", "tolerated"),
+    [
+        ("nvidia.com/mig-1g.5gb", {"nvidia.com/mig-1g.5gb", "nvidia.com/gpu"}),
+        ("nvidia.com/gpu.shared", {"nvidia.com/gpu.shared", "nvidia.com/gpu"}),
+        ("amd.com/gpu", {"amd.com/gpu"}),
+        ("habana.ai/gaudi", {"habana.ai/gaudi"}),
+        ("google.com/tpu", {"google.com/tpu"}),
+        ("gpu.intel.com/i915", {"gpu.intel.com/i915"}),
+        ("aws.amazon.com/neuron", {"aws.amazon.com/neuron"}),
+    ],
+)
+def test_slices_shares_and_other_makes_are_accelerators_too(resource: str, tolerated: set[str]) -> None:
+    images = f"{resource.partition('/')[0]}/=theirs"
+    options = replace(OPTIONS, worker_image="cpu", gpu_worker_image="gpu", accelerator_images=images)
+    pod = pod_of(options=options, resources={resource: 2})
+    assert container(pod)["image"] == ("gpu" if resource.startswith("nvidia.com/") else "theirs")
+    assert {item["key"] for item in pod["spec"]["tolerations"]} == tolerated
+    assert json.loads(variables(pod)["COMPUTE_POOL"])["accelerators"] == 2
+
+
+def test_an_accelerator_without_an_image_is_told_instead_of_run_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match=r"spec.image: this installation has no worker image for amd.com/gpu"):
+        pod_of(resources={"amd.com/gpu": 1})
+    assert container(pod_of(resources={"amd.com/gpu": 1}, image="mine"))["image"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "resource", ["cpu", "rdma/hca", "vpc.amazonaws.com/efa", "devices.kubevirt.io/kvm", "hugepages-2Mi"]
+)
+def test_what_does_not_compute_is_no_accelerator(resource: str) -> None:
+    options = replace(OPTIONS, worker_image="cpu", gpu_worker_image="gpu")
+    assert container(pod_of(options=options, resources={resource: 1}))["image"] == "cpu"
+
+
 def test_it_fits_the_restricted_pod_security_standard() -> None:
     pod = pod_of()
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True

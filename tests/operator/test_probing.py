@@ -105,6 +105,9 @@ def test_nobody_there(worker: Listener) -> None:
         (200, {"idle_seconds": -1}, None),
         (200, {"idle_seconds": "soon"}, None),
         (200, {"idle_seconds": None}, None),
+        (200, {"idle_seconds": 1e308}, None),
+        (200, {"idle_seconds": 10**400}, None),
+        (200, {"idle_seconds": 3, "calls_running": 10**400}, 0.0),
         (200, {}, None),
         (200, [1], None),
         (200, "x", None),
@@ -117,7 +120,15 @@ def test_answers_are_understood_or_not(status: int, text: object, idle: float | 
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\xff", b'{"idle_seconds": NaN}', b'{"idle_seconds": Infinity}', b"[" * 100_000]
+    "text",
+    [
+        b"",
+        b"\xff",
+        b'{"idle_seconds": 1, "calls_running": 1e400}',
+        b'{"idle_seconds": NaN}',
+        b'{"idle_seconds": Infinity}',
+        b"[" * 100_000,
+    ],
 )
 def test_bytes_that_mean_nothing_are_no_idleness(text: bytes) -> None:
     assert report_of(200, text).idle_seconds is None

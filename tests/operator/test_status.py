@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -153,3 +154,12 @@ def test_pods_on_their_way_out_are_progress(phase: str) -> None:
     leaving = state.stopped(phase, Cause("X", "So it is."), leaving=2)
     assert (leaving.progressing, leaving.cause.message) == (True, "So it is. 2 pods are on their way out.")
     assert not state.stopped(phase, Cause("X", "So it is.")).progressing
+
+
+def test_what_a_worker_says_of_itself_can_always_be_written() -> None:
+    """Numbers that the API server would not take, characters without UTF-8, escape sequences."""
+    row = {"type": "cuda\x1b]52;c;x\x07", "name": "\ud800", "index": -1, "total_memory_bytes": 10**30}
+    facts = state.worker_facts({"software": {"torch": "2\x1b[31m"}, "devices": [row, {"index": True}]})
+    json.dumps(facts, ensure_ascii=False).encode()
+    assert "\x1b" not in json.dumps(facts, ensure_ascii=False)
+    assert [(item["index"], item["memoryBytes"]) for item in facts["devices"]] == [(0, 0), (0, 0)]

@@ -15,7 +15,7 @@ VOLUME = {"name": "cache", "storage": "10Gi", "path": "/cache"}
 def test_an_empty_spec_is_a_worker() -> None:
     spec = WorkerSpec.parse("dev", {})
     assert spec == WorkerSpec()
-    assert (spec.nodes, list(spec.ports), spec.gpus, spec.idle_timeout_seconds) == (1, [8765], 0, None)
+    assert (spec.nodes, list(spec.ports), spec.accelerators, spec.idle_timeout_seconds) == (1, [8765], {}, None)
 
 
 def test_everything_is_parsed() -> None:
@@ -38,7 +38,11 @@ def test_everything_is_parsed() -> None:
         },
     )
     assert spec.resources == {"cpu": "1", "memory": "8Gi", "nvidia.com/gpu": "2"}
-    assert (spec.gpus, list(spec.ports), spec.image_pull_secrets) == (2, [9000, 9001], ("pull",))
+    assert (spec.accelerators, list(spec.ports), spec.image_pull_secrets) == (
+        {"nvidia.com/gpu": 2},
+        [9000, 9001],
+        ("pull",),
+    )
     assert (spec.idle_timeout_seconds, spec.max_lifetime_seconds) == (1800, 86400)
     assert (spec.restart.max_restarts, spec.restart.backoff_seconds) == (7, 5)
     assert spec.gateway is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from skyproxy.providers.local import free_port
 boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 REGION = "eu-central-1"
+PACKAGE: dict[str, Any] = {"package": "skyproxy @ https://example.org/s.whl"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,8 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.delenv("AWS_PROFILE", raising=False)
@@ -184,7 +187,9 @@ def test_a_launch_that_is_cancelled_leaves_nothing(url: str, ami: str, ec2: Any)
         def reach(self, instance: Mapping[str, Any], local_rank: int) -> tuple[str, int]:
             return "127.0.0.1", 1  # nobody listens there
 
-    provider = Never(region=REGION, endpoint_url=url, image_id=ami, allow_from="203.0.113.7/32", poll_seconds=0.05)
+    provider = Never(
+        region=REGION, endpoint_url=url, image_id=ami, allow_from="203.0.113.7/32", poll_seconds=0.05, **PACKAGE
+    )
     with pytest.raises(WorkerStartError, match="installs its software"):
         sky.Compute(name="slow", provider=provider, timeout=5).start()
     assert states(ec2, "slow") == ["terminated"]
@@ -192,7 +197,7 @@ def test_a_launch_that_is_cancelled_leaves_nothing(url: str, ami: str, ec2: Any)
 
 
 def test_what_ec2_refuses_is_told_and_leaves_nothing(url: str, ami: str, ec2: Any) -> None:
-    options = {"endpoint_url": url, "image_id": ami, "allow_from": "203.0.113.7/32"}
+    options = {**PACKAGE, "endpoint_url": url, "image_id": ami, "allow_from": "203.0.113.7/32"}
     provider = AWS(region=REGION, instance_type="no.such", **options)
     with pytest.raises(WorkerStartError, match=r"EC2 gives no 1 x no\.such"):
         sky.Compute(name="refused", provider=provider).start()
@@ -204,15 +209,39 @@ def test_what_a_dead_program_left_is_ended_and_nothing_else(
 ) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = aws_module.identity_of(dead.pid)
-    theirs = f"{socket.gethostname()}/{dead.pid}/{identity}"
-    for name, text in (("left", theirs), ("ours", owner()), ("far", "another-host/1/x")):
+    machine = owner().partition("/")[0]
+    theirs = f"{machine}/{dead.pid}/{identity}"
+    # A colleague whose laptop has the same name, and a process number of ours that is free here.
+    namesake = f"{socket.gethostname()}:{'0' * 32}/{dead.pid}/{identity}"
+    known = {"left": theirs, "ours": owner(), "far": "another-host/1/x", "namesake": namesake}
+    for name, text in known.items():
         tags = [{"Key": "skyproxy:pool", "Value": name}, {"Key": "skyproxy:owner", "Value": text}]
         spec = [{"ResourceType": "instance", "Tags": tags}]
         ec2.run_instances(ImageId=ami, MinCount=1, MaxCount=1, TagSpecifications=spec)
     assert reap(ec2) == 0
     dead.communicate(b"\n")
     assert reap(ec2) == 1
-    assert [states(ec2, name) for name in ("left", "ours", "far")] == [["terminated"], ["running"], ["running"]]
+    assert [states(ec2, name) for name in known] == [["terminated"], ["running"], ["running"], ["running"]]
+
+
+def test_it_installs_no_package_by_a_name_that_anybody_could_take(
+    url: str, ami: str, ec2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        noted: Mapping[str, Any] = {"url": "file:///home/me/skyproxy"}
+
+        def read_text(self, name: str) -> str:
+            assert name == "direct_url.json"
+            return json.dumps(self.noted)
+
+    monkeypatch.setattr(aws_module.importlib.metadata, "distribution", lambda name: Installed())
+    with pytest.raises(ConfigurationError, match=r"on no package index: AWS\(package='skyproxy @ https://"):
+        sky.Compute(name="unknown", provider=AWS(region=REGION, endpoint_url=url, image_id=ami)).start()
+    assert states(ec2, "unknown") == []
+    Installed.noted = {"url": "https://host/skyproxy.whl"}
+    assert aws_module._own_source() == "skyproxy @ https://host/skyproxy.whl"
+    Installed.noted = {"url": "https://host/repository", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    assert aws_module._own_source() == "skyproxy @ git+https://host/repository@abc"
 
 
 def a_script(**changes: Any) -> str:

@@ -1,0 +1,185 @@
+"""What a Compute's pods may not have unless the installation allows it. Pure.
+
+The operator makes pods with its own rights, so whoever may make Computes could otherwise get pods that they could not
+make themselves. What is refused by default follows the pod security standard "restricted"
+(https://kubernetes.io/docs/concepts/security/pod-security-standards/), and holds where no admission controller does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from skyproxy_operator.options import Options
+
+Object = Mapping[str, Any]
+
+_HOST_NAMESPACES = ("hostNetwork", "hostPID", "hostIPC")
+_VOLUME_KINDS = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "image",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+"""Everything else gives a way to the machine or to storage that no claim accounts for."""
+_CAPABILITIES = {"NET_BIND_SERVICE"}
+_SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
+_UNCONFINED_ANNOTATIONS = ("container.apparmor.security.beta.kubernetes.io/", "seccomp.security.alpha.kubernetes.io/")
+
+
+def violations(pod: Object, options: Options, own_secrets: Collection[str] = ()) -> Iterator[str]:
+    """Everything about a pod that the installation does not allow, a line each.
+
+    Args:
+        pod: with the spec's podTemplate applied.
+        options: those of the installation.
+        own_secrets: the Secrets that the operator made for this pod.
+    """
+    spec = _mapping(pod.get("spec"))
+    containers = [
+        (f"{key}[{container.get('name', '')}]", container)
+        for key in ("containers", "initContainers", "ephemeralContainers")
+        for container in _rows(spec.get(key))
+    ]
+    if not options.allow_host_access:
+        yield from _host_access(spec, containers)
+    if not options.allow_privilege:
+        yield from _privilege(pod, spec, containers)
+    yield from _service_account(pod, spec, options)
+    yield from _secrets(spec, containers, options, own_secrets)
+
+
+def _host_access(spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
+    allow = "this installation allows no access to its machines (SKYPROXY_OPERATOR_ALLOW_HOST_ACCESS)"
+    for key in _HOST_NAMESPACES:
+        if spec.get(key):
+            yield f"{key}: {allow}"
+    if spec.get("nodeName"):
+        yield f"nodeName: the scheduler chooses the machine; use nodeSelector; {allow}"
+    for volume in _rows(spec.get("volumes")):
+        for kind in sorted(set(volume) - {"name"} - _VOLUME_KINDS):
+            yield f"volumes[{volume.get('name', '')}].{kind}: {allow}; use a persistentVolumeClaim"
+    for where, container in containers:
+        for port in _rows(container.get("ports")):
+            if port.get("hostPort"):
+                yield f"{where}.ports[{port['hostPort']}].hostPort: {allow}"
+
+
+def _privilege(pod: Object, spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
+    allow = "this installation allows no privileges (SKYPROXY_OPERATOR_ALLOW_PRIVILEGE)"
+    context = _mapping(spec.get("securityContext"))
+    if context.get("sysctls"):
+        yield f"securityContext.sysctls: {allow}"
+    if str(spec.get("priorityClassName") or "").startswith("system-"):
+        yield f"priorityClassName: {spec['priorityClassName']} is the system's own; {allow}"
+    for key, value in _mapping(_mapping(pod.get("metadata")).get("annotations")).items():
+        if key.startswith(_UNCONFINED_ANNOTATIONS) and "unconfined" in str(value):
+            yield f"metadata.annotations[{key}]: {allow}"
+    for where, held in [
+        ("securityContext", context),
+        *((f"{where}.securityContext", _mapping(item.get("securityContext"))) for where, item in containers),
+    ]:
+        for what in _privileges(held):
+            yield f"{where}.{what}: {allow}"
+    # A pod that says so for all its containers needs no word of each; one that says nothing may run as anybody.
+    if context.get("runAsNonRoot") is not True:
+        for where, item in containers:
+            if _mapping(item.get("securityContext")).get("runAsNonRoot") is not True:
+                yield f"{where}.securityContext.runAsNonRoot: it must be true; {allow}"
+    for where, item in containers:
+        if _mapping(item.get("securityContext")).get("allowPrivilegeEscalation") is not False:
+            yield f"{where}.securityContext.allowPrivilegeEscalation: it must be false; {allow}"
+
+
+def _privileges(context: Object) -> Iterator[str]:
+    """What one security context has too much of."""
+    if context.get("privileged"):
+        yield "privileged"
+    if context.get("runAsUser") == 0:
+        yield "runAsUser"
+    if context.get("runAsNonRoot") is False:
+        yield "runAsNonRoot"
+    if context.get("procMount") not in (None, "Default"):
+        yield "procMount"
+    if sorted(set(_texts(_mapping(context.get("capabilities")).get("add"))) - _CAPABILITIES):
+        yield "capabilities.add"
+    for key in ("seccompProfile", "appArmorProfile"):
+        if _mapping(context.get(key)).get("type") == "Unconfined":
+            yield key
+    selinux = _mapping(context.get("seLinuxOptions"))
+    if selinux.get("user") or selinux.get("role") or str(selinux.get("type") or "") not in _SELINUX_TYPES:
+        yield "seLinuxOptions"
+    if _mapping(context.get("windowsOptions")).get("hostProcess"):
+        yield "windowsOptions.hostProcess"
+
+
+def _service_account(pod: Object, spec: Object, options: Options) -> Iterator[str]:
+    namespace = _mapping(pod.get("metadata")).get("namespace", "")
+    # The second name is an old one of the first, which the API server still takes.
+    named = {str(spec[key]) for key in ("serviceAccountName", "serviceAccount") if spec.get(key)}
+    projected = any(
+        "serviceAccountToken" in source
+        for volume in _rows(spec.get("volumes"))
+        for source in _rows(_mapping(volume.get("projected")).get("sources"))
+    )
+    if not named and (spec.get("automountServiceAccountToken") is not False or projected):
+        named = {"default"}
+    for name in sorted(named):
+        if not _matches(f"{namespace}/{name}", options.service_accounts):
+            yield (
+                f"serviceAccountName: this installation lets no worker be {namespace}/{name}. An administrator allows "
+                f"it: SKYPROXY_OPERATOR_SERVICE_ACCOUNTS={namespace}/{name}"
+            )
+
+
+def _secrets(
+    spec: Object, containers: Sequence[tuple[str, Object]], options: Options, own: Collection[str]
+) -> Iterator[str]:
+    found: dict[str, str] = {}
+    for where, container in containers:
+        for variable in _rows(container.get("env")):
+            name = _mapping(_mapping(variable.get("valueFrom")).get("secretKeyRef")).get("name")
+            found |= {str(name): f"{where}.env[{variable.get('name', '')}]"} if name else {}
+        for source in _rows(container.get("envFrom")):
+            name = _mapping(source.get("secretRef")).get("name")
+            found |= {str(name): f"{where}.envFrom"} if name else {}
+    for volume in _rows(spec.get("volumes")):
+        where = f"volumes[{volume.get('name', '')}]"
+        names = [
+            _mapping(volume.get("secret")).get("secretName"),
+            _mapping(_mapping(volume.get("csi")).get("nodePublishSecretRef")).get("name"),
+            *(
+                _mapping(source.get("secret")).get("name")
+                for source in _rows(_mapping(volume.get("projected")).get("sources"))
+            ),
+        ]
+        found |= {str(name): where for name in names if name}
+    for name, where in sorted(found.items()):
+        if name not in own and not _matches(name, options.secrets):
+            yield (
+                f"{where}: this installation gives workers no Secret {name}. An administrator allows it: "
+                f"SKYPROXY_OPERATOR_SECRETS={name}"
+            )
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
+
+
+def _mapping(value: Any) -> Object:
+    """A part of a pod that a template may have made into anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _rows(value: Any) -> list[Object]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list | tuple) else []

@@ -1,0 +1,145 @@
+"""What pods may have, and what only an administrator's word gives them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyproxy_operator.pod_builder import build_pod
+from tests.operator.makers import OPTIONS, make_compute, spec_of
+
+
+def build(options: Any = OPTIONS, **spec: Any) -> dict[str, Any]:
+    compute = make_compute(**spec)
+    return build_pod(compute, spec_of(compute), 0, 0, options)
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    return {"podTemplate": {"spec": spec}}
+
+
+def worker(**fields: Any) -> dict[str, Any]:
+    return template(containers=[{"name": "worker", **fields}])
+
+
+def sidecar(**fields: Any) -> dict[str, Any]:
+    good = {"runAsNonRoot": True, "allowPrivilegeEscalation": False}
+    return template(containers=[{"name": "side", "image": "i", "securityContext": good, **fields}])
+
+
+HOST = [
+    template(hostPID=True),
+    template(hostIPC=True),
+    template(hostNetwork=True),
+    template(nodeName="control-plane"),
+    template(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
+    template(volumes=[{"name": "share", "nfs": {"server": "s", "path": "/"}}]),
+    worker(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
+]
+PRIVILEGE = [
+    worker(securityContext={"privileged": True}),
+    worker(securityContext={"allowPrivilegeEscalation": True}),
+    worker(securityContext={"runAsUser": 0}),
+    worker(securityContext={"runAsNonRoot": False}),
+    worker(securityContext={"procMount": "Unmasked"}),
+    worker(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
+    worker(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+    worker(securityContext={"appArmorProfile": {"type": "Unconfined"}}),
+    worker(securityContext={"seLinuxOptions": {"type": "spc_t"}}),
+    worker(securityContext={"windowsOptions": {"hostProcess": True}}),
+    worker(securityContext=None),
+    template(securityContext={"runAsUser": 0}),
+    template(securityContext={"runAsNonRoot": False}),
+    template(securityContext=None),
+    template(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
+    template(priorityClassName="system-node-critical"),
+    template(initContainers=[{"name": "first", "image": "i", "securityContext": {"privileged": True}}]),
+    template(initContainers=[{"name": "first", "image": "i"}]),
+    sidecar(securityContext={"runAsNonRoot": True}),
+    {
+        "podTemplate": {
+            "metadata": {"annotations": {"container.apparmor.security.beta.kubernetes.io/worker": "unconfined"}}
+        }
+    },
+]
+ACCOUNT = [
+    {"serviceAccountName": "admin"},
+    template(serviceAccountName="admin"),
+    template(serviceAccount="admin"),
+    template(automountServiceAccountToken=True),
+    template(volumes=[{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]),
+]
+SECRET = [
+    {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "foreign", "key": "k"}}}]},
+    {"envFrom": [{"secretRef": {"name": "foreign"}}]},
+    template(volumes=[{"name": "v", "secret": {"secretName": "foreign"}}]),
+    template(volumes=[{"name": "token", "secret": {"secretName": "foreign"}}]),
+    template(volumes=[{"name": "v", "projected": {"sources": [{"secret": {"name": "foreign"}}]}}]),
+    template(volumes=[{"name": "v", "csi": {"driver": "d", "nodePublishSecretRef": {"name": "foreign"}}}]),
+    worker(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "foreign", "key": "k"}}}]),
+    sidecar(envFrom=[{"secretRef": {"name": "foreign"}}]),
+]
+
+
+@pytest.mark.parametrize("spec", HOST)
+def test_the_machine_is_closed_unless_an_administrator_opens_it(spec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_ALLOW_HOST_ACCESS"):
+        build(**spec)
+    build(replace(OPTIONS, allow_host_access=True), **spec)
+
+
+@pytest.mark.parametrize("spec", PRIVILEGE)
+def test_privileges_are_refused_unless_an_administrator_allows_them(spec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_ALLOW_PRIVILEGE"):
+        build(**spec)
+    build(replace(OPTIONS, allow_privilege=True), **spec)
+
+
+@pytest.mark.parametrize("spec", ACCOUNT)
+def test_service_accounts_are_those_that_an_administrator_names(spec: dict[str, Any]) -> None:
+    for accounts in ("", "other/*", "lab/worker"):
+        with pytest.raises(ValueError, match=r"SKYPROXY_OPERATOR_SERVICE_ACCOUNTS=lab/(admin|default)"):
+            build(replace(OPTIONS, service_accounts=accounts), **spec)
+    build(replace(OPTIONS, service_accounts="x/y, lab/*"), **spec)
+
+
+@pytest.mark.parametrize("spec", SECRET)
+def test_secrets_can_be_limited_to_some(spec: dict[str, Any]) -> None:
+    build(**spec)
+    build(replace(OPTIONS, secrets="mine,for*"), **spec)
+    for secrets in ("", "mine"):
+        with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_SECRETS=foreign"):
+            build(replace(OPTIONS, secrets=secrets), **spec)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ValueError, match="hostPID") as told:
+        build(serviceAccountName="admin", **template(hostPID=True, hostNetwork=True))
+    assert len(str(told.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        template(containers="x"),
+        template(volumes={"a": 1}),
+        template(securityContext="x"),
+        template(volumes=[{"name": "v", "projected": "x"}]),
+    ],
+)
+def test_nonsense_is_an_error_of_the_template_and_no_crash(spec: dict[str, Any]) -> None:
+    """What still has a pod's form is the API server's to refuse."""
+    try:
+        build(**spec)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+def test_ordinary_pods_and_harmless_templates_pass() -> None:
+    build()
+    build(nodes=2, procsPerNode=2, volumes=[{"name": "cache", "storage": "1Gi", "path": "/cache"}])
+    build(**template(schedulerName="volcano", runtimeClassName="gvisor", topologySpreadConstraints=[]))
+    build(**sidecar())
+    build(replace(OPTIONS, secrets=""), nodes=2)
