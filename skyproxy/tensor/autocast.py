@@ -1,6 +1,7 @@
-"""`torch.autocast("sky")`: the casts that PyTorch makes for CUDA, by the same lists of ops.
+"""`torch.autocast("sky")`: the casts that PyTorch makes for the device of the worker, by the same lists of ops.
 
-They are made above autograd, on the dispatch key that PyTorch keeps for this, so that gradients flow through them.
+PyTorch has one list for CUDA and another one for the CPU, and which one counts is a matter of the tensors' own device.
+The casts are made above autograd, on the dispatch key that PyTorch keeps for this, so that gradients flow through them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.devices import DEVICES
 
 # One string a list, not a list of strings: so a line can be held against PyTorch's own.
 # ruff: noqa: SIM905
@@ -45,7 +47,31 @@ PROMOTE = """
 addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
 
+# Those of ATen/autocast_mode.cpp for the CPU, which is in no header; a test asks PyTorch's dispatcher.
+LOWER_PRECISION_ON_CPU = """
+conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input _convolution.deprecated bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul
+mkldnn_rnn_layer prelu scaled_dot_product_attention _native_multi_head_attention
+""".split()
+FULL_PRECISION_ON_CPU = """
+adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
+cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft
+fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler
+grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss
+linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float
+linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
+linalg_tensorinv linalg_tensorsolve lu_solve _lu_with_info margin_ranking_loss max_pool3d max_unpool2d max_unpool3d
+mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile nanquantile.scalar nll_loss
+nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile quantile.scalar reflection_pad1d
+reflection_pad2d replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center
+svd trace triangular_solve triplet_margin_loss view_as_complex
+""".split()
+PROMOTE_ON_CPU = "cat index_copy stack".split()
+
 _KEY = "AutocastPrivateUse1"
+_after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastPrivateUse1)
 _below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _Without = torch._C._ExcludeDispatchKeyGuard
 _keep: list[torch.library.Library] = []
@@ -91,6 +117,29 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if known is None:
         known = _cache.casts[key] = (value, value.to(dtype))
     return known[1]
+
+
+def kind_of_worker(values: Any) -> str:
+    """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "sky":
+                return str(DEVICES.of(value.device).place[0])
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            return kind_of_worker(value)
+    return "cuda"
+
+
+def _by_worker(op: Any, on_cuda: Callable[..., Any] | None, on_cpu: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The kernel of an op: that of its worker's list, or none, if the op is not in it."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = on_cpu if kind_of_worker((*args, *kwargs.values())) == "cpu" else on_cuda
+        if chosen is None:  # autocast goes on inside: the op may consist of others that are in the list
+            return op.redispatch(keys & _after, *args, **kwargs)
+        return chosen(*args, **kwargs)
+
+    return kernel
 
 
 def _lower(op: Any) -> Callable[..., Any]:
@@ -142,13 +191,14 @@ def _norm(op: Any, with_dtype: Any, count: int) -> Callable[..., Any]:
 def _promote(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _Without(_below):
-            dtype = torch.get_autocast_dtype("sky")
+            dtype = lower = torch.get_autocast_dtype("sky")
             for value in [*args, *kwargs.values()]:
                 for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, torch.Tensor) and item.is_floating_point():
-                        if item.dtype not in (torch.float32, torch.get_autocast_dtype("sky"), torch.float64):
+                    # One after the other, as `at::autocast::prioritize`: behind full precision, any other is welcome.
+                    if _eligible(item) and dtype is not torch.float32:
+                        if item.dtype not in (torch.float32, lower):
                             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-                        dtype = torch.float32 if item.dtype is torch.float32 else dtype
+                        dtype = item.dtype
             named = {name: cast(value, dtype) for name, value in kwargs.items()}
             return op(*cast(args, dtype), **named)
 
@@ -175,6 +225,36 @@ def _overload(name: str) -> Any:
         ) from None
 
 
+def _forms(*lists: tuple[list[str], Callable[[Any], Callable[..., Any]]]) -> dict[str, Callable[..., Any]]:
+    return {name: make(_overload(name)) for names, make in lists for name in names}
+
+
+def _forms_on_cuda() -> dict[str, Callable[..., Any]]:
+    """By op, what CUDA's autocast does."""
+    forms = _forms(
+        (LOWER_PRECISION, _lower),
+        (FULL_PRECISION, _full),
+        (FULL_PRECISION_RESULT, _full_result),
+        (PROMOTE, _promote),
+    )
+    forms.update({name: _norm(_overload(name), _overload(other), count) for name, (other, count) in NORMS.items()})
+    return {**forms, "binary_cross_entropy": _refuse}
+
+
+def _forms_on_cpu() -> dict[str, Callable[..., Any]]:
+    """By op, what the CPU's autocast does, as far as this version of PyTorch has the op in its list."""
+    casts = torch._C._dispatch_has_kernel_for_dispatch_key
+    lists = [
+        ([name for name in names if casts(f"aten::{name}", "AutocastCPU")], make)
+        for names, make in (
+            (LOWER_PRECISION_ON_CPU, _lower),
+            (FULL_PRECISION_ON_CPU, _full),
+            (PROMOTE_ON_CPU, _promote),
+        )
+    ]
+    return _forms(*lists)
+
+
 def install() -> None:
     """Registers the casts, and a cache that is emptied where PyTorch empties its own.
 
@@ -184,17 +264,10 @@ def install() -> None:
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
     library = torch.library.Library("aten", "IMPL")
-    for names, make in (
-        (LOWER_PRECISION, _lower),
-        (FULL_PRECISION, _full),
-        (FULL_PRECISION_RESULT, _full_result),
-        (PROMOTE, _promote),
-    ):
-        for name in names:
-            library.impl(name, make(_overload(name)), _KEY)
-    for name, (other, count) in NORMS.items():
-        library.impl(name, _norm(_overload(name), _overload(other), count), _KEY)
-    library.impl("binary_cross_entropy", _refuse, _KEY)
+    on_cuda, on_cpu = _forms_on_cuda(), _forms_on_cpu()
+    for name in {**on_cuda, **on_cpu}:
+        kernel = _by_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
+        library.impl(name, kernel, _KEY, with_keyset=True)
     _keep.extend((others, library))
     if not hasattr(torch, "clear_autocast_cache"):
         raise ConfigurationError(f"torch {torch.__version__} has no torch.clear_autocast_cache")
