@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.waiters import Waiter
 
 PATIENCE_SECONDS = 1.0
@@ -150,8 +151,10 @@ class Watch:
                     self._shown = False
                     return
             self._bar.update(*self._figures())
-        except Exception:  # a transfer must not fail because of its picture
+        except Exception as error:  # a transfer must not fail because of its picture
             self._shown = False
+            if raised_by_handler(error):
+                raise
 
     def close(self) -> None:
         """Removes the bar; idempotent."""

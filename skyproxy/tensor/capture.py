@@ -17,12 +17,12 @@ from typing import Any
 
 from skyproxy import torch_codec
 from skyproxy.errors import CaptureError, SessionLostError
+from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Sequence
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
-from skyproxy.tensor.engine import shielded
 
 _UNLIMITED = 1 << 62
 _numbers = itertools.count(1)

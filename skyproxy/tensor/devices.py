@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.interrupts import shielded
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.engine import install_engine, shielded
+from skyproxy.tensor.engine import install_engine
 from skyproxy.torch_modes import USUAL, Record
 
 if TYPE_CHECKING:

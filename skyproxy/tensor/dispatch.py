@@ -15,12 +15,12 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
+from skyproxy.interrupts import shielded
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
 from skyproxy.tensor.capture import check_reshaped
 from skyproxy.tensor.copies import upload
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
-from skyproxy.tensor.engine import be_careful, shielded
 from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.metadata import Meta, meta_of
@@ -509,7 +509,6 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
     were registered for the device."""
-    be_careful()
     return record(plan_of(func), func, args, kwargs)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import DEVICES, SkyDevice
-from skyproxy.tensor.engine import shielded
 from skyproxy.torch_modes import MODES, Record, note_flush_denormal, record_of, values_in_force
 
 _lock = threading.RLock()

@@ -7,7 +7,6 @@ all the care it needs; both must build the same keys.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import sys
 from heapq import heappop
 from operator import attrgetter
@@ -18,7 +17,6 @@ import torch
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.dispatch import FOREIGN, learn, new_tensors, record
-from skyproxy.tensor.engine import CarefulHandler, be_careful
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.torch_codec import encode_description
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from skyproxy.tensor.devices import Handle
     from skyproxy.tensor.metadata import Meta
 
-_handler_of = _signal.getsignal
-_CTRL_C = 2
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _getframe = sys._getframe
 _in_inference_mode = torch.is_inference_mode_enabled
@@ -75,8 +71,6 @@ def taken_at_once(items: list[Any]) -> tuple[Handle, tuple[Meta, ...], list[int]
 
 def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__` of remote tensors."""
-    if type(_handler_of(_CTRL_C)) is not CarefulHandler:
-        be_careful()
     try:
         plan = func._sky_plan
     except AttributeError:

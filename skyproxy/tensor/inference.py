@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_codec
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
@@ -317,7 +318,9 @@ def _infer_by_fake(call: Call) -> Entry | None:
             kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
             result = call.plan.func(*args, **kwargs)
             return _entry_of(call, result, fakes)
-    except Exception:
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
         return None
     finally:
         _quiet.state.inferring = False

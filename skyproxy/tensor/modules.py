@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.transfers import together
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.devices import DEVICES
@@ -85,8 +86,10 @@ class Crossing:
         gradient, parameter.grad = parameter.grad, None
         try:
             exchange(parameter, torch.nn.Parameter(result, parameter.requires_grad))
-        except RuntimeError:
+        except RuntimeError as error:
             parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
+            if raised_by_handler(error):
+                raise
             return False
         if gradient is not None:
             moved = self.function(gradient)

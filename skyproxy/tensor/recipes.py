@@ -8,7 +8,6 @@ saved. It is for functions that are known to be such, see `skyproxy.integrations
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found,unused-ignore]  # `signal` wraps each call in slow conversions
 import contextlib
 import functools
 import inspect
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.devices import SkyDevice
-from skyproxy.tensor.engine import CarefulHandler, be_careful, shielded
 from skyproxy.tensor.metadata import Meta
 from skyproxy.tensor.plans import plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
@@ -38,8 +37,6 @@ _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.maybe_current_level
 _in_inference_mode = torch.is_inference_mode_enabled
-_handler_of = _signal.getsignal
-_CTRL_C = 2
 
 
 class _NoRecipeError(Exception):
@@ -215,8 +212,6 @@ class ByRecipe:
             arguments: all that it depends on: remote tensors and constants.
             kind: what else.
         """
-        if type(_handler_of(_CTRL_C)) is not CarefulHandler:
-            be_careful()
         device = None
         key = [self, kind, _in_inference_mode()]
         slots: list[int] = []

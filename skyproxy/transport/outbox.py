@@ -15,6 +15,7 @@ from operator import call
 from queue import SimpleQueue
 from threading import get_ident
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.transport.stream import Stream
@@ -107,7 +108,8 @@ class Outbox:
             finally:
                 self._busy = nested
         except OSError as exc:
-            self._fail(exc)
+            if not raised_by_handler(exc):
+                self._fail(exc)
             raise
         finally:
             if held:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from skyproxy.errors import ConfigurationError, ProtocolError, SessionLostError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import framing
 from skyproxy.protocol.connection import Connection, State
 from skyproxy.protocol.messages import CLIENT, Buffer, Goodbye, Message
@@ -81,6 +82,8 @@ class WebSocketTransport(Transport):
                 raise self._lost() from None
             raise
         except OSError as exc:
+            if raised_by_handler(exc):
+                raise
             raise self._lost(exc) from exc
 
     def _frame(self, parts: list[Buffer]) -> Frame:

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import skyproxy
+from skyproxy import interrupts
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.tensor.devices import DEVICES
-from skyproxy.tensor.engine import CarefulHandler
 from tests.integration.programs import environment, run_program, started, succeed, wait_for, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
@@ -494,7 +494,7 @@ class Storm:
     def end(self) -> None:
         self._over.set()
         self._thread.join()
-        while CarefulHandler.put_off:  # a strike that is still to come would hit somebody else
+        while interrupts.deferred:  # a strike that is still to come would hit somebody else
             time.sleep(0.001)
 
 

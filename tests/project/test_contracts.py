@@ -18,6 +18,7 @@ SHARED_WITH_SERVER = {
     "errors",
     "extras",
     "import_watcher",
+    "interrupts",
     "payloads",
     "protocol",
     "runtime",

@@ -1,4 +1,4 @@
-"""Ctrl-C at any bytecode of a send leaves a perfect stream."""
+"""A signal at any bytecode of a send leaves a perfect stream, whatever its handler raises."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from skyproxy.errors import SessionLostError
+from skyproxy.interrupts import DeferringSignalHandler
 from skyproxy.protocol.connection import BULK
 from skyproxy.protocol.messages import Batch, Buffer, Chunk, Message, Sequence
 from skyproxy.settings import Settings
@@ -26,9 +27,10 @@ PATIENT = Settings(close_timeout_seconds=20.0)
 
 
 class Storm:
-    """Raises KeyboardInterrupt in the main thread, again and again at random times."""
+    """Raises an error in the main thread, again and again at random times."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
         self.strikes = 0
         self._random = random.Random(1)
         self._raging = False
@@ -37,18 +39,18 @@ class Storm:
         if self._raging:
             self.strikes += 1
             self._raging = False
-            raise KeyboardInterrupt
+            raise self.error
 
     def attempt(self, action: Callable[[], object]) -> bool:
         """Whether `action` came to its end before lightning struck."""
-        signal.signal(signal.SIGALRM, self._strike)
+        signal.signal(signal.SIGALRM, DeferringSignalHandler(self._strike))
         delay = self._random.choice((2e-6, 1e-5, 3e-5, 1e-4, 1e-3)) * self._random.random() + 1e-6
         try:
             self._raging = True
             signal.setitimer(signal.ITIMER_REAL, delay)
             action()
             self._raging = False
-        except KeyboardInterrupt:
+        except self.error:
             return False
         finally:
             self._raging = False
@@ -56,10 +58,11 @@ class Storm:
         return True
 
 
-@pytest.fixture
-def storm() -> Iterator[Storm]:
+# What an alarm raises is often a TimeoutError, which is an OSError, as a lost connection is.
+@pytest.fixture(params=[KeyboardInterrupt, TimeoutError])
+def storm(request: pytest.FixtureRequest) -> Iterator[Storm]:
     before = signal.getsignal(signal.SIGALRM)
-    yield Storm()
+    yield Storm(request.param)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 

@@ -1,0 +1,244 @@
+"""Signals and errors that come from outside, kept out of the C++ that cannot carry them.
+
+C++ asks our guard for the type of its devices while it builds and walks the autograd graph, in functions that must not
+throw: a Python error there ends the process. Such errors have three sources.
+
+- One is set already, because an op or a hook raised in backward. It is parked, and `run_backward` raises it again.
+- Something strikes inside of the method that answers: a signal's handler, `PyThreadState_SetAsyncExc`, a tracer. So
+  that method has no Python code: `constant_for_cpp` makes it of objects that are implemented in C.
+- A signal's handler runs between the look-up of the method and its call, where pybind11 makes a string. So handlers are
+  wrapped, all of them, where `signal.signal` sets them; a wrapped one that is called there strikes a moment later.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found,unused-ignore]
+import _thread
+import ctypes
+import dis
+import operator
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+_RETRY_SECONDS = 0.001
+_FOREVER = sys.maxsize
+_F = TypeVar("_F", bound=Callable[..., Any])
+_shielded: set[CodeType] = set()
+
+
+def shielded(function: _F) -> _F:
+    """Defer the handlers of signals while this function, or what it calls, runs. For short functions."""
+    _shielded.add(function.__code__)
+    return function
+
+
+# --- answers to C++ --------------------------------------------------------------------------------------------------
+
+_error_was_set: Any = (ctypes.c_void_p * 3)()
+"""What `PyErr_Fetch` took last: type, value and traceback, each an owned reference or null."""
+
+_parked: deque[tuple[int, bytes]] = deque()
+"""Errors that were set when C++ asked: the thread, and a copy of `_error_was_set`."""
+
+_answers: list[tuple[repeat[Any], repeat[Any]]] = []
+"""For each constant, an iterator that moves with its look-ups, and one that moves with the calls that end them."""
+
+_restore = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)(("PyErr_Restore", ctypes.pythonapi))
+
+
+def constant_for_cpp(answer: Any) -> property:
+    """Make a method that gives C++ a constant, has no Python frame, and parks the error that is set, if one is.
+
+    Iterators take the place of statements: `next(map(f, *sources))` is a call of `f` on the next of each source, wholly
+    in C. The look-up comes first and must take the error away first, since the interpreter lets no call of a C function
+    succeed while an error is set.
+    """
+    fields = [ctypes.byref(_error_was_set, i * ctypes.sizeof(ctypes.c_void_p)) for i in range(3)]
+    asked, told = repeat(fields[0], _FOREVER), repeat(answer, _FOREVER)
+    tell = partial(next, told)
+    copies = zip(iter(_thread.get_ident, None), map(bytes, repeat(_error_was_set)), strict=False)
+    nothing: dict[Any, Any] = {}
+    # `append` gives None, and what `nothing` has for it is `tell`.
+    tell_after_parking = map(nothing.get, map(_parked.append, copies), repeat(tell))
+
+    class ByErrorType(dict[Any, Any]):
+        __missing__ = staticmethod(partial(next, tell_after_parking))  # not None: there is an error
+
+    choose = ByErrorType({None: tell}).__getitem__
+    chosen = map(choose, map(operator.getitem, repeat(_error_was_set), repeat(0)))
+    fetch = ctypes.PYFUNCTYPE(partial(next, chosen))(("PyErr_Fetch", ctypes.pythonapi))  # type: ignore[arg-type]
+    _answers.append((asked, told))
+    return property(partial(next, map(fetch, asked, repeat(fields[1]), repeat(fields[2]))))
+
+
+def take_parked_error() -> BaseException | None:
+    """Take the errors that this thread has parked; give the first of them."""
+    first: BaseException | None = None
+    if _parked:
+        this_thread = _thread.get_ident()
+        for entry in [entry for entry in list(_parked) if entry[0] == this_thread]:
+            _parked.remove(entry)
+            try:
+                _restore(*(ctypes.c_void_p * 3).from_buffer_copy(entry[1]))
+            except BaseException as error:
+                if first is None:
+                    trace = error.__traceback__
+                    first = error.with_traceback(trace.tb_next if trace is not None else None)
+    return first
+
+
+# --- handlers of signals ---------------------------------------------------------------------------------------------
+
+deferred: set[int] = set()
+"""The signals that wait to strike again."""
+
+
+class DeferringSignalHandler:
+    """A handler that never raises where that would end the process or lose a slot, and is `inner` otherwise."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Callable[[int, FrameType | None], Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        if not _is_safe(frame):
+            _defer(number)
+            return None
+        try:
+            return self.inner(number, frame)
+        except BaseException as error:
+            error._skyproxy_struck = True  # type: ignore[attr-defined]
+            raise
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Tell whether the handler of a signal raised this, and not what it struck: `TimeoutError` is an `OSError`."""
+    return getattr(error, "_skyproxy_struck", False)
+
+
+def _is_safe(frame: FrameType | None) -> bool:
+    """Tell whether a handler may raise, where this is the frame that the signal found."""
+    for asked, told in _answers:
+        if operator.length_hint(asked) != operator.length_hint(told):
+            return False
+    while frame is not None:
+        if frame.f_code in _shielded:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _defer(number: int) -> None:
+    if number in deferred:
+        return
+    deferred.add(number)
+    try:
+        _thread.start_new_thread(_strike_again, (number,))
+    except RuntimeError:  # the interpreter ends, or the system gives no thread; to raise here would be worse
+        deferred.discard(number)
+
+
+def _strike_again(number: int) -> None:
+    time.sleep(_RETRY_SECONDS)
+    try:
+        deferred.remove(number)
+    except KeyError:
+        return  # it has struck since
+    if callable(_signal.getsignal(number)):  # else its default could end the process, which the first strike did not
+        if hasattr(signal, "pthread_kill"):
+            # A true signal, for it must end waits as well.
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        else:
+            _thread.interrupt_main(signal.Signals(number))
+
+
+def _does_nothing(handler: Any) -> bool:
+    """Tell whether a handler is an empty function, as those of event loops are, which read the wake-up descriptor.
+
+    Such a one never raises; and were it deferred, the loop would read its signal twice.
+    """
+    if type(handler) is not FunctionType:
+        return False
+    names = {instruction.opname for instruction in dis.get_instructions(handler)}
+    return names <= {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+
+
+def _wrapped(handler: Any) -> Any:
+    if not callable(handler) or isinstance(handler, DeferringSignalHandler) or _does_nothing(handler):
+        return handler
+    return DeferringSignalHandler(handler)
+
+
+def _unwrapped(handler: Any) -> Any:
+    return handler.inner if isinstance(handler, DeferringSignalHandler) else handler
+
+
+class _WrappingSignals(ModuleType):
+    """Python's C module of signals, which `signal.signal` and `signal.getsignal` call; those two see no wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__(_signal.__name__, _signal.__doc__)
+        for name, value in vars(_signal).items():
+            setattr(self, name, value)
+        self.signal = self._set
+        self.getsignal = self._get
+
+    @staticmethod
+    def _set(number: int, handler: Any) -> Any:
+        before = _signal.getsignal(number) if number in deferred else None
+        if isinstance(before, DeferringSignalHandler):
+            deferred.discard(number)
+            before(number, sys._getframe(1))  # it came under this handler, and is not to find the next one
+        return _unwrapped(_signal.signal(number, _wrapped(handler)))
+
+    @staticmethod
+    def _get(number: int) -> Any:
+        return _unwrapped(_signal.getsignal(number))
+
+
+class _WrapOnMainThread:
+    """Wraps the handlers that are set already; only the main thread may. C asks for the truth of this, and calls it."""
+
+    done = False
+
+    def __bool__(self) -> bool:
+        struck: BaseException | None = None
+        for number in range(1, _signal.NSIG):
+            try:
+                handler = _signal.getsignal(number)
+                wrapped = _wrapped(handler)
+                if wrapped is not handler:
+                    _signal.signal(number, wrapped)
+            except BaseException as error:  # of a handler that struck meanwhile; the others are still to be wrapped
+                struck = error
+        self.done = True
+        if struck is not None:
+            raise struck
+        return False  # "no error", as `Py_AddPendingCall` understands it
+
+
+_wrap_on_main_thread = _WrapOnMainThread()
+
+
+def install_signal_guard() -> None:
+    """Wrap all handlers of signals, those that are set now and those that will be; idempotent."""
+    if not isinstance(vars(signal)["_signal"], _WrappingSignals):
+        vars(signal)["_signal"] = _WrappingSignals()
+        os.register_at_fork(after_in_child=deferred.clear)  # the threads that would have struck are not there
+    if _wrap_on_main_thread.done:
+        return
+    if threading.current_thread() is threading.main_thread():
+        bool(_wrap_on_main_thread)
+    else:
+        add, is_true = ctypes.pythonapi.Py_AddPendingCall, ctypes.pythonapi.PyObject_IsTrue
+        add(ctypes.cast(is_true, ctypes.c_void_p), ctypes.py_object(_wrap_on_main_thread))
