@@ -65,6 +65,7 @@ class Call:
 
     Attributes:
         device: the device it runs on.
+        has_values: whether a CPU tensor travels as a value.
         key: what the shape of its results depends on.
         wire: the operands that travel, without the op's number and the results' slots.
         templates: how the worker puts the operands together again.
@@ -72,12 +73,24 @@ class Call:
         tensors: the remote tensors among the arguments, in order.
     """
 
-    __slots__ = ("args", "device", "key", "keyword_templates", "kwargs", "plan", "templates", "tensors", "wire")
+    __slots__ = (
+        "args",
+        "device",
+        "has_values",
+        "key",
+        "keyword_templates",
+        "kwargs",
+        "plan",
+        "templates",
+        "tensors",
+        "wire",
+    )
 
     def __init__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.plan = plan
         self.args = args
         self.kwargs = kwargs
+        self.has_values = False
         self.tensors: list[RemoteTensor] = []
         self.device = self._find_device()
         self.key: list[Any] = [plan]
@@ -161,6 +174,7 @@ class Call:
 
         What the op writes is no value: the worker would change a copy.
         """
+        self.has_values = True
         if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
             self.key.append(("host", a.dtype, len(a)))
             self.wire.append(a.tolist())

@@ -170,7 +170,7 @@ def infer(call: Call) -> Entry | None:
     """What the results of `call` look like; None where only the worker can tell."""
     if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
         return None
-    if call.plan.rule is not None:
+    if call.plan.rule is not None and not call.has_values:  # rules know of remote tensors and of numbers
         found = call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))

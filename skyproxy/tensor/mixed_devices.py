@@ -16,7 +16,6 @@ from skyproxy.tensor.plans import Plan
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
 _COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 _TAKEN_AS_NUMBERS = {
     "aten::fill_.Tensor": "value",
@@ -24,6 +23,17 @@ _TAKEN_AS_NUMBERS = {
     "aten::_index_put_impl_": "values",
 }
 """The argument of each op that every device reads as a number, whatever device it is on, if it has no dimensions."""
+
+
+_TAKEN_APART = frozenset(
+    "aten::" + name
+    for name in (
+        *("fill.Tensor", "index_fill.int_Tensor", "index_put", "index_put_", "resize_as_"),
+        *("linspace.Tensor_Tensor_out", "linspace.Tensor_Scalar_out", "linspace.Scalar_Tensor_out"),
+        *("logspace.Tensor_Tensor_out", "logspace.Tensor_Scalar_out", "logspace.Scalar_Tensor_out"),
+    )
+)
+"""Ops of which PyTorch has one kernel for all devices, made of ops that work across devices."""
 
 
 class MixedDevicesError(RuntimeError):
@@ -54,7 +64,7 @@ def run_across_devices(
         args, kwargs, found = _with_number_here(plan, args, kwargs, name)
         if found:
             return func(*args, **kwargs)
-    if _has_kernel(plan.name, "CompositeExplicitAutograd"):
+    if plan.for_each or plan.name in _TAKEN_APART:
         return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
     raise RuntimeError(str(error)) from None
 

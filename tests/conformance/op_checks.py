@@ -69,13 +69,13 @@ class Tally:
         except Exception as error:
             text = " ".join(str(error).split())
             self.problems.append(f"{what}: {type(error).__name__}: {text[:300]}")
-            _settle()
+            settle()
             return None
         self.problems += [f"{what}: {difference}" for difference in differences]
         return result, expected
 
 
-def _settle() -> None:
+def settle() -> None:
     """Takes errors that are still under way, so that the next sample starts clean."""
     for _ in range(20):
         try:

@@ -124,6 +124,63 @@ def test_a_list_of_several_devices_is_taken_item_by_item(sky: str, sky1: str) ->
     assert [item.tolist() for item in result] == [[8.0, 8.0]] * 3
 
 
+def _foreach_writes() -> list[Any]:
+    """Every op on lists that changes its first one, with an argument for each of the others that it must have."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if not name.startswith("aten::_foreach_") or not name.partition(".")[0].endswith("_"):
+            continue
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        kinds = [str(a.type) for a in op._schema.arguments if not a.has_default_value()]
+        if any("Tensor" in kind for kind in kinds[1:]):
+            found.append(pytest.param(op, kinds[1:], id=name))
+    return found
+
+
+@pytest.mark.parametrize(("op", "kinds"), _foreach_writes())
+def test_a_list_of_cpu_tensors_is_written_with_remote_operands_or_refused(sky1: str, op: Any, kinds: list[str]) -> None:
+    def arguments(place: str) -> list[Any]:
+        number = torch.tensor(0.5, device=place)
+        # The factors of addcmul and addcdiv are in a tensor that is on the CPU on every device.
+        given = {"List[Tensor]": [number], "Tensor": torch.tensor([0.5]) if "addc" in op.name() else number}
+        return [given.get(kind, [0.5] if kind.startswith("List") else 0.5) for kind in kinds]
+
+    for shape in ((), (2,)):
+        before = torch.full(shape, 2.0)
+        local, target = [before.clone()], [before.clone()]
+        op(local, *arguments("cpu"))
+        refused = ""
+        try:
+            op(target, *arguments(sky1))
+        except RuntimeError as error:
+            refused = str(error)
+        assert torch.equal(target[0], before if refused else local[0])
+        assert not refused or _MISMATCH in refused
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0, dtype=torch.float64), torch.tensor(2), torch.tensor(True)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bool])
+def test_a_value_promotes_as_a_tensor_does(sky1: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+    local = torch.ones(3, dtype=dtype)
+    for _ in range(2):
+        for function in (torch.add, torch.mul, torch.true_divide, torch.maximum, lambda a, b: torch.where(a > 0, a, b)):
+            ours, theirs = function(local.to(sky1), value), function(local, value)
+            assert ours.dtype is theirs.dtype
+            assert torch.equal(ours.cpu(), theirs)
+            ours, theirs = function(value, local.to(sky1)), function(value, local)
+            assert ours.dtype is theirs.dtype
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def test_a_cpu_tensor_without_dimensions_where_a_rule_tells_the_shape(sky1: str) -> None:
+    x = torch.arange(4.0, device=sky1)
+    for _ in range(2):
+        assert torch.index_select(x, 0, torch.tensor(2)).tolist() == [2.0]
+        with pytest.raises(RuntimeError, match=_MISMATCH):
+            torch.index_select(torch.arange(4.0), 0, torch.tensor([2], device=sky1))
+
+
 def test_a_cpu_tensor_without_dimensions_that_is_only_read_is_a_value(sky1: str) -> None:
     x, value = torch.ones(3, device=sky1), torch.tensor(2.0)
     assert x.add_(value).tolist() == [3.0, 3.0, 3.0]
