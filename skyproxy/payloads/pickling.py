@@ -22,6 +22,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
+from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value
 from skyproxy.protocol.messages import Buffer
 from skyproxy.torch_codec import Description
@@ -140,6 +141,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # `torch.ops`, the lazy modules of transformers: cloudpickle knows plain modules only.
             if sys.modules.get(obj.__name__) is obj or sys.modules.get(getattr(obj.__spec__, "name", "")) is obj:
                 return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, BaseException):
+            reduced = reduce_exception(obj)
+            if reduced is not NotImplemented:
+                return reduced
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and not self._by_value and isinstance(obj, types.FunctionType):
             self._by_value = obj.__qualname__

@@ -20,7 +20,7 @@ from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.extras import install_command
 from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
-from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image
 from skyproxy.providers.processes import identity_of, is_alive
@@ -124,8 +124,9 @@ class AWS:
             raise ConfigurationError(
                 "AWS() runs no container images. Describe the software: Image(pip=[...], apt=[...])."
             )
+        refuse_options("AWS()", spec.options)
         image = spec.image or Image()
-        wanted = {"keep": spec.keep, "volumes": spec.volumes, "Image(includes)": image.includes, **spec.options}
+        wanted = {"keep": spec.keep, "volumes": spec.volumes, "Image(includes)": image.includes}
         cannot = [str(name) for name, value in wanted.items() if value]
         if cannot:
             raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -50,6 +51,31 @@ class Volume:
         return given
 
 
+COMPUTE_ARGUMENTS = (
+    "name",
+    "provider",
+    "accelerator",
+    "nodes",
+    "procs_per_node",
+    "vcpus",
+    "memory_gb",
+    "resources",
+    "image",
+    "plugins",
+    "volumes",
+    "env",
+    "concurrency",
+    "retry",
+    "timeout",
+    "idle_timeout",
+    "max_lifetime",
+    "keep",
+    "on_event",
+    "progress",
+)
+"""What every provider understands, in the order of `Compute`."""
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """The workers that a provider is asked for.
@@ -88,6 +114,24 @@ class WorkerSpec:
     def world_size(self) -> int:
         """Worker processes in all."""
         return self.nodes * self.procs_per_node
+
+
+def refuse_options(provider: str, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that neither a `Compute` nor its provider knows: a misspelt one must not be ignored.
+
+    Args:
+        provider: as users write it, such as "Local()".
+        options: what was given beside the arguments of a `Compute`.
+
+    Raises:
+        ConfigurationError: there are any; with the nearest argument that exists.
+    """
+    for name in options:
+        near = difflib.get_close_matches(name, COMPUTE_ARGUMENTS, n=1)
+        meant = f" Did you mean {near[0]}=?" if near else ""
+        raise ConfigurationError(
+            f"neither Compute(...) nor {provider} has an argument {name}=.{meant} See help(skyproxy.Compute)."
+        )
 
 
 @dataclass(frozen=True)

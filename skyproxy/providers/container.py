@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
-from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
@@ -68,8 +68,7 @@ class Container:
         """Builds the image where it is not there yet, and starts all containers; see `Provider.launch`."""
         if spec.keep:
             raise ConfigurationError("containers of Container() end with this program, so keep=True cannot be had.")
-        if spec.options:
-            raise ConfigurationError(f"Container() does not know {', '.join(map(str, spec.options))}.")
+        refuse_options("Container()", spec.options)
         cli = await self._checked_cli()
         gpus = spec.accelerator is not None or int(spec.resources.get(_GPU, 0)) > 0
         image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
-from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.environments import Environment, EnvironmentStore, own_environment_satisfies
 from skyproxy.providers.image import Image
 from skyproxy.providers.together import together
@@ -65,6 +65,7 @@ class Local:
         return workers
 
     def _checked(self, spec: WorkerSpec, report: Report) -> Image:
+        refuse_options("Local()", spec.options)
         if isinstance(spec.image, str):
             raise ConfigurationError(
                 f"Local() runs processes of this machine, not the container image {spec.image!r}. "
@@ -88,6 +89,11 @@ class Local:
         present = count_accelerators() if self.device != "cpu" else 0
         if spec.accelerator is not None and present == 0:
             told = f"this machine has no CUDA device; the workers compute on its CPU, not on {spec.accelerator}."
+            logger.warning("skyproxy: %s", told)
+            report(Progress("provisioning", None, told))
+        devices = ", ".join(f"{name}={amount}" for name, amount in spec.resources.items() if "/" in name)
+        if devices:
+            told = f"Local() gives its workers what this machine has, and ignores resources: {devices}."
             logger.warning("skyproxy: %s", told)
             report(Progress("provisioning", None, told))
         return image

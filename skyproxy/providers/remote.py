@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
-from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
+from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.image import Image
 
 TOKEN_VARIABLE = "SKYPROXY_TOKEN"
@@ -75,6 +75,7 @@ class Remote:
                 f"Remote() has {len(self.urls)} urls, and nodes={spec.nodes} with procs_per_node={spec.procs_per_node} "
                 f"needs {spec.world_size}. Leave nodes= out, or give as many urls."
             )
+        refuse_options("Remote()", spec.options)
         image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
         cannot = {
             "image": image.base,
@@ -85,7 +86,6 @@ class Remote:
             "volumes": spec.volumes,
             "idle_timeout": spec.idle_timeout_seconds,
             "max_lifetime": spec.max_lifetime_seconds,
-            **{str(key): value for key, value in spec.options.items()},
         }
         wanted = [name for name, value in cannot.items() if value]
         if wanted:
