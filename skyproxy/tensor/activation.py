@@ -42,6 +42,7 @@ def activate() -> None:
             special_ops,
             state_dicts,
             storage,
+            streams,
             undivided,
             values,
         )
@@ -61,6 +62,7 @@ def activate() -> None:
         generators.install()
         autocast.install()
         host.install()
+        streams.install()
         global_modes.install()
         graphs.install()
         dynamo.install()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from skyproxy.session.session import Session
-from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.devices import DEVICES, SkyDevice
 
 DeviceLike = torch.device | str | int | None
 _CREATED_IN = os.getpid()
@@ -48,12 +47,12 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """The index that `torch.device("sky")` without a number means."""
+    """The index that `torch.device("sky")` without a number means to this thread; each begins with 0."""
     return DEVICES.current
 
 
 def set_device(device: DeviceLike) -> None:
-    """Makes `device` the one that "sky" without a number means. A negative index changes nothing."""
+    """Makes `device` the one that "sky" without a number means to this thread. A negative index changes nothing."""
     index = device if isinstance(device, int) else torch.device(device).index if device is not None else None
     if index is not None and index >= 0:
         DEVICES.current = index
@@ -273,121 +272,6 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
     """Replaces the states of all devices' generators."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
-
-
-# --- streams and events ----------------------------------------------------------------------------------------------
-
-
-class Event:
-    """A point in the order of execution on the worker.
-
-    Args:
-        enable_timing: whether `elapsed_time` will be asked for.
-    """
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        if interprocess:
-            raise ValueError("sky events cannot be shared between processes")
-        self._timing = enable_timing
-        self._handle: Handle | None = None
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Records the event behind everything recorded so far; does not wait."""
-        chosen = DEVICES.of(stream.device if stream is not None else None)
-        handle = chosen.new_handle(None)
-        chosen.session.do("record_event", handle.slot, chosen.place, self._timing)
-        self._handle = handle
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Makes a stream wait for the event. Streams of one device are one, so there is nothing to do."""
-
-    def query(self) -> bool:
-        """Whether the worker has come past the event."""
-        return self._handle is None or bool(self._call("query_event", self._handle.slot))
-
-    def synchronize(self) -> None:
-        """Waits until the worker has come past the event."""
-        if self._handle is not None:
-            self._call("wait_event", self._handle.slot)
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds on the worker between this event and `end_event`.
-
-        Raises:
-            RuntimeError: one of them was not recorded, or was made without `enable_timing=True`.
-        """
-        if self._handle is None or end_event._handle is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        if not (self._timing and end_event._timing):
-            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
-        if self._handle.device.session is not end_event._handle.device.session:
-            raise RuntimeError("Events of different workers have no common clock.")
-        return float(self._call("elapsed_milliseconds", self._handle.slot, end_event._handle.slot))
-
-    def _call(self, name: str, *slots: int) -> Any:
-        assert self._handle is not None
-        return self._handle.device.session.call(name, *slots)
-
-
-class Stream:
-    """The one stream of a device: operations run in the order in which they were recorded.
-
-    Code written for several CUDA streams runs unchanged, and in order.
-    """
-
-    def __init__(self, device: DeviceLike = None, priority: int = 0, **unused: Any) -> None:
-        self.device = DEVICES.of(device).torch_device
-        self.priority = priority
-
-    def synchronize(self) -> None:
-        """Waits until everything recorded is done."""
-        synchronize(self.device)
-
-    def query(self) -> bool:
-        """Whether everything recorded is done; waits, since only the worker knows."""
-        self.synchronize()
-        return True
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Records an event, a new one unless given."""
-        event = event if event is not None else Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        """Nothing to do: order is kept anyway."""
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Nothing to do: order is kept anyway."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.device == self.device
-
-    def __hash__(self) -> int:
-        return hash(("sky stream", self.device))
-
-    def __repr__(self) -> str:
-        return f"<torch.sky.Stream device={self.device}>"
-
-
-def current_stream(device: DeviceLike = None) -> Stream:
-    """The stream of a device."""
-    return Stream(device)
-
-
-default_stream = current_stream
-
-
-def set_stream(stream: Stream) -> None:
-    """Makes the stream's device the current one."""
-    set_device(stream.device)
-
-
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Makes the stream's device the current one inside a `with` block."""
-    with device(stream.device if stream is not None else -1):
-        yield
 
 
 # --- what goes over the wire -----------------------------------------------------------------------------------------

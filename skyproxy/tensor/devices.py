@@ -129,13 +129,19 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
     return DeviceHandle
 
 
+class _CurrentDevice(threading.local):
+    """The number of a thread's current device, as on CUDA: each thread begins with 0."""
+
+    index = 0
+
+
 class Devices:
     """All `sky` devices of this process, by number."""
 
     def __init__(self) -> None:
         self._devices: list[SkyDevice] = []
         self._lock = threading.RLock()
-        self._current = 0
+        self._current = _CurrentDevice()
         self.start_default: Callable[[], object] | None = None
         """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
@@ -165,7 +171,7 @@ class Devices:
         if not self._devices:
             self._start()
         if index is None or index < 0:
-            index = self._current
+            index = self._current.index
         try:
             return self._devices[index]
         except IndexError:
@@ -193,18 +199,19 @@ class Devices:
 
     @property
     def current(self) -> int:
-        return self._current
+        """The number of this thread's current device."""
+        return self._current.index
 
     @current.setter
     def current(self, index: int) -> None:
         self.at(index)
-        self._current = index
+        self._current.index = index
 
     def forget_all(self) -> None:
         """Numbers start anew; tensors of the old devices keep failing with the reason why their session ended."""
         with self._lock:
             self._devices = []
-            self._current = 0
+            self._current = _CurrentDevice()
 
     def check_sessions(self, *devices: SkyDevice) -> None:
         """Raise the reason if the session of one of the devices is over; its number may have been given anew.

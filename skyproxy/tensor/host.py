@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor import device_module
+from skyproxy.tensor import device_module, streams
 from skyproxy.tensor.devices import DEVICES
 
 _keep: list[torch.library.Library] = []
-_PRIVATE_USE_1 = 20  # c10::DeviceType::PrivateUse1
 
 
 # --- pinned memory ---------------------------------------------------------------------------------------------------
@@ -57,10 +56,6 @@ def _exchange_device(index: int) -> int:
     return before
 
 
-def _stream(index: int) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=index, device_type=_PRIVATE_USE_1)
-
-
 def _device_stats(index: int) -> dict[str, Any]:
     """What `torch.accelerator.memory_stats` flattens."""
     row = device_module.memory_stats(index)
@@ -83,7 +78,8 @@ _ACCELERATOR = {
     "_accelerator_exchangeDevice": _exchange_device,
     "_accelerator_maybeExchangeDevice": _exchange_device,
     "_accelerator_synchronizeDevice": device_module.synchronize,
-    "_accelerator_getStream": _stream,
+    "_accelerator_getStream": streams.current_stream,
+    "_accelerator_setStream": streams.set_stream,
     "_accelerator_getDeviceCapability": _capability,
     "_accelerator_isAllocatorInitialized": device_module.is_initialized,
     "_accelerator_emptyCache": device_module.empty_cache,

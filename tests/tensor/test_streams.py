@@ -1,0 +1,146 @@
+"""Streams and events belong to the device that was asked for; each thread has a current device of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def first_device(sky: str) -> Iterator[None]:
+    yield
+    torch.sky.set_stream(torch.sky.default_stream(1))
+    torch.sky.set_device(sky)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function gives in a thread that is new."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+MAKERS: dict[str, Callable[[], torch.Stream]] = {
+    "torch.Stream(device)": lambda: torch.Stream(device="sky:1"),
+    "torch.Stream(torch.device)": lambda: torch.Stream(torch.device("sky:1")),
+    "torch.Stream(number)": lambda: torch.Stream(1),
+    "torch.Stream of parts": lambda: torch.Stream(stream_id=7, device_index=1, device_type=20),
+    "torch.sky.Stream": lambda: torch.sky.Stream("sky:1"),
+    "torch.sky.current_stream": lambda: torch.sky.current_stream("sky:1"),
+    "torch.accelerator.current_stream": lambda: torch.accelerator.current_stream(1),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_stream_is_on_the_device_that_was_asked_for(name: str, sky1: str) -> None:
+    stream = MAKERS[name]()
+    assert isinstance(stream, torch.Stream)
+    assert (stream.device, stream.device_index) == (torch.device(sky1), 1)
+    stream.synchronize()
+    assert stream.query()
+
+
+def test_streams_without_a_device_are_on_the_current_one(sky1: str) -> None:
+    with torch.sky.device(1):
+        assert torch.Stream().device == torch.Event().device == torch.device(sky1)
+
+
+def test_every_new_stream_and_event_has_a_number_of_its_own(sky: str) -> None:
+    streams = [torch.Stream(device=sky), torch.sky.Stream(), torch.Stream(0)]
+    assert len({stream.stream_id for stream in streams}) == len(set(streams)) == 3
+    assert torch.sky.current_stream() == torch.sky.default_stream()
+    assert torch.sky.default_stream() not in streams
+    assert len({torch.Event(device=sky).event_id, torch.sky.Event().event_id, torch.Event(device=sky).event_id}) == 3
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **kw: torch.Event(**kw), lambda **kw: torch.sky.Event(**kw)], ids=["torch", "torch.sky"]
+)
+def test_events_measure_the_time_between_them(make: Any, sky1: str) -> None:
+    first, last = make(device=sky1, enable_timing=True), make(device=sky1, enable_timing=True)
+    with pytest.raises(RuntimeError, match="must be recorded"):
+        first.elapsed_time(last)
+    first.record()
+    x = torch.ones(64, 64, device=sky1)
+    _ = x @ x
+    last.record(torch.sky.current_stream(sky1))
+    last.synchronize()
+    assert last.query()
+    assert first.elapsed_time(last) > 0
+    assert first.device == last.device == torch.device(sky1)
+    assert isinstance(first, torch.Event)
+
+
+def test_streams_of_other_devices_are_made_by_pytorch() -> None:
+    with pytest.raises(RuntimeError, match="cuda"):
+        torch.Stream(device="cuda")
+
+    class Own(torch.Stream):
+        pass
+
+    assert issubclass(Own, torch.Stream)
+    assert isinstance(torch.Stream(device="sky"), torch.Stream)
+    assert not isinstance(1, torch.Stream)
+
+
+def test_a_chosen_stream_is_the_current_one_of_its_block_and_thread(sky: str, sky1: str) -> None:
+    stream = torch.sky.Stream(sky1)
+    for block in (stream, torch.sky.stream(stream)):
+        with block:
+            assert torch.sky.current_device() == 1
+            assert torch.sky.current_stream() == torch.accelerator.current_stream(1) == stream
+            assert in_thread(lambda: torch.sky.current_stream(1)) == torch.sky.default_stream(1)
+        assert torch.sky.current_device() == 0
+        assert torch.sky.current_stream(1) == torch.sky.default_stream(1)
+    torch.accelerator.set_stream(stream)
+    assert torch.accelerator.current_stream() == stream
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: torch.sky.set_device(1),
+        lambda: torch.accelerator.set_device_index(1),
+        lambda: torch.sky.device(1).__enter__(),
+        lambda: torch.sky.set_stream(torch.Stream(device="sky:1")),
+    ],
+)
+def test_the_current_device_is_one_of_each_thread(choose: Callable[[], object], sky: str, sky1: str) -> None:
+    choose()
+    assert torch.ones(1, device="sky").device == torch.device(sky1)
+    assert in_thread(torch.sky.current_device) == 0
+    assert in_thread(torch.accelerator.current_device_index) == 0
+    assert in_thread(lambda: torch.ones(1, device="sky").device) == torch.device(sky)
+
+    def choose_another() -> int:
+        torch.sky.set_device(0)
+        return torch.sky.current_device()
+
+    assert in_thread(choose_another) == 0
+    assert torch.sky.current_device() == 1
+
+
+def test_backward_leaves_the_current_device_of_its_thread(sky1: str) -> None:
+    seen = []
+    x = torch.ones(2, device=sky1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch.sky.current_device()))
+    with torch.sky.device(1):
+        y.sum().backward()
+    assert seen == [1]
+    assert x.grad is not None
+    assert x.grad.device == torch.device(sky1)
+
+
+def test_threads_of_a_data_loader_begin_with_the_first_device(sky: str, sky1: str) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    with torch.sky.device(1):
+        batches = [batch.to(sky1) for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)]
+        assert torch.sky.current_device() == 1
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
