@@ -26,6 +26,7 @@ def activate() -> None:
             attention,
             autocast,
             copies,
+            cross_entropy,
             device_module,
             dynamo,
             generators,
@@ -58,6 +59,7 @@ def activate() -> None:
         serialization.install()
         values.install()
         modules.install()
+        cross_entropy.install()
         state_dicts.install()
         generators.install()
         autocast.install()
