@@ -166,6 +166,9 @@ _ANSWERS_DEPEND_ON_VALUES = frozenset(
 """Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
 
 
+_HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
+
+
 def infer(call: Call) -> Entry | None:
     """What the results of `call` look like; None where only the worker can tell."""
     if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
@@ -337,7 +340,7 @@ def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | Non
         return None
     storages = {fake.untyped_storage()._cdata: i for i, fake in reversed(list(enumerate(fakes)))}
     outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
-    if any(output is None for output in outputs):
+    if any(output is None for output in outputs) or _halves_complex_numbers(outputs, fakes):
         return None
     changed = []
     reshaped = numbers_of(call, call.plan.reshapes)
@@ -349,6 +352,21 @@ def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | Non
                 return None
             changed.append((i, meta))
     return Entry([output for output in outputs if output is not None], changed).settle(call)
+
+
+def _halves_complex_numbers(outputs: list[Output | None], fakes: list[torch.Tensor]) -> bool:
+    """Return True if a result is complex of half precision, and no argument is.
+
+    Kernels and fake kernels disagree on what a real tensor and a complex number make under a default dtype of half
+    precision, in most versions of PyTorch for float16, from 2.15 on for bfloat16.
+    """
+    found = {
+        described[0].dtype
+        for output in outputs
+        if output is not None
+        for described in (output.items or ([(output.meta, None)] if output.meta is not None else ()))
+    }
+    return any(dtype in _HALF_COMPLEX and all(fake.dtype is not dtype for fake in fakes) for dtype in found)
 
 
 def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:

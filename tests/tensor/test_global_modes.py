@@ -359,6 +359,34 @@ def test_every_dtype_gives_what_it_gives_here(name: str, sky: str, sky1: str) ->
     torch.sky.synchronize(sky)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:.*Complex:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.full((2,), 1j, device=device),
+        lambda device: torch.arange(3, device=device) * 1j,
+        lambda device: torch.arange(3, device=device) + 1j,
+        lambda device: torch.linspace(0, 1j, 3, device=device),
+        lambda device: torch.arange(3, device=device) / 1j,
+        lambda device: torch.ones(3, dtype=torch.float32, device=device) * 1j,
+    ],
+)
+def test_complex_numbers_under_half_precision_are_what_they_are_here(
+    make: Callable[[str], torch.Tensor], dtype: torch.dtype, sky: str
+) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        expected = make("cpu")
+    except (NotImplementedError, RuntimeError) as error:
+        with pytest.raises(type(error)):
+            make(sky).cpu()
+        return
+    found = make(sky)
+    assert found.dtype is expected.dtype
+    assert torch.equal(torch.view_as_real(found.cpu()), torch.view_as_real(expected))
+
+
 def test_what_was_recorded_before_keeps_the_dtype_before(sky: str) -> None:
     numbers = torch.arange(1, 4).to(sky)
     before = numbers / 3
