@@ -107,16 +107,34 @@ def attention(
         if choice == _NONE:
             raise RuntimeError(_NO_BACKEND)
         if choice == _FLASH:
-            result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
-                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-            )[0]
-            return result
+            return _flash(query, key, value, mask, dropout_p, is_causal, scale)
     elif not enabled[0]:
         raise RuntimeError(_NO_BACKEND + _MATH_ONLY)
     result = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return result
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Call the fused kernel, which takes four dimensions only; from 2.15 on PyTorch chooses it for three as well."""
+    batched = query.dim() == 4
+    if not batched:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+    result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, dropout, causal, attn_mask=mask, scale=scale
+    )[0]
+    return result if batched else result.squeeze(0)
 
 
 @implements("aten::scaled_dot_product_attention")
