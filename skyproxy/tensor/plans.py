@@ -52,6 +52,7 @@ _INDEXING = frozenset(
 SENT_WHOLE = frozenset(
     f"aten::{name}"
     for name in (
+        "_validate_sparse_coo_tensor_args",
         "conv1d",
         "conv2d",
         "conv3d",

@@ -20,6 +20,7 @@ from skyproxy.tensor.registration import kernel
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_view
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
@@ -198,6 +199,32 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
     )
 
 
+def _sparse_coo(op: Any) -> Any:
+    """A constructor of COO tensors that has its arguments checked by the worker where checks are asked for.
+
+    PyTorch's own check of indices that are said to be coalesced calls a function that each device must have in C++.
+    """
+    divide = op._op_dk
+
+    def construct(
+        indices: torch.Tensor, values: torch.Tensor, size: Any, *, is_coalesced: Any = None, **options: Any
+    ) -> Any:
+        if not torch._C._check_sparse_tensor_invariants():
+            return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
+        aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
+        torch._C._set_check_sparse_tensor_invariants(False)
+        try:
+            return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
+        finally:
+            torch._C._set_check_sparse_tensor_invariants(True)
+
+    return construct
+
+
+_COMPOSITES["sparse_coo_tensor.indices_size"] = _sparse_coo(aten.sparse_coo_tensor.indices_size)
+_COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_unsafe.default)
+
+
 def _as_special(function: Any) -> Any:
     return lambda plan, func, args, kwargs: function(*args, **kwargs)
 
@@ -217,6 +244,10 @@ def install(library: torch.library.Library) -> None:
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)
     library.impl("empty_quantized", kernel("aten::empty_quantized"), "QuantizedPrivateUse1")
+    # PyTorch's own division of it calls a function that each device must have in C++.
+    library.impl(
+        "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
+    )
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -274,3 +275,30 @@ def test_integers_are_counted_as_an_accelerator_counts_them(sky1: str) -> None:
     assert counts.dtype is torch.int32
     assert torch.sky.stats()["round_trips"] == before  # type: ignore[attr-defined]
     assert counts.tolist() == [1, 1, 2, 0]
+
+
+INDICES = {
+    "sorted": [[0, 1], [1, 0]],
+    "outside": [[0, 9], [1, 0]],
+    "unsorted": [[1, 0], [0, 1]],
+    "repeated": [[0, 0], [1, 1]],
+}
+
+
+@pytest.mark.parametrize("coalesced", [None, True, False])
+@pytest.mark.parametrize("indices", INDICES)
+def test_sparse_arguments_are_checked_as_on_the_cpu(indices: str, coalesced: bool | None, sky: str) -> None:
+    def construct(device: str) -> torch.Tensor:
+        where, values = torch.tensor(INDICES[indices], device=device), torch.tensor([2.0, 3.0], device=device)
+        torch._validate_sparse_coo_tensor_args(where, values, (2, 2), coalesced)
+        return torch.sparse_coo_tensor(where, values, (2, 2), is_coalesced=coalesced, check_invariants=True)
+
+    try:
+        expected = construct("cpu")
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            construct(sky)
+        return
+    found = construct(sky)
+    assert found.is_coalesced() == expected.is_coalesced()
+    assert torch.equal(found.to_dense().cpu(), expected.to_dense())
