@@ -199,6 +199,10 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
     )
 
 
+# PyTorch's own, not the one that tells the workers: the check is left out for this call, on this side.
+_check_invariants = torch._C._set_check_sparse_tensor_invariants
+
+
 def _sparse_coo(op: Any) -> Any:
     """A constructor of COO tensors that has its arguments checked by the worker where checks are asked for.
 
@@ -212,11 +216,11 @@ def _sparse_coo(op: Any) -> Any:
         if not torch._C._check_sparse_tensor_invariants():
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
-        torch._C._set_check_sparse_tensor_invariants(False)
+        _check_invariants(False)
         try:
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         finally:
-            torch._C._set_check_sparse_tensor_invariants(True)
+            _check_invariants(True)
 
     return construct
 
