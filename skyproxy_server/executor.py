@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.random_state import RandomState
-from skyproxy_server.signatures import Handler, Signature
+from skyproxy_server.signatures import Handler, Signature, Watch
 from skyproxy_server.transfers import TransferCancelledError, Transfers
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ class Executor:
             known = number in commands.OPERANDS or signature is not None
             what = "is malformed" if known else "was never defined"
             raise ProtocolError(f"command {number} at {at} {what}: {error!r:.200}") from error
+        if at != position:
+            self._owe_check(signature, stream, position)
         return self.poison(signature, stream, at, error, expected)
 
     def poison(
@@ -188,9 +191,9 @@ class Executor:
             if any(value is _GONE for value in inputs):
                 error = ProtocolError(f"{signature.name} names a value that this session does not hold")
             failed = self.new_failure(error, signature.name, at)
-        for slot in signature.output_slots(stream, at):
+        outputs, written = signature.output_slots(stream, at), signature.written_slots(stream, at)
+        for slot in outputs:
             self.values[slot] = failed
-        written = signature.written_slots(stream, at)
         for slot in written:
             self.gates.mark_failed(self.values.get(slot), failed)
             if _emptied_if_without_memory(self.values.get(slot)):
@@ -198,7 +201,7 @@ class Executor:
         if written and expected is not None:
             # The client has changed what it believes of them when it recorded the op.
             may_change = not isinstance(error, InferenceMismatchError)
-            for slot, description in zip(written, _decoded(expected)[-len(written) :], strict=False):
+            for slot, description in zip(written, _decoded(expected)[len(outputs) :], strict=False):
                 if not self._made_to_look(slot, description, allowed=may_change):
                     self.values[slot] = failed
         return at + 1 + signature.width
@@ -474,69 +477,113 @@ class Executor:
     # --- verification ------------------------------------------------------------------------------------------------
 
     def _expect(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
-        """Runs the next op and holds its outputs, and what it wrote, against what the client believes of them."""
-        expected = _decoded(stream[position + 1])
-        at = position + 2
-        signature = self._signatures.get(stream[at])
+        """Runs the next op and holds it against what the client believes of it: first what it reads, then what it
+        fills and what it wrote."""
+        signature = self._signatures.get(stream[position + 2])
         if signature is None:
             raise ProtocolError("EXPECT must stand before an op")
+        return self._verified(signature, values, stream, position + 2, stream[position + 1])
+
+    def _verified(
+        self, signature: Signature, values: dict[int, Any], stream: list[Any], at: int, described: list[Any]
+    ) -> int:
+        outputs = signature.output_slots(stream, at)
+        written = signature.written_slots(stream, at)
+        count = len(outputs) + len(written)
+        if len(described) < count:
+            raise ProtocolError(f"{signature.name} has {count} outputs, {len(described)} were described")
+        expected = _decoded(described[:count])
         key = self._input_key(signature, stream, at)
         read = [values.get(slot) for slot in signature.input_slots(stream, at)]
-        inputs = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
-        handler = self._handlers[stream[at]]
-        assert handler is not None
-        following: int = handler(values, stream, at)
-        outputs = signature.output_slots(stream, at)
-        slots = [*outputs, *signature.written_slots(stream, at)]
-        if len(slots) != len(expected):
-            raise ProtocolError(f"{signature.name} has {len(slots)} outputs, {len(expected)} were described")
-        for number, (slot, description) in enumerate(zip(slots, expected, strict=True)):
-            actual = torch_codec.describe(values[slot]) if isinstance(values[slot], torch.Tensor) else None
-            if actual == description or (actual is not None and _same_but_idle_strides(actual, description)):
-                continue
-            fresh = actual is not None and number < len(outputs) and storage_key(values[slot]) not in inputs
-            if fresh and actual is not None and _differs_in_strides_only(actual, description):
-                self._conform_from_now_on(stream[at], signature, key, expected[: len(outputs)])
-                values[slot] = _restrided(values[slot], description)
-                continue
-            raise InferenceMismatchError(
-                f"{signature.name} gave {actual}, but the client had inferred {description}. This is a bug of "
-                "skyproxy; please report it. Until then, compute this operation on the CPU: x.cpu()"
-            )
+        if len(described) > count:
+            _check_inputs(signature.name, read, described[count:])
+        memory = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
+        following = signature.handler(values, stream, at)
+        mended = False
+        for number, (slot, description) in enumerate(zip([*outputs, *written], expected, strict=True)):
+            if slot:
+                fresh = number < len(outputs) and storage_key(values[slot]) not in memory
+                mended |= _conform(values, slot, description, fresh=fresh, written=number >= len(outputs))
+        if mended:
+            self._conform_from_now_on(stream[at], signature, key, expected)
         return following
 
-    def _input_key(self, signature: Signature, stream: list[Any], position: int) -> tuple[Any, ...]:
-        metadata = tuple(
-            torch_codec.describe(tensor)
-            for slot in signature.input_slots(stream, position)
-            if isinstance(tensor := self.values.get(slot), torch.Tensor) and tensor.layout is torch.strided
+    def _input_key(self, signature: Signature, stream: list[Any], position: int) -> Hashable:
+        """What the worker knows of an op's inputs that can shape its results."""
+        looks = tuple(
+            torch_codec.describe(value) if isinstance(value := self.values.get(slot), torch.Tensor) else None
+            for slot in signature.all_input_slots(stream, position)
         )
         # Under other modes, other kernels run, which may lay out their results in another way.
-        return metadata, signature.inline_operands(stream, position), self.modes.record
+        return looks, signature.inline_operands(stream, position), self.modes.record
+
+    def _believed_key(self, signature: Signature, stream: list[Any], at: int, described: list[Any]) -> Hashable:
+        """The same from what the client believes of the inputs; None if it did not say all of it."""
+        count = len(signature.output_slots(stream, at)) + len(signature.written_slots(stream, at))
+        rest = iter(described[count:])
+        looks: list[Description | None] = []
+        for slot in signature.all_input_slots(stream, at):
+            if not isinstance(self.values.get(slot), torch.Tensor | Failed):
+                looks.append(None)
+                continue
+            fields = next(rest, None)
+            if fields is None:
+                return None
+            looks.append(torch_codec.decode_description(fields))
+        if next(rest, None) is not None:
+            return None
+        return tuple(looks), signature.inline_operands(stream, at), self.modes.record
+
+    def _owe_check(self, signature: Signature, stream: list[Any], position: int) -> None:
+        """The op behind this EXPECT failed, so nothing was checked; the client will not say again what it expects.
+
+        The next op with such inputs is checked in its place.
+        """
+        described, at = stream[position + 1], position + 2
+        key = None
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a malformed description
+            key = self._believed_key(signature, stream, at, described)
+        if key is None:
+            return
+        owed = self._watched(stream[at], signature).owed
+        if len(owed) >= _CONFORMED_SHAPES:
+            del owed[next(iter(owed))]
+        owed[key] = described
 
     def _conform_from_now_on(
-        self, number: int, signature: Signature, key: tuple[Any, ...], expected: list[Description]
+        self, number: int, signature: Signature, key: Hashable, expected: list[Description]
     ) -> None:
-        """From now on, this op on such inputs gives the strides that the client believes in, at the price of a copy."""
-        shapes = signature.conformed
-        if shapes is None:
-            shapes = signature.conformed = {}
-            self._handlers[number] = self._conforming(signature)
+        """From now on, this op on such inputs gives the strides that the client believes in."""
+        shapes = self._watched(number, signature).conformed
         if len(shapes) >= _CONFORMED_SHAPES:
             raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
         shapes[key] = expected
 
-    def _conforming(self, signature: Signature) -> Handler:
-        inner, shapes = signature.handler, signature.conformed
-        assert shapes is not None
+    def _watched(self, number: int, signature: Signature) -> Watch:
+        """What is done about an op beyond running it; from the first time on, its handler asks."""
+        if signature.watch is None:
+            signature.watch = Watch()
+            self._handlers[number] = self._watching(number, signature, signature.watch)
+        return signature.watch
 
+    def _watching(self, number: int, signature: Signature, watch: Watch) -> Handler:
         def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
-            expected = shapes.get(self._input_key(signature, stream, position))
-            following = inner(values, stream, position)
+            key = self._input_key(signature, stream, position)
+            owed = watch.owed.get(key)
+            if owed is not None:
+                following = self._verified(signature, values, stream, position, owed)
+                watch.owed.pop(key, None)
+                if not watch.owed and not watch.conformed:
+                    signature.watch, self._handlers[number] = None, signature.handler
+                return following
+            expected = watch.conformed.get(key)
+            following = signature.handler(values, stream, position)
             if expected is not None:
-                for slot, description in zip(signature.output_slots(stream, position), expected, strict=True):
-                    if not _same_but_idle_strides(torch_codec.describe(values[slot]), description):
-                        values[slot] = _restrided(values[slot], description)
+                outputs = signature.output_slots(stream, position)
+                slots = [*outputs, *signature.written_slots(stream, position)]
+                for i, (slot, description) in enumerate(zip(slots, expected, strict=True)):
+                    if slot:
+                        _conform(values, slot, description, fresh=i < len(outputs), written=i >= len(outputs))
             return following
 
         return handler
@@ -564,8 +611,60 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if torch_codec.is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous()
 
 
+def _check_inputs(name: str, read: list[Any], believed: list[Any]) -> None:
+    """Hold what an op reads against what the client believes of it.
+
+    Raises:
+        InferenceMismatchError: they differ; then what the client inferred from it would rest on nothing.
+    """
+    tensors = [value for value in read if isinstance(value, torch.Tensor | Failed)]
+    for tensor, fields in zip(tensors, believed, strict=False):
+        if isinstance(tensor, torch.Tensor):
+            actual, expected = torch_codec.describe(tensor), torch_codec.decode_description(fields)
+            if actual != expected:
+                raise _mismatch(f"{name} was given", actual, expected)
+
+
+def _conform(values: dict[int, Any], slot: int, expected: Description, *, fresh: bool, written: bool) -> bool:
+    """Give the value in a slot the strides that the client believes in; return False if it had them.
+
+    Strides of dimensions of size one, and of empty tensors, address nothing: there the same memory is looked at in
+    another way. For others, a fresh value is copied.
+
+    Args:
+        fresh: whether the op made the value, with a memory of its own.
+        written: whether the op changed the value in place.
+
+    Raises:
+        InferenceMismatchError: it differs in more than that.
+    """
+    value = values[slot]
+    actual = torch_codec.describe(value) if isinstance(value, torch.Tensor) else None
+    if actual == expected:
+        return False
+    if actual is not None and _same_but_idle_strides(actual, expected):
+        place = expected.size, expected.stride, expected.offset
+        if written:
+            value.as_strided_(*place)
+        else:
+            values[slot] = torch.as_strided(value, *place)
+        return True
+    if fresh and actual is not None and _differs_in_strides_only(actual, expected):
+        values[slot] = _restrided(value, expected)
+        return True
+    raise _mismatch("the operation gave", actual, expected)
+
+
+def _mismatch(what: str, actual: Description | None, expected: Description) -> InferenceMismatchError:
+    return InferenceMismatchError(
+        f"{what} {actual}, but the client had inferred {expected}. This is a bug of skyproxy; please report it. "
+        "Until then, compute this operation on the CPU: x.cpu()"
+    )
+
+
 def _differs_in_strides_only(actual: Description, expected: Description) -> bool:
-    return actual._replace(stride=(), offset=0) == expected._replace(stride=(), offset=0)
+    bits = actual.conjugate or actual.negative
+    return not bits and actual._replace(stride=(), offset=0) == expected._replace(stride=(), offset=0)
 
 
 def _emptied_if_without_memory(value: Any) -> bool:
@@ -590,14 +689,20 @@ def _differs_in_place_only(actual: Description, expected: Description) -> bool:
 
 
 def _same_but_idle_strides(actual: Description, expected: Description) -> bool:
-    """Strides of dimensions of size one, and of empty tensors, address nothing."""
+    """Whether both address the same elements of a memory: strides of dimensions of size one, and all of an empty
+    tensor's, address nothing."""
+    if 0 in actual.size:
+        return actual._replace(stride=(), offset=0) == expected._replace(stride=(), offset=0)
     if actual._replace(stride=()) != expected._replace(stride=()):
         return False
-    if 0 in actual.size:
-        return True
     return all(n == 1 or a == e for n, a, e in zip(actual.size, actual.stride, expected.stride, strict=True))
 
 
 def _restrided(tensor: torch.Tensor, description: Description) -> torch.Tensor:
-    target = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device=tensor.device)
+    size, stride, offset, dtype = description[:4]
+    if offset:
+        memory = torch.empty(torch_codec.storage_extent(size, stride, offset), dtype=dtype, device=tensor.device)
+        target = memory.as_strided(size, stride, offset)
+    else:
+        target = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
     return target.copy_(tensor)

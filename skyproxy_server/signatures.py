@@ -7,7 +7,8 @@ the client. Keyword names come from the op's schema.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ Handler = Callable[[dict[int, Any], list[Any], int], int]
 """`handler(values, stream, position)` runs the command at `position` and returns the position of the next one."""
 
 
+@dataclass(slots=True)
+class Watch:
+    """What is done about an op beyond running it, by the look of its inputs.
+
+    Attributes:
+        conformed: where the kernel gives other strides than the client believes in: what it believes of each output,
+            and of each tensor that is written.
+        owed: where the client's expectation was never held against a result, because the op failed: the operand of
+            that EXPECT.
+    """
+
+    conformed: dict[Hashable, list[torch_codec.Description]] = field(default_factory=dict)
+    owed: dict[Hashable, list[Any]] = field(default_factory=dict)
+
+
 class Signature:
     """One op in one form: which arguments are tensors, which are inline, which are constant.
 
@@ -29,7 +45,7 @@ class Signature:
         handler: runs the op.
         width: how many operands follow the op's number.
         draws: whether the op takes numbers from a generator.
-        conformed: for inputs whose outputs need other strides than the kernel gives: what the client expects.
+        watch: what is done beyond running it; None as long as there is nothing.
     """
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
@@ -87,7 +103,7 @@ class Signature:
         self._writes: list[tuple[int, bool]] = []
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
-        self.conformed: dict[Any, Any] | None = None
+        self.watch: Watch | None = None
         self.draws = False
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
@@ -173,6 +189,10 @@ class Signature:
     def input_slots(self, stream: list[Any], position: int) -> list[int]:
         """The slots that the op at `position` reads or writes, without None's."""
         return [slot for slot in self._slots(self._inputs, stream, position) if slot]
+
+    def all_input_slots(self, stream: list[Any], position: int) -> list[int]:
+        """The same with None's, which are 0: where None stands makes another op of the others."""
+        return list(self._slots(self._inputs, stream, position))
 
     def written_slots(self, stream: list[Any], position: int) -> list[int]:
         """The slots whose tensors the op changes in place."""

@@ -7,7 +7,8 @@ A batch is one flat list. Each command starts with its number; the operands foll
 number    operands
 ========  ===========================================================================================
 DEFINE    number, definition: what an op number from `FIRST_SIGNATURE` on means
-EXPECT    descriptions: what the outputs of the next op must look like; the worker checks them
+EXPECT    descriptions: what the client believes of the next op's outputs, of the tensors that it changes, and of all
+          tensors that it reads, in this order; what it sends later without an EXPECT rests on this
 RELEASE   slots: forget these values
 UPLOAD    slot, description, device: its bytes are the batch's next buffer
 RECEIVE   slot, description, device, transfer: its bytes come as chunks on the bulk connection

@@ -230,6 +230,7 @@ class SessionCapture:
             per_device: Any = StandIn(self, device)
             device.recorder = per_device
             device.handle_type = self._handles_of(device, ordinary)
+            device.begin_trial()
 
     def end(self, *, kept: bool) -> None:
         """Puts the real recorder back. Tells the worker nothing yet, so that it cannot fail."""
@@ -237,6 +238,7 @@ class SessionCapture:
         for device, ordinary in zip(self._devices, self._handle_types, strict=True):
             device.recorder = self.recorder
             device.handle_type = ordinary
+            device.end_trial()
         self._kept = kept
         self._recording = False
 

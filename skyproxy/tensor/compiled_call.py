@@ -18,6 +18,7 @@ from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.capture import is_capturing
 from skyproxy.tensor.compiler_ir import Program, value_of
 from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import DEVICES, SkyDevice
@@ -64,6 +65,7 @@ class CompiledCall:
             "checked": self._checked,
         }
         self._templates: list[Any] = []
+        self._read: list[str] = []
         self._outputs = 0
         self._symbols = _symbols(program)
         self._options = {**options, "dynamic": bool(self._symbols)}
@@ -109,13 +111,13 @@ class CompiledCall:
         self._scope["device_now"] = self._defined_for = device
         weakref.finalize(self, _forget, weakref.ref(session), number).atexit = False
 
-    def expect(self, key: Any, written: list[Any], results: list[Any]) -> tuple[Any, ...]:
+    def expect(self, key: Any, results: list[Any], written: list[Any], read: list[Any]) -> tuple[Any, ...]:
         """The command that makes the worker check a call with sizes that were not checked before."""
         if len(self._checked) >= SETTINGS.max_cached_shapes:
             self._checked.clear()
-        self._checked.add(key)
-        metas = [tensor._sky.meta for tensor in (*results, *written)]
-        return commands.EXPECT, [torch_codec.encode_description(meta.description) for meta in metas]
+        if not is_capturing():  # the worker checks it when the graph is replayed, if it ever is
+            self._checked.add(key)
+        return commands.EXPECT, [tensor._sky.meta.encoded for tensor in (*results, *written, *read, *self._constants)]
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -134,12 +136,13 @@ class CompiledCall:
         made = [names[node] for node in self._sent_results]
         slots = [f"{name}._sky.slot" for name in made]
         written = [f"a[{i}]" for i, node in enumerate(program.inputs) if node in program.written]
+        believed = [f"[{', '.join(texts)}]" for texts in (made, written, self._read)]
         sizes = "".join(f"{text}, " for text in self._symbols.values())
         body += [
             "recorder = device.recorder",
             "stream = recorder.stream",
             f"sizes = ({sizes}device.modes)" if sizes else "sizes = device.modes",
-            f"check = () if sizes in checked else call.expect(sizes, [{', '.join(written)}], [{', '.join(made)}])",
+            f"check = () if sizes in checked else call.expect(sizes, {', '.join(believed)})",
             f"stream.extend((*check, number, {', '.join([*operands, '*constants', *slots])}))",
             "frame = user_frame(_getframe(1))",
             "recorder.lines.extend((frame.f_code, frame.f_lasti))",
@@ -159,6 +162,7 @@ class CompiledCall:
             raise UnsupportedOpError(f"an input of type {type(value).__name__} cannot be sent to a worker")
         if _is_remote(value):
             self._templates.append(commands.TENSOR)
+            self._read.append(f"a[{i}]")
             return f"a[{i}]._sky.slot"
         if value.device.type != "cpu":
             raise UnsupportedOpError(f"a graph mixes tensors on {value.device} with tensors on sky")
@@ -167,6 +171,7 @@ class CompiledCall:
             return f"a[{i}].item()"
         self._templates.append(commands.TENSOR)
         lines.append(f"h{i} = upload_aside(a[{i}], device)")
+        self._read.append(f"h{i}")
         return f"h{i}._sky.slot"
 
     def _result(self, j: int, item: Any, body: list[str], names: dict[torch.fx.Node, str]) -> str:

@@ -30,7 +30,7 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg()
     if not is_dense(tuple(tensor.shape), tensor.stride()):
-        tensor = tensor.contiguous()
+        tensor = tensor.clone()  # closes the gaps in the order of the strides, as PyTorch's own copies do
     meta = meta_of(tensor) if tensor.storage_offset() == 0 else meta_of(torch.empty_like(tensor, device="meta"))
     handle = device.new_handle(meta)
     device.session.upload(handle.slot, tensor, device.place)
@@ -151,7 +151,7 @@ def _to_copy(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
             tensor = tensor.to_sparse(layout=layout) if layout is not torch.strided else tensor.to_dense()
         format_ = rest.pop("memory_format", None)
         if format_ is not None and format_ is not torch.preserve_format:
-            tensor = tensor.contiguous(memory_format=format_)
+            tensor = tensor.clone(memory_format=format_)
         if dtype is not None and dtype is not tensor.dtype:
             if dtype.itemsize > tensor.dtype.itemsize and tensor.device.type == "cpu":
                 return _convert(upload(tensor, device), dtype)

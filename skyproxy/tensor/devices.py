@@ -67,6 +67,7 @@ class SkyDevice:
         self.cache: dict[Any, Entry] = {}
         self.recipes: dict[Any, Any] = {}
         self._memories: dict[Record, tuple[dict[Any, Entry], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
+        self._proven = self._memories
         self.hits_before = 0
         self.misses = 0
         self.handle_type = _handle_type(self)
@@ -85,6 +86,17 @@ class SkyDevice:
             self._memories = {USUAL: self._memories[USUAL]}
         self.cache, self.recipes = self._memories.setdefault(record, ({}, {}))
         self.modes = record
+
+    def begin_trial(self) -> None:
+        """Infer for a while only: the worker may never run what would prove it."""
+        self._proven = self._memories
+        self._memories = {modes: (dict(cache), recipes) for modes, (cache, recipes) in self._proven.items()}
+        self.use_modes(self.modes)
+
+    def end_trial(self) -> None:
+        """Forget what was inferred since `begin_trial`."""
+        self._memories = self._proven
+        self.use_modes(self.modes)
 
     @property
     def worker_device(self) -> torch.device:

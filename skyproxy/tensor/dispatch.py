@@ -16,6 +16,7 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.interrupts import shielded
+from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor import inference
 from skyproxy.tensor.capture import check_reshaped
@@ -289,7 +290,7 @@ def run(call: Call) -> Any:
             return _ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
-        expected = bool(entry.descriptions)
+        expected = bool(entry.made)
     if entry.changed:
         check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
         # Each time: should the op fail, the worker still learns what the tensors look like from now on.
@@ -402,7 +403,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     device = call.device
     wire = [entry.number, *call.wire]
     if expected:
-        wire = [2, [torch_codec.encode_description(d) for d in entry.descriptions], *wire]
+        wire = [EXPECT, inference.expectation(entry, call.key), *wire]
     results: list[Any] = []
     for output in entry.outputs:
         if output.argument is not None:

@@ -58,7 +58,7 @@ def channels_last_stride(size: Ints) -> Ints:
     running = 1
     for at in (1, *range(len(size) - 1, 1, -1), 0):
         stride[at] = running
-        running *= max(size[at], 1)
+        running *= size[at]
     return tuple(stride)
 
 

@@ -17,9 +17,9 @@ import torch
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.dispatch import FOREIGN, learn, new_tensors, record
+from skyproxy.tensor.inference import expectation
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.torch_codec import encode_description
 
 if TYPE_CHECKING:
     from skyproxy.tensor.devices import Handle
@@ -191,8 +191,8 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if entry is None:
             return record(plan, func, args, kwargs or {})
         wire[0] = entry.number
-        if entry.descriptions:
-            wire[0:0] = (EXPECT, [encode_description(description) for description in entry.descriptions])
+        if entry.made:
+            wire[0:0] = (EXPECT, expectation(entry, key))
     else:
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.

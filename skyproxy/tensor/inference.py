@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_codec
 from skyproxy.interrupts import raised_by_handler
+from skyproxy.tensor.kernel_strides import corrected
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import TENSORS
 from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.tensor.shape_rules import TARGET, RuleAnswer
-from skyproxy.torch_codec import Description
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch import Call
@@ -74,7 +74,7 @@ class Entry:
         nothing: whether there is no result at all, for the fast path.
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
-        descriptions: what the worker checks the first time: the fresh tensors, then those that were written.
+        made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
     """
 
     outputs: list[Output]
@@ -87,7 +87,7 @@ class Entry:
     listed: list[tuple[Meta, int | None]] | None = None
     nothing: bool = False
     output_templates: list[str] = field(default_factory=list)
-    descriptions: list[Description] = field(default_factory=list)
+    made: list[Meta] = field(default_factory=list)
 
     @staticmethod
     def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
@@ -102,7 +102,7 @@ class Entry:
         outputs = [Output(items=item) if type(item) is list else Output(*item) for item in found]
         looks = [look for item in found for look in (item if type(item) is list else (item,))]
         entry = Entry(outputs, [])
-        entry.descriptions = [meta.description for meta, _ in looks if meta is not None]
+        entry.made = [meta for meta, _ in looks if meta is not None]
         entry.output_templates = [output.template for output in outputs]
         plain = has_tensors and all(
             meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in looks
@@ -123,11 +123,11 @@ class Entry:
         self.output_templates = [output.template for output in self.outputs]
         for output in self.outputs:
             if output.meta is not None:
-                self.descriptions.append(output.meta.description)
+                self.made.append(output.meta)
             elif output.items is not None:
-                self.descriptions += [meta.description for meta, _ in output.items]
+                self.made += [meta for meta, _ in output.items]
         looks = dict(self.changed)
-        self.descriptions += [looks.get(i, call.tensors[i]._sky.meta).description for i in written_tensors(call)]
+        self.made += [looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call)]
         quiet = not self.changed and not call.plan.waits
         self.nothing = quiet and not self.outputs
         self.several = (
@@ -158,6 +158,21 @@ def _refuse(key: tuple[Any, ...]) -> None:
     if len(_refused) >= _MOST_REFUSED:
         _refused.clear()
     _refused.add(key)
+
+
+def expectation(entry: Entry, key: Iterable[Any]) -> list[Any]:
+    """The operand of EXPECT: what the results shall look like, and the tensors that they were inferred from.
+
+    Args:
+        key: what `entry` is kept under, or the `Meta`s of the call's tensors.
+    """
+    described = [meta.encoded for meta in entry.made]
+    for part in key:
+        if type(part) is Meta:
+            described.append(part.encoded)
+        elif type(part) is tuple:
+            described += [meta.encoded for meta in part if type(meta) is Meta]
+    return described
 
 
 _ANSWERS_DEPEND_ON_VALUES = frozenset(
@@ -212,7 +227,7 @@ def _infer_columns(call: Call) -> Entry | None:
     for output in entry.outputs:
         if output.items is not None:
             output.items = [output.items[number] for number in column_of]
-    entry.descriptions = []
+    entry.made = []
     return Entry(entry.outputs, []).settle(call)
 
 
@@ -278,19 +293,22 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
-def fake_tensor(meta: Meta) -> torch.Tensor:
-    """A fake CPU tensor that looks like `meta`. Call with the fake mode entered.
+def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
+    """A tensor without values that looks like `meta`: with the fake mode entered, a fake of the CPU's.
 
-    Always a fake of the CPU: a fake of an accelerator that this machine lacks ends the process.
+    Never a fake of an accelerator: where this machine lacks it, that ends the process.
+
+    Args:
+        device: "cpu", or "meta" for a plain meta tensor, outside of the mode.
     """
     if meta.layout is not torch.strided:
         raise NotImplementedError("sparse layouts are not faked")
     if meta.offset or (meta.dtype.is_complex and (meta.conjugate or meta.negative)):
         extent = torch_codec.storage_extent(meta.size, meta.stride, meta.offset)
-        base = torch.empty(max(extent, meta.offset), dtype=meta.dtype)
+        base = torch.empty(max(extent, meta.offset), dtype=meta.dtype, device=device)
         fake = torch.as_strided(base, meta.size, meta.stride, meta.offset)
     else:
-        fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+        fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
     if meta.conjugate:
         torch._C._set_conj(fake, True)
     if meta.negative:
@@ -298,13 +316,22 @@ def fake_tensor(meta: Meta) -> torch.Tensor:
     return fake
 
 
+def _is_plain_view(call: Call) -> bool:
+    """Whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
+
+    Fake tensors take some views by other ways, which give dimensions of size one other strides.
+    """
+    return call.plan.func.is_view or call.plan.name == "aten::_unsafe_view"
+
+
 def _infer_by_fake(call: Call) -> Entry | None:
-    """Runs the op on fake tensors. Any failure means: ask the worker, whose error is the true one."""
+    """Runs the op on tensors without values. Any failure means: ask the worker, whose error is the true one."""
     fakes: list[torch.Tensor] = []
+    view = _is_plain_view(call)
 
     def stand_in(a: Any) -> Any:
         if type(a) is RemoteTensor:
-            fakes.append(fake_tensor(a._sky.meta))
+            fakes.append(fake_tensor(a._sky.meta, "meta" if view else "cpu"))
             return fakes[-1]
         if isinstance(a, torch.device):
             return torch.device("cpu")
@@ -316,7 +343,8 @@ def _infer_by_fake(call: Call) -> Entry | None:
     try:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
         watched = torch._C._len_torch_dispatch_stack() > 0
-        with _disable_current_modes() if watched else _NOTHING, fake_mode(), torch.no_grad():
+        mode = _NOTHING if view else fake_mode()
+        with _disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
             result = call.plan.func(*args, **kwargs)
@@ -342,6 +370,7 @@ def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | Non
     outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
     if any(output is None for output in outputs) or _halves_complex_numbers(outputs, fakes):
         return None
+    _correct_strides(call, [output for output in outputs if output is not None])
     changed = []
     reshaped = numbers_of(call, call.plan.reshapes)
     for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
@@ -369,6 +398,14 @@ def _halves_complex_numbers(outputs: list[Output | None], fakes: list[torch.Tens
     return any(dtype in _HALF_COMPLEX and all(fake.dtype is not dtype for fake in fakes) for dtype in found)
 
 
+def _correct_strides(call: Call, outputs: list[Output]) -> None:
+    fresh = [output.meta if output.shares is None else None for output in outputs]
+    if any(meta is not None for meta in fresh):
+        looks = _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
+        for output, meta in zip(outputs, corrected(call.plan, *looks, fresh), strict=True):
+            output.meta = output.meta if meta is None else meta
+
+
 def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
     if name is not None:
         return Output(argument=name)
@@ -387,7 +424,9 @@ def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages:
 
 
 def _describe_fake(item: Any, storages: dict[int, int]) -> tuple[Meta, int | None] | None:
-    if not isinstance(item, FakeTensor) or any(isinstance(n, torch.SymInt) for n in item.shape):
+    if not (isinstance(item, FakeTensor) or item.device.type == "meta") or any(
+        isinstance(n, torch.SymInt) for n in item.shape
+    ):
         return None
     return meta_of(item), storages.get(item.untyped_storage()._cdata)
 

@@ -16,6 +16,7 @@ class Meta:
 
     Attributes:
         description: all of it.
+        encoded: the same as it travels.
         size, stride, offset, dtype, layout, conjugate, negative: as in `torch_codec.Description`.
         plain: strided, without conjugate or negative bit; what the fast path can make.
         large: whether the tensor's memory is worth a release of its own.
@@ -26,6 +27,7 @@ class Meta:
         "conjugate",
         "description",
         "dtype",
+        "encoded",
         "large",
         "layout",
         "negative",
@@ -37,6 +39,7 @@ class Meta:
 
     def __init__(self, d: Description) -> None:
         self.description = d
+        self.encoded = torch_codec.encode_description(d)
         self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative = d
         self.plain = d.layout is torch.strided and not d.conjugate and not d.negative
         self.large = torch_codec.byte_count(d) >= SETTINGS.prompt_release_bytes

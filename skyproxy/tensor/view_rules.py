@@ -5,11 +5,12 @@ See `shape_rules`. Every rule answers for plain strided tensors only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from skyproxy.tensor.metadata import Meta, plain_meta
-from skyproxy.torch_codec import contiguous_stride
+from skyproxy.tensor.strides import reshaped_stride
 
 RuleResult = list[tuple[Meta, int | None]] | None
 Rule = Callable[..., RuleResult]
@@ -41,25 +42,19 @@ def _same(a: Meta) -> RuleResult:
 
 @_rule("view", "_unsafe_view")
 def _reshape(a: Meta, size: Any) -> RuleResult:
-    """Of a row-major tensor; PyTorch's general rule for other strides is left to it."""
-    if not a.plain or a.stride != contiguous_stride(a.size) or not all(type(n) is int for n in size):
+    if not a.plain or not all(type(n) is int and n >= -1 for n in size):
         return None
-    count = 1
-    for n in a.size:
-        count *= n
-    known = 1
-    for n in size:
-        known *= n if n >= 0 else 1
-    if count == 0 or known == 0 or any(n < -1 for n in size) or list(size).count(-1) > 1:
-        return None
+    count = math.prod(a.size)
+    known = math.prod(n for n in size if n >= 0)
     if -1 in size:
-        if count % known:
+        if list(size).count(-1) > 1 or known == 0 or count % known:
             return None
         size = [count // known if n == -1 else n for n in size]
     elif known != count:
         return None
     size = tuple(size)
-    return _view(a, size, contiguous_stride(size), a.offset)
+    stride = reshaped_stride(a.size, a.stride, size)
+    return None if stride is None else _view(a, size, stride, a.offset)
 
 
 @_rule("t")

@@ -123,3 +123,79 @@ def test_lists_are_described_item_by_item_and_taken_apart(worker: Worker) -> Non
     assert [alias for _, alias in rows] == [0, -1]
     worker.run(commands.DO, "take_apart", [2, [5, 6]])
     assert worker[6].tolist() == [1.0] * 3
+
+
+def test_strides_that_address_nothing_are_the_clients_too(worker: Worker) -> None:
+    worker[1] = torch.arange(3.0).view(1, 3)
+    worker.run(*_expectation(worker[1], stride=(9, 1)), ADD, 1, 1, 0.5, 2)
+    worker.run(ADD, 1, 1, 0.25, 3)
+    for slot, factor in ((2, 1.5), (3, 1.25)):
+        assert worker[slot].stride() == (9, 1)
+        assert torch.equal(worker[slot], worker[1] * factor)
+
+
+@pytest.mark.parametrize("size", [(1, 3), (0, 3)])
+def test_a_view_gets_the_clients_idle_strides_and_stays_a_view(worker: Worker, size: tuple[int, int]) -> None:
+    number = UNKNOWN + 1
+    worker.run(DEFINE, number, ["aten::alias", ["t"], {}, ["n"]])
+    worker[1] = torch.ones(size)
+    believed = _expectation(worker[1], stride=(7, 1))
+    worker.run(*believed, number, 1, 2)
+    worker.run(number, 1, 3)
+    for slot in (2, 3):
+        assert worker[slot].stride() == (7, 1)
+        assert worker[slot].untyped_storage().data_ptr() == worker[1].untyped_storage().data_ptr()
+    assert worker[1].stride() == (3, 1)
+
+
+def test_what_is_changed_in_place_gets_the_clients_idle_strides(worker: Worker) -> None:
+    number = UNKNOWN + 1
+    worker.run(DEFINE, number, ["aten::t_", ["t"], {}, ["x"]])
+    for slot in (1, 2):
+        worker[slot] = torch.ones(1, 3)
+    worker.run(*_expectation(torch.ones(3, 1), stride=(1, 8)), number, 1)
+    worker.run(number, 2)
+    assert worker[1].stride() == worker[2].stride() == (1, 8)
+
+
+def test_inputs_that_are_not_what_the_client_believes_are_refused(worker: Worker) -> None:
+    worker[1] = torch.ones(1, 3)
+    (expect, described), other = _expectation(worker[1]), encode_description(describe(torch.ones(3, 1).t()))
+    worker.run(expect, [*described, other, other], ADD, 1, 1, 0.5, 2, DESCRIBE, 7, [2], [])
+    failure = worker.sent[-1]
+    assert isinstance(failure, Failure)
+    assert failure.error["type"] == "InferenceMismatchError"
+    assert "was given" in failure.error["message"]
+
+
+def test_a_check_that_a_failed_input_prevented_is_made_up_for(worker: Worker) -> None:
+    worker[1] = torch.ones(2, 3)
+    look = encode_description(describe(worker[1]))
+    (expect, described) = _expectation(worker[1], stride=(1, 2))
+    worker.run(UNKNOWN, 1, 5, 1, 2)
+    worker.run(expect, [*described, look, look], ADD, 2, 1, 0.5, 3)
+    worker[4] = torch.ones(4, 3)
+    worker.run(ADD, 4, 4, 0.5, 5, ADD, 1, 1, 0.5, 6, ADD, 1, 1, 0.5, 7)
+    assert worker[5].stride() == (3, 1)
+    assert worker[6].stride() == worker[7].stride() == (1, 2)
+
+
+def test_a_wrong_belief_is_refused_again_and_again(worker: Worker) -> None:
+    worker[1] = torch.ones(2, 3)
+    look = encode_description(describe(worker[1]))
+    worker.run(EXPECT, [encode_description(describe(torch.ones(3, 3))), look, look], ADD, 1, 1, 0.5, 2)
+    worker.run(ADD, 1, 1, 0.5, 3, DESCRIBE, 7, [3], [])
+    failure = worker.sent[-1]
+    assert isinstance(failure, Failure)
+    assert failure.error["type"] == "InferenceMismatchError"
+
+
+def test_where_none_stands_among_the_inputs_tells_calls_apart(worker: Worker) -> None:
+    number = UNKNOWN + 1
+    worker.run(DEFINE, number, ["aten::index.Tensor", ["t", "T"], {}, ["n"]])
+    worker[1], worker[2] = torch.arange(6.0).view(2, 3), torch.tensor([0, 1])
+    worker.run(*_expectation(torch.ones(2, 2), stride=(1, 2)), number, 1, [0, 2], 3)
+    worker.run(number, 1, [2, 0], 4)
+    assert worker[3].stride() == (1, 2)
+    assert worker[4].shape == (2, 3)
+    assert worker[4].stride() == (3, 1)

@@ -13,7 +13,7 @@ from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.shape_rules import TARGET
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]
-_SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3)]
+_SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3), (1, 0)]
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
@@ -26,6 +26,11 @@ def tensors(dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
             yield torch.zeros(*size[:-1], size[-1] + 2, dtype=dtype)[..., 1:-1]
             yield base.transpose(0, -1)[..., :1]
             yield torch.zeros(size[0], size[1] + 3, *size[2:], dtype=dtype)[:, : size[1]]
+        if 1 in size:
+            yield base.as_strided(size, [7 if n == 1 else s for n, s in zip(size, base.stride())])
+        if len(size) == 4:
+            yield base.contiguous(memory_format=torch.channels_last)
+            yield base.contiguous(memory_format=torch.channels_last)[:1]
 
 
 def look(a: Any) -> Any:
