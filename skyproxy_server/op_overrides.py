@@ -107,6 +107,17 @@ def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
+@_override("aten::mkldnn_rnn_layer")
+def lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
+    """One oneDNN layer of an LSTM. The kernel rounds otherwise where gradients are off.
+
+    The last argument, whether to train, tells whether they are on for the client.
+    """
+    with torch.set_grad_enabled(bool(arguments[-1])):
+        layer: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer(*arguments)
+    return layer
+
+
 @_override("aten::_sparse_mm_reduce_impl")
 def sparse_mm_reduce(left: Tensor, right: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
     """The product of a CSR matrix (N, K) and a dense one (K, M), reduced; and where each result came from.

@@ -69,6 +69,7 @@ class Runner:
         self._channel.open()  # before anything is recorded, so that nothing waits there for a call that never comes
         # Without tensors too: the function begins after everything recorded before it, a new seed for example.
         slots = [tensor._sky.slot for tensor in payload.tensors]
+        self.session.recorder.hidden_writes += 1
         self.session.recorder.append(commands.DO, "bind_call", [call.id, slots])
         self.session.recorder.flush()
         self._channel.start(call)

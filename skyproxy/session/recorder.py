@@ -53,6 +53,8 @@ class Recorder:
         dirty: slots whose tensors died since the last batch, whether they were given out again or not.
         widths: how many operands each op number that was defined takes.
         limit: the length of `stream` from which the dispatcher calls `send_some`.
+        hidden_writes: how often something was recorded that may write to values which it does not name as operands of
+            an op: a replay, a compiled graph, a function.
     """
 
     # Names of this module may be gone when the last tensors die.
@@ -75,6 +77,7 @@ class Recorder:
         self.dirty: list[int] = []
         self.free: list[int] = []
         self.widths: dict[int, int] = {}
+        self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
         self.limit = self._first_limit

@@ -276,6 +276,7 @@ class SessionCapture:
     def replay(self) -> None:
         """Runs the recording once more; does not wait."""
         recorder = self.session.recorder
+        recorder.hidden_writes += 1
         recorder.append(commands.REPLAY, self.number)
         recorder.flush()
 

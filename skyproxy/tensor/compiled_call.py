@@ -140,6 +140,7 @@ class CompiledCall:
         sizes = "".join(f"{text}, " for text in self._symbols.values())
         body += [
             "recorder = device.recorder",
+            "recorder.hidden_writes += 1",
             "stream = recorder.stream",
             f"sizes = ({sizes}device.modes)" if sizes else "sizes = device.modes",
             f"check = () if sizes in checked else call.expect(sizes, {', '.join(believed)})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy.tensor import known_values
 from skyproxy.tensor.devices import DEVICES, SkyDevice
 from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.plans import Plan, implements
@@ -17,6 +19,8 @@ from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.torch_codec import is_dense, packed_stride
 
 aten = torch.ops.aten
+_ALONE = 3
+"""References to a handle that one tensor holds: the tensor's, a local name, and that of who counts."""
 
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
@@ -34,6 +38,8 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     meta = meta_of(tensor) if tensor.storage_offset() == 0 else meta_of(torch.empty_like(tensor, device="meta"))
     handle = device.new_handle(meta)
     device.session.upload(handle.slot, tensor, device.place)
+    if not meta.size:
+        known_values.know(handle, tensor.clone())
     return make_tensor(meta, handle)
 
 
@@ -65,6 +71,9 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     meta: Meta = handle.meta
     if meta.layout is not torch.strided:
         return _download_sparse(tensor)
+    known = known_values.value_of(handle)
+    if known is not None:
+        return known.clone()
     ahead = READER.ahead
     result = ahead.take(handle) if ahead is not None else None
     if result is None:
@@ -236,9 +245,20 @@ def _item(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
     handle = tensor._sky
+    known = known_values.value_of(handle)
+    if known is not None:
+        return known.item()
     if READER.ahead is not None or not handle.meta.plain or tensor.is_complex():
         return download(tensor).item()
-    return handle.device.session.call("item", handle.slot)
+    recorder = handle.device.recorder
+    before = recorder.ops
+    value = handle.device.session.call("item", handle.slot)
+    # Held by this tensor and the name here alone, it has no views whose changes would go unseen.
+    if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
+        known_values.know(handle, torch.tensor(value, dtype=tensor.dtype))
+        if recorder.ops != before:  # another thread may have changed it meanwhile
+            known_values.forget(handle)
+    return value
 
 
 @implements("aten::equal")

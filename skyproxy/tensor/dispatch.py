@@ -18,12 +18,13 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor import inference
+from skyproxy.tensor import inference, known_values
 from skyproxy.tensor.capture import check_reshaped
 from skyproxy.tensor.copies import upload
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.generators import device_of, handle_of
 from skyproxy.tensor.inference import Entry
+from skyproxy.tensor.known_values import KnownMeta
 from skyproxy.tensor.metadata import Meta, meta_of
 from skyproxy.tensor.mixed_devices import MixedDevicesError, mixed_devices_error, run_across_devices
 from skyproxy.tensor.plans import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
@@ -72,6 +73,7 @@ class Call:
         templates: how the worker puts the operands together again.
         keyword_templates: the same for keywords.
         tensors: the remote tensors among the arguments, in order.
+        known: those of their handles whose values were known, each with its look till then and the value.
     """
 
     __slots__ = (
@@ -80,6 +82,7 @@ class Call:
         "has_values",
         "key",
         "keyword_templates",
+        "known",
         "kwargs",
         "plan",
         "templates",
@@ -93,6 +96,7 @@ class Call:
         self.kwargs = kwargs
         self.has_values = False
         self.tensors: list[RemoteTensor] = []
+        self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
         self.device = self._find_device()
         self.key: list[Any] = [plan]
         self.wire: list[Any] = []
@@ -130,6 +134,8 @@ class Call:
         if kind is RemoteTensor:
             handle = a._sky
             self.tensors.append(a)
+            if handle.meta.known:
+                self._forget(handle)
             self.key.append(handle.meta)
             self.wire.append(handle.slot)
             return "t"
@@ -165,6 +171,12 @@ class Call:
         self.wire.append(_number(a))
         return "v"
 
+    def _forget(self, handle: Handle) -> None:
+        meta: Any = handle.meta
+        value = known_values.forget(handle)
+        if value is not None:
+            self.known.append((handle, meta, value))
+
     def _constant(self, a: Any) -> list[Any]:
         if isinstance(a, torch.device):
             a = DEVICES.of(a).worker_device if a.type == "sky" else a
@@ -198,6 +210,8 @@ class Call:
             if type(item) is not RemoteTensor:
                 item = self._place_in_list(item, is_written)
             self.tensors.append(item)
+            if item._sky.meta.known:
+                self._forget(item._sky)
             slots.append(item._sky.slot)
             looks.append(item._sky.meta)
         self.key.append(tuple(looks))
@@ -296,6 +310,9 @@ def run(call: Call) -> Any:
         # Each time: should the op fail, the worker still learns what the tensors look like from now on.
         expected = True
         call = _on_their_own(call, [position for position, _ in entry.changed])
+    if call.plan.followed and (call.known or _makes_a_number(call, entry)):
+        settled, followed = entry, call
+        return known_values.follow(followed, lambda: _finish(followed, settled, expected))
     return _finish(call, entry, expected)
 
 
@@ -328,6 +345,8 @@ def learn(
                 continue
             named[name] = _look_and_template(a, kinds[name], keywords)
         keywords = list(zip(named, keywords, strict=True))
+    if any(_has_known(look) for look in (*looks, *named.values())):
+        return None
     assert plan.rule is not None
     found = plan.rule(*looks, **named)
     if found is None:
@@ -347,6 +366,10 @@ def learn(
 
 
 _ONE_OPERAND = frozenset({"t", "T", "v"})
+
+
+def _has_known(look: Any) -> bool:
+    return type(look) is KnownMeta or (type(look) is list and KnownMeta in map(type, look))
 
 
 def _look_and_template(a: Any, how: int, templates: list[Any]) -> Any:
@@ -370,6 +393,11 @@ def _on_their_own(call: Call, positions: list[int]) -> Call:
     for tensor in shared:
         tensor._sky = run(Call(plan_of(torch.ops.aten.alias.default), (tensor,), {}))._sky
     return Call(call.plan, call.args, call.kwargs) if shared else call
+
+
+def _makes_a_number(call: Call, entry: Entry) -> bool:
+    made = entry.outputs[0].meta if not call.tensors and entry.outputs else None
+    return made is not None and not made.size
 
 
 def _signature(call: Call, entry: Entry) -> int:

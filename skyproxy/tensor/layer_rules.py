@@ -120,6 +120,12 @@ def _not(x: Meta) -> RuleResult:
     return _fresh(x.size, torch.bool) if row_major(x) and x.dtype is torch.bool else None
 
 
+@rule("slice_backward select_backward")
+def _part_backward(grad: Meta, size: Any, *place: Any) -> RuleResult:
+    fits = grad.plain and all(type(n) is int and n >= 0 for n in size) and all(type(n) is int for n in place)
+    return _fresh(tuple(size), grad.dtype) if fits else None
+
+
 # --- fresh tensors ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,10 @@ class Meta:
         size, stride, offset, dtype, layout, conjugate, negative: as in `torch_codec.Description`.
         plain: strided, without conjugate or negative bit; what the fast path can make.
         large: whether the tensor's memory is worth a release of its own.
+        known: whether this is the look of one tensor alone, whose value is known; see `known_values`.
     """
+
+    known = False
 
     __slots__ = (
         "__weakref__",

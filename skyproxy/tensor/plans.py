@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from skyproxy.tensor.list_rules import RULES
+from skyproxy.tensor.known_values import FOLLOWED
+from skyproxy.tensor.recurrent_rules import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.
@@ -131,11 +132,13 @@ class Plan:
         learns_halves: the same for tensors of half precision only.
         columns: whether its results for each place of its lists look as if that place came alone.
         multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
+        followed: whether its result is known where its operands are, see `known_values`.
     """
 
     __slots__ = (
         "columns",
         "for_each",
+        "followed",
         "func",
         "keyword_kinds",
         "kinds",
@@ -194,6 +197,7 @@ class Plan:
         self.learns_halves = packet in _WITH_STATISTICS
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.multiplies = self.name in ("aten::linear", "aten::matmul")
+        self.followed = self.name in FOLLOWED
         self.rule = None if self.learns else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)
         if self.special is None:

@@ -88,6 +88,52 @@ def _one_way(
     return torch.stack(outputs[::-1] if backwards else outputs, 0), hidden
 
 
+def _packed_way(
+    cell: Cell,
+    batch_sizes: Sequence[int],
+    rows: Tensor,
+    hidden: Hidden,
+    weights: Sequence[Tensor | None],
+    backwards: bool,
+) -> tuple[Tensor, Hidden]:
+    """One direction over a packed sequence: the rows of all steps, of which each has at most as many as the one before.
+
+    Forwards, the states of sequences that have ended are put aside; backwards, those of sequences that begin are added.
+    """
+    assert weights[0] is not None
+    steps = linear(rows, weights[0], weights[2]).split(list(batch_sizes))
+    if backwards:
+        initial, count = hidden, batch_sizes[-1]
+        hidden = _rows_of(initial, 0, count)
+        outputs = []
+        for step in reversed(steps):
+            if step.size(0) > count:
+                hidden = _joined([hidden, _rows_of(initial, count, step.size(0))])
+                count = step.size(0)
+            hidden = cell(step, hidden, weights)
+            outputs.append(hidden[0])
+        return torch.cat(outputs[::-1]), hidden
+    ended: list[Hidden] = []
+    outputs = []
+    count = batch_sizes[0]
+    for step in steps:
+        if step.size(0) < count:
+            ended.append(_rows_of(hidden, step.size(0), count))
+            hidden = _rows_of(hidden, 0, step.size(0))
+            count = step.size(0)
+        hidden = cell(step, hidden, weights)
+        outputs.append(hidden[0])
+    return torch.cat(outputs), _joined([hidden, *reversed(ended)])
+
+
+def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:
+    return tuple(part.narrow(0, begin, end - begin) for part in hidden)
+
+
+def _joined(hiddens: Sequence[Hidden]) -> Hidden:
+    return tuple(torch.cat(parts) for parts in zip(*hiddens, strict=True))
+
+
 def _network(
     cell: Cell,
     sequence: Tensor,
@@ -98,15 +144,20 @@ def _network(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
+    batch_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """All layers: (T, N, I), or (N, T, I) batch first, to the outputs and the final hidden states, one each."""
+    """All layers: (T, N, I), or (N, T, I) batch first, to the outputs and the final hidden states, one each.
+
+    With `batch_sizes`, the number of rows of each step, the sequence is packed: (rows, I).
+    """
     if batch_first:
         sequence = sequence.transpose(0, 1)
-    onednn = cell is _lstm_cell and _takes_onednn(sequence, hiddens)
+    onednn = cell is _lstm_cell and batch_sizes is None and _takes_onednn(sequence, hiddens)
     if onednn:
         sequence, hiddens = sequence.contiguous(), [hidden.contiguous() for hidden in hiddens]
-        layout = (hiddens[0].size(-1), num_layers, has_biases, bidirectional, batch_first, train)
+        # The kernel looks at whether gradients are on, and at `train` for its backward only: one flag tells the worker.
+        layout = (hiddens[0].size(-1), num_layers, has_biases, bidirectional, batch_first, torch.is_grad_enabled())
     ways = 2 if bidirectional else 1
     width = len(params) // (num_layers * ways)
     states = list(zip(*(hidden.unbind(0) for hidden in hiddens), strict=True))
@@ -118,6 +169,8 @@ def _network(
             weights = _weights(params[number * width : (number + 1) * width], has_biases)
             if onednn:
                 output, hidden = _onednn_way(sequence, states[number], weights, way == 1, layout)
+            elif batch_sizes is not None:
+                output, hidden = _packed_way(cell, batch_sizes, sequence, states[number], weights, way == 1)
             else:
                 output, hidden = _one_way(cell, sequence, states[number], weights, way == 1)
             results.append(output)
@@ -153,15 +206,45 @@ def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     return kernel
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    name: _kernel(getattr(torch.ops.aten, name.partition(".")[0]).input, cell, name.startswith("lstm"))
-    for name, cell in (
-        ("lstm.input", _lstm_cell),
-        ("gru.input", _gru_cell),
-        ("rnn_tanh.input", _tanh_cell),
-        ("rnn_relu.input", _relu_cell),
-    )
-}
+def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and type(rows) is RemoteTensor
+        if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
+            return overload.decompose(rows, batch_sizes, hx, params, *options)
+        sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
+        if cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens):  # all of one length: no gaps
+            sequence = rows.view(len(sizes), sizes[0], rows.size(-1))
+            output, *final = _network(cell, sequence, hiddens, params, *options)
+            return (output.view(rows.size(0), output.size(-1)), *final)
+        return _network(cell, rows, hiddens, params, *options, batch_sizes=sizes)
+
+    return kernel
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {}
+for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tanh_cell), ("rnn_relu", _relu_cell)):
+    _packet = getattr(torch.ops.aten, _name)
+    _KERNELS[_name + ".input"] = _kernel(_packet.input, _cell, _name == "lstm")
+    _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, _name == "lstm")
+
+
+def _single(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    """What `nn.LSTMCell` and `nn.GRUCell` call: one step."""
+
+    def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and type(step) is RemoteTensor
+        if not plain or step._sky.device.place[0] != "cpu":
+            return overload.decompose(step, hx, *weights)
+        w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
+        assert w_ih is not None
+        hidden = cell(linear(step, w_ih, b_ih), tuple(hx) if several else (hx,), (w_ih, w_hh, b_ih, b_hh, None))
+        return hidden if several else hidden[0]
+
+    return kernel
+
+
+_KERNELS["lstm_cell"] = _single(torch.ops.aten.lstm_cell.default, _lstm_cell, True)
+_KERNELS["gru_cell"] = _single(torch.ops.aten.gru_cell.default, _gru_cell, False)
 
 
 @implements(*("aten::" + name for name in _KERNELS))

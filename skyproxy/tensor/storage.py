@@ -12,6 +12,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor import known_values
 from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import Handle, SkyDevice
 from skyproxy.tensor.metadata import Meta, plain_meta
@@ -79,6 +80,7 @@ def view_of(root: Handle, meta: Meta) -> RemoteTensor:
     """A new tensor on the storage of `root`; the storage grows if it must."""
     device = root.device
     handle = device.new_handle(meta, root)
+    known_values.inherit(root, handle)
     name = torch_codec.DTYPE_NAMES[meta.dtype]
     device.session.do("view_storage", handle.slot, root.slot, name, meta.offset, list(meta.size), list(meta.stride))
     note_change(handle, meta)
@@ -136,6 +138,7 @@ class SkyStorage(torch.UntypedStorage):
         return True
 
     def resize_(self, size: int) -> SkyStorage:  # type: ignore[override]
+        known_values.forget(self._root)
         self._root.device.session.do("resize_storage", self._root.slot, size)
         self._memory().resize(size)
         return self
@@ -220,7 +223,11 @@ def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, unin
     """A new storage on a device, with the bytes of a CPU storage unless only the size matters."""
     if uninitialized:
         return SkyStorage(torch.empty(storage.nbytes(), dtype=torch.uint8, device=device.torch_device)._sky)  # type: ignore[attr-defined]
-    return SkyStorage(upload(_bytes_of(storage), device)._sky)
+    values = _bytes_of(storage)
+    handle = upload(values, device)._sky
+    if values.numel() <= known_values.MOST_BYTES:
+        known_values.know(handle, values.clone())
+    return SkyStorage(handle)
 
 
 # --- methods of RemoteTensor -----------------------------------------------------------------------------------------

@@ -1,0 +1,132 @@
+"""How often programs wait: a table of programs and the number of round trips that one of their steps may take.
+
+Each wait costs the network's delay. What a step asks for by nature (`item()` of what was just computed) is in the
+table; nothing else is allowed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPTIMIZERS: list[tuple[str, dict[str, Any], int]] = [
+    ("Adadelta", {}, 0),
+    ("Adadelta", {"foreach": False}, 0),
+    ("Adadelta", {"capturable": True}, 0),
+    ("Adafactor", {}, 8),  # the norms of each parameter and of its update
+    ("Adagrad", {}, 0),
+    ("Adagrad", {"foreach": False}, 0),
+    ("Adam", {}, 0),
+    ("Adam", {"foreach": False, "amsgrad": True}, 0),
+    ("Adam", {"foreach": False, "lr": torch.tensor(1e-3)}, 0),
+    ("Adam", {"fused": True}, 0),
+    ("Adam", {"capturable": True, "lr": torch.tensor(1e-3)}, 0),
+    ("AdamW", {}, 0),
+    ("AdamW", {"foreach": False}, 0),
+    ("AdamW", {"capturable": True, "foreach": False}, 0),
+    ("Adamax", {}, 0),
+    ("Adamax", {"foreach": False}, 0),
+    ("ASGD", {}, 0),
+    ("ASGD", {"foreach": False}, 0),
+    ("ASGD", {"capturable": True}, 0),
+    ("NAdam", {}, 0),
+    ("NAdam", {"foreach": False}, 0),
+    ("NAdam", {"capturable": True}, 0),
+    ("RAdam", {}, 0),
+    ("RAdam", {"foreach": False}, 0),
+    ("RAdam", {"capturable": True}, 0),
+    ("RMSprop", {"momentum": 0.9}, 0),
+    ("RMSprop", {"foreach": False}, 0),
+    ("Rprop", {}, 0),
+    ("Rprop", {"foreach": False}, 0),
+    ("SGD", {"momentum": 0.9}, 0),
+    ("SGD", {"fused": True}, 0),
+]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _resumed(name: str, options: dict[str, Any], device: str, steps: int) -> tuple[list[int], list[torch.Tensor]]:
+    """Trains, saves, loads onto the device, and trains on: the round trips of each later step, and the weights."""
+    options = {"lr": 1e-3, **options}
+    model = _model().to(device)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    first = getattr(torch.optim, name)(model.parameters(), **options)
+    for _ in range(2):
+        step(first)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = getattr(torch.optim, name)(model.parameters(), **options)
+    second.load_state_dict(torch.load(file, map_location=device))
+    found = []
+    for _ in range(steps):
+        before = torch.sky.stats()["round_trips"]
+        step(second)
+        found.append(torch.sky.stats()["round_trips"] - before)
+    return found, [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("name", "options", "most"), OPTIMIZERS)
+def test_a_resumed_optimizer_waits_for_nothing_it_could_know(
+    name: str, options: dict[str, Any], most: int, sky: str
+) -> None:
+    found, weights = _resumed(name, options, sky, 8)
+    assert found == [most] * 8
+    if not options.get("capturable"):  # the CPU does not take it
+        _, expected = _resumed(name, options, "cpu", 8)
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class _Asked(TorchDispatchMode):
+    """Counts how often PyTorch's own code makes a number of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_waits_as_often_as_it_asks(search: str | None, sky: str) -> None:
+    def run(device: str, count: Callable[[Callable[[], Any]], int]) -> int:
+        model = _model().to(device)
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn=search)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        return sum(count(lambda: optimizer.step(closure)) for _ in range(3))
+
+    def asked(step: Callable[[], Any]) -> int:
+        with _Asked() as mode:
+            step()
+        return mode.count
+
+    def waited(step: Callable[[], Any]) -> int:
+        before = int(torch.sky.stats()["round_trips"])
+        step()
+        return int(torch.sky.stats()["round_trips"]) - before
+
+    assert 0 < run(sky, waited) <= run("cpu", asked)
