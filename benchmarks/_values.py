@@ -15,7 +15,7 @@ def round_trips(bench: Bench) -> None:
     count = scale.latency_calls
     if bench.link.rtt_seconds:
         count = max(5, min(count, int(scale.latency_seconds / bench.link.rtt_seconds)))
-    one = torch.full((), 7.0, device=bench.device)
+    one = torch.full((1,), 7.0, device=bench.device)  # a number without dimensions would be asked for once
     small = torch.arange(1024.0, device=bench.device)
     tails: dict[str, list[float]] = {"sky": [], "other": []}
 
