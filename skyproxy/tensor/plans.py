@@ -137,8 +137,8 @@ class Plan:
 
     __slots__ = (
         "columns",
-        "for_each",
         "followed",
+        "for_each",
         "func",
         "keyword_kinds",
         "kinds",
