@@ -1,8 +1,13 @@
-"""PyTorch's host side: pinned memory without CUDA, and `torch.accelerator`, which is us."""
+"""PyTorch's host side: pinned memory without CUDA, and `torch.accelerator`, which is us as soon as a device exists.
+
+Before that, both are as PyTorch has them without us: a program that imports skyproxy and never uses it must not notice.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,18 +17,25 @@ from skyproxy.tensor import device_module, streams
 from skyproxy.tensor.devices import DEVICES
 
 _keep: list[torch.library.Library] = []
+_other_accelerator = torch._C._accelerator_getAccelerator()
+"""This machine's own one; asked for before PyTorch knows our device, which it prefers to all others."""
+_NO_ACCELERATOR = "Cannot access accelerator device when none is available."
 
 
 # --- pinned memory ---------------------------------------------------------------------------------------------------
 
 
 def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
-    return False
+    return "_sky_pinned" in vars(self.untyped_storage())
 
 
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     """A copy, as PyTorch makes one. Uploads read ordinary memory just as fast: the network is what takes time."""
-    return self.clone(memory_format=torch.contiguous_format)
+    if not DEVICES.existing():
+        raise RuntimeError(_NO_ACCELERATOR)
+    copy = self.clone(memory_format=torch.contiguous_format)
+    copy.untyped_storage()._sky_pinned = True  # type: ignore[attr-defined]
+    return copy
 
 
 def _install_pinning() -> None:
@@ -42,6 +54,47 @@ def _install_pinning() -> None:
 
 
 # --- torch.accelerator -----------------------------------------------------------------------------------------------
+
+
+def _accelerator() -> torch.device | None:
+    """Ours as soon as a device of ours exists, this machine's own before."""
+    return torch.device("sky") if DEVICES.existing() else _other_accelerator
+
+
+_OF_THE_OTHER = {
+    "_accelerator_deviceCount": "device_count",
+    "_accelerator_getDeviceIndex": "current_device",
+    "_accelerator_setDeviceIndex": "set_device",
+    "_accelerator_exchangeDevice": "_exchange_device",
+    "_accelerator_maybeExchangeDevice": "_maybe_exchange_device",
+    "_accelerator_synchronizeDevice": "synchronize",
+    "_accelerator_getStream": "current_stream",
+    "_accelerator_setStream": "set_stream",
+    "_accelerator_isAllocatorInitialized": "is_initialized",
+    "_accelerator_emptyCache": "empty_cache",
+    "_accelerator_getMemoryInfo": "mem_get_info",
+    "_accelerator_getDeviceStats": "memory_stats_as_nested_dict",
+    "_accelerator_resetAccumulatedStats": "reset_accumulated_memory_stats",
+    "_accelerator_resetPeakStats": "reset_peak_memory_stats",
+}
+"""What answers in the module of this machine's own accelerator: PyTorch itself would ask ours."""
+
+
+def _once_used(name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.accelerator` that is ours as soon as a device exists."""
+
+    @functools.wraps(ours)
+    def function(*args: Any) -> Any:
+        if DEVICES.existing():
+            return ours(*args)
+        if _other_accelerator is not None:
+            other = torch.get_device_module(_other_accelerator)
+            return getattr(other, _OF_THE_OTHER[name])(*args) if name in _OF_THE_OTHER else original(*args)
+        if name == "_accelerator_deviceCount":
+            return 0
+        raise RuntimeError(_NO_ACCELERATOR)
+
+    return function
 
 
 def _set_device_index(index: int) -> None:
@@ -105,5 +158,8 @@ def install() -> None:
     if missing:
         raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy replaces")
     for name, function in _ACCELERATOR.items():
-        setattr(torch._C, name, function)
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, _once_used(name, function, getattr(torch._C, name)))
+    torch._C._accelerator_getAccelerator = _accelerator
+    torch._C._get_accelerator = lambda: _accelerator() or torch.device("cpu")
     _install_pinning()

@@ -235,6 +235,8 @@ class _ChoosesByDevice(type):
         given = kwargs.get("device", args[0] if args else None)
         if given is None and "device_type" not in kwargs:
             given = torch._C._accelerator_getAccelerator()
+            if given is None:  # C++ would take our device, which is not in use
+                return plain(**{**kwargs, "device": torch.device("cpu")})
         if given is None or _type_of(given) != "sky":
             return plain(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "device"}
@@ -242,10 +244,10 @@ class _ChoosesByDevice(type):
 
 
 def _type_of(device: Any) -> str:
-    if isinstance(device, int):
-        accelerator = torch._C._accelerator_getAccelerator()
-        return str(accelerator.type) if accelerator is not None else ""
-    return torch.device(device).type
+    if not isinstance(device, int):
+        return torch.device(device).type
+    torch._C._accelerator_getDeviceIndex()  # raises PyTorch's error where there is no accelerator
+    return str(torch._C._accelerator_getAccelerator().type)
 
 
 class StreamStandIn(_plain_stream, metaclass=_ChoosesByDevice):  # type: ignore[misc]
