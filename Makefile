@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance e2e bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance e2e fuzz bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance bench format environment clean"
+	@echo "also: slow notebooks firstrun conformance fuzz bench format environment clean"
 
 environment: $(READY)
 
@@ -76,6 +76,12 @@ e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 e2e: $(READY)
 	test -n "$$SKYPROXY_E2E_KUBECONFIG" || tests/e2e/control_plane/build.sh
 	$(BIN)/python -m pytest tests/e2e -m e2e $(ARGS)
+
+# Hostile calls of every operator that a client may name; a report of each that ends or holds a worker.
+fuzz: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+fuzz: $(READY)
+	$(BIN)/python -m tests.security.fuzzing --calls 50000 $(ARGS)
+	$(BIN)/python -m tests.security.fuzzing --calls 50000 --near $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/suite.py $(ARGS)

@@ -40,7 +40,7 @@ DEVICE = "device"
 QSCHEME = "qscheme"
 
 ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized"})
-"""Namespaces whose ops a client may name. Custom ops registered on the worker are added by the worker."""
+"""Namespaces whose ops a client records as they are; which of them a worker takes is up to the worker."""
 FORBIDDEN_OPS = frozenset(
     {
         "aten::from_file",  # reads the worker's files
@@ -226,28 +226,6 @@ def decode_graph_argument(fields: Any, node: Callable[[int], Any]) -> Any:
     if tag == LIST:
         return [decode_graph_argument(item, node) for item in value]
     return decode_constant(tag, value)
-
-
-def find_overload(name: str) -> torch._ops.OpOverload:
-    """The overload that `name` ("aten::add.Tensor") stands for.
-
-    Raises:
-        UnsupportedOpError: the namespace is not on the allow-list, the op is forbidden or unknown here.
-    """
-    namespace, _, rest = name.partition("::")
-    packet_name, _, overload_name = rest.partition(".")
-    if namespace not in ALLOWED_NAMESPACES or f"{namespace}::{packet_name}" in FORBIDDEN_OPS:
-        raise UnsupportedOpError(f"{name} is not on the worker's list of allowed operations.")
-    try:
-        packet = getattr(getattr(torch.ops, namespace), packet_name)
-        overload = getattr(packet, overload_name or "default")
-    except AttributeError:
-        raise UnsupportedOpError(
-            f"{name} is unknown to the worker's torch {torch.__version__}. Use the same torch version on both sides."
-        ) from None
-    if not isinstance(overload, torch._ops.OpOverload):
-        raise UnsupportedOpError(f"{name} is not an operator overload.")
-    return overload
 
 
 def storage_extent(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> int:

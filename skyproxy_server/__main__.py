@@ -73,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
     add("--no-functions", action="store_true", help="run tensor operations only, no code of clients")
+    add(
+        "--allow-ops",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a namespace (torchvision) or an operator (mylib::scale) that clients may call, too; repeatable",
+    )
     add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
     add(
@@ -240,8 +247,10 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
 def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> SessionHost:
     devices = inventory(arguments.device)
     # Late: it loads torch, and a wrong argument should not wait for that.
+    from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
     from skyproxy_server.worker_session import WorkerHost
 
+    open_ops([*arguments.allow_ops, *(() if arguments.no_functions else WITH_FUNCTIONS)])
     logger.info("devices: %s", ", ".join(_named(row) for row in devices))
     host: SessionHost = WorkerHost(
         devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions

@@ -1,7 +1,8 @@
 """Compiled graphs: programs of ops that a client ships once and calls like one op.
 
 A program comes as a list of nodes, each an op on the allow-list, never as code; its arguments are held against the op's
-schema. It is run op by op, or compiled with inductor where the machine can.
+schema, and its arithmetic is bounded, see `graph_checks`. It is run op by op, or compiled with inductor where the
+machine can, and where the compiler leaves nothing unchecked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ import torch.fx
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
+from skyproxy.protocol import commands
+from skyproxy_server.allowed_ops import find_overload
+from skyproxy_server.argument_checks import check_constant, enumeration_of
 from skyproxy_server.controls import CONTROLS
+from skyproxy_server.graph_checks import (
+    NUMBER,
+    TENSOR,
+    Numbers,
+    as_number,
+    check_plain,
+    compiled_name,
+    plain_text,
+    runs_one_by_one,
+)
 from skyproxy_server.op_overrides import CPU_OVERRIDES
+from skyproxy_server.safe_forms import SAFE_FORMS
 from skyproxy_server.signatures import Signature
 
 if TYPE_CHECKING:
@@ -56,8 +71,17 @@ class Program:
         trouble: why it is not compiled although that was wished for.
     """
 
-    def __init__(self, inputs: int, outputs: int, fields: dict[str, Any], *, on_cpu: bool) -> None:
-        """Raises:
+    def __init__(
+        self, inputs: int, outputs: int, fields: dict[str, Any], *, on_cpu: bool, numbers: frozenset[int] = frozenset()
+    ) -> None:
+        """Args:
+            inputs: how many arguments it has.
+            outputs: how many results.
+            fields: see `protocol.commands`.
+            on_cpu: whether it runs on the CPU.
+            numbers: which of its arguments are numbers; the others are tensors.
+
+        Raises:
         ProtocolError: the program is malformed.
         UnsupportedOpError: it uses an op that is not allowed, or unknown here.
         """
@@ -70,45 +94,94 @@ class Program:
         self.draws = False
         self.ran = ""
         self.trouble = ""
-        self._module = self._build(inputs, fields, on_cpu)
+        self._module = self._build(inputs, numbers, fields, on_cpu)
         self._eager: Callable[..., Any] = self._module.forward
         self._single = outputs == 1
         self._variants: dict[Any, Callable[..., Any]] = {}
         self._fixed: Callable[..., Any] | None = None
 
-    def _build(self, inputs: int, fields: dict[str, Any], on_cpu: bool) -> torch.fx.GraphModule:
+    def _build(
+        self, inputs: int, scalars: frozenset[int], fields: dict[str, Any], on_cpu: bool
+    ) -> torch.fx.GraphModule:
         graph = torch.fx.Graph()
         made: list[Any] = [graph.placeholder(f"a{i}") for i in range(inputs)]
+        numbers = Numbers()
+        for i in range(inputs):
+            numbers.add(NUMBER if i in scalars else TENSOR)
+
+        def node(number: Any) -> torch.fx.Node:
+            if type(number) is not int or not 0 <= number < len(made):
+                raise ProtocolError(f"a compiled graph names the value {number!r:.40} before it is made")
+            found: torch.fx.Node = made[number]
+            return found
+
         try:
             for name, arguments, keywords in fields["nodes"]:
-                function = self._function(name, on_cpu)
-                if isinstance(function, torch._ops.OpOverload):
-                    names = {argument.name for argument in function._schema.arguments}
-                    if len(arguments) > len(names) or not names.issuperset(keywords):
-                        raise ProtocolError(f"{name} does not take these arguments")
-                elif keywords:
-                    raise ProtocolError(f"{name} takes no keywords")
+                if name in torch_codec.GRAPH_FUNCTIONS:
+                    if keywords:
+                        raise ProtocolError(f"{name} takes no keywords")
+                    numbers.add_call(name, arguments)
+                    function: Callable[..., Any] = torch_codec.GRAPH_FUNCTIONS[name]
+                    names = [""] * len(arguments)
+                else:
+                    names = [argument.name for argument in find_overload(compiled_name(name))._schema.arguments]
+                    function = self._function(name, arguments, keywords, numbers, on_cpu)
                 made.append(
                     graph.call_function(
                         function,
-                        tuple(torch_codec.decode_graph_argument(a, made.__getitem__) for a in arguments),
-                        {k: torch_codec.decode_graph_argument(a, made.__getitem__) for k, a in keywords.items()},
+                        tuple(self._argument(name, key, a, node) for key, a in zip(names, arguments, strict=False)),
+                        {key: self._argument(name, key, a, node) for key, a in keywords.items()},
                     )
                 )
-            graph.output(tuple(made[number] for number in fields["outputs"]))
-        except (KeyError, ValueError, IndexError, TypeError) as error:
+            graph.output(tuple(node(number) for number in fields["outputs"]))
+        except (KeyError, ValueError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"a compiled graph is malformed: {error!r:.200}") from error
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
-    def _function(self, name: str, on_cpu: bool) -> Callable[..., Any]:
-        if name in torch_codec.GRAPH_FUNCTIONS:
-            function: Callable[..., Any] = torch_codec.GRAPH_FUNCTIONS[name]
-            return function
-        overload = torch_codec.find_overload(name)
+    def _function(
+        self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
+    ) -> Callable[..., Any]:
+        """What runs an op; its arguments are held against its schema."""
+        overload = find_overload(compiled_name(name))
+        schema = overload._schema
+        known = {argument.name: argument for argument in schema.arguments}
+        if len(arguments) > len(known) or not known.keys() >= keywords.keys():
+            raise ProtocolError(f"{name} does not take these arguments")
+        for argument, (tag, value) in (
+            *zip(schema.arguments, arguments, strict=False),
+            *((known[key], given) for key, given in keywords.items()),
+        ):
+            if tag not in (torch_codec.NODE, torch_codec.LIST):
+                check_constant(name, argument, torch_codec.decode_constant(tag, value), on_cpu=on_cpu)
+            elif enumeration_of(argument) is not None:
+                raise ProtocolError(f"{name}: {argument.name} cannot be computed")
+        numbers.add_op(overload)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
+        if runs_one_by_one(name):
+            self._mode, self.trouble = "eager", self.trouble or f"{name} is only checked where it runs"
         if on_cpu and name in CPU_OVERRIDES:
             return CPU_OVERRIDES[name]
-        return overload
+        return SAFE_FORMS.get(name, overload) if runs_one_by_one(name) else overload
+
+    @staticmethod
+    def _argument(op: str, name: str, fields: Any, node: Callable[[Any], Any]) -> Any:
+        """An argument of a node, and of a constant only what may stand in generated code."""
+
+        def checked(fields: Any) -> None:
+            tag, value = fields
+            if tag == torch_codec.LIST:
+                for item in value:
+                    checked(item)
+            elif tag == torch_codec.PLAIN:
+                check_plain(value)
+
+        checked(fields)
+        tag, value = fields
+        if tag == torch_codec.PLAIN and type(value) is str:
+            return plain_text(op, name, value)
+        if "str" in _types_in(fields):
+            raise UnsupportedOpError(f"{op}: a list of strings cannot be part of a compiled graph")
+        return torch_codec.decode_graph_argument(fields, node)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program; its one result, or all of them in order."""
@@ -146,6 +219,22 @@ class Program:
         if not self._dynamic:
             self._fixed = compiled
         return compiled
+
+
+def _is_input(template: Any) -> bool:
+    host = isinstance(template, list) and template[:1] == [commands.HOST_SCALAR]
+    return host or template in (commands.TENSOR, commands.VALUE)
+
+
+def _types_in(fields: Any) -> set[str]:
+    """The names of the types of all constants in an argument."""
+    tag, value = fields
+    if tag == torch_codec.LIST:
+        return {name for item in value for name in _types_in(item)}
+    if tag != torch_codec.PLAIN:
+        return set()
+    flat = value if isinstance(value, list) else [value]
+    return {type(item).__name__ for item in flat}
 
 
 def _look(value: Any) -> Any:
@@ -207,9 +296,14 @@ class CompiledSignature(Signature):
             raise ProtocolError("the definition of a compiled graph has four parts") from None
         self._begin(name)
         self.program: Program | None = None
+        if not isinstance(templates, list) or not all(map(_is_input, templates)):
+            raise ProtocolError(f"a compiled graph takes tensors and numbers, not {templates!r:.100}")
+        scalars = frozenset(i for i, template in enumerate(templates) if template == commands.VALUE)
         parts = [self._argument(template, i in written, True) for i, template in enumerate(templates)]
+        parts = [f"number({part})" if i in scalars else part for i, part in enumerate(parts)]
+        self._constants["number"] = as_number
         try:
-            self.program = Program(len(templates), len(outputs), fields, on_cpu=on_cpu)
+            self.program = Program(len(templates), len(outputs), fields, on_cpu=on_cpu, numbers=scalars)
             self.draws = self.program.draws
             self._constants["op"] = self.program
         except UnsupportedOpError as error:

@@ -184,7 +184,7 @@ def _state(state: bytes) -> torch.Tensor:
 @_control
 def set_storage(executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
-    target, base = executor.value(slot, writes=True), executor.value(source)
+    target, base = executor.value(slot, writes=True, sizes=False), executor.value(source, sizes=False)
     target.set_(base.untyped_storage(), offset, size, stride)
 
 
@@ -193,19 +193,29 @@ def view_storage(
     executor: Executor, slot: int, source: int, dtype: str, offset: int, size: list[int], stride: list[int]
 ) -> None:
     """A new tensor on the storage of another slot's tensor."""
-    base = executor.value(source)
-    fresh = torch.empty(0, dtype=getattr(torch, dtype), device=base.device)
+    base = executor.value(source, sizes=False)
+    fresh = torch.empty(0, dtype=torch_codec.DTYPES[dtype], device=base.device)
     executor.values[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)
 
 
 @_control
 def resize_storage(executor: Executor, slot: int, byte_count: int) -> None:
-    executor.value(slot, writes=True).untyped_storage().resize_(byte_count)
+    """Gives a tensor's storage another size. What it gains is zeros; what it loses may be somebody else's at once."""
+    if type(byte_count) is not int or not 0 <= byte_count < 1 << 62:
+        raise ProtocolError(f"a storage cannot have {byte_count!r:.40} bytes")
+    tensor = executor.value(slot, writes=True, sizes=False)
+    storage = tensor.untyped_storage()
+    former = storage.nbytes()
+    storage.resize_(byte_count)
+    if byte_count > former:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (byte_count,), (1,))
+        whole[former:].zero_()
+    executor.gates.resized(tensor, former)
 
 
 @_control
 def storage_bytes(executor: Executor, slot: int) -> int:
-    return int(executor.value(slot).untyped_storage().nbytes())
+    return int(executor.value(slot, sizes=False).untyped_storage().nbytes())
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, R
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
 from skyproxy_server.allocator import give_back_memory
+from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES, check_device
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
@@ -119,7 +120,7 @@ class Executor:
             except ProtocolError:
                 raise
             except Exception as error:
-                position = self._failed(stream, position, error)
+                position = self._after_failure(stream, position, error)
         self.commands_done += done
         if self.gates:
             self.gates.open_finished()
@@ -135,6 +136,7 @@ class Executor:
             self.gates.pass_through(
                 [values.get(slot) for slot in signature.input_slots(stream, at)],
                 [values.get(slot) for slot in signature.written_slots(stream, at)],
+                sizes=not signature.views,
             )
         handler = self._handlers[stream[position]]
         assert handler is not None
@@ -152,6 +154,12 @@ class Executor:
         give_back_memory()
 
     # --- failure -----------------------------------------------------------------------------------------------------
+
+    def _after_failure(self, stream: list[Any], position: int, error: Exception) -> int:
+        try:
+            return self._failed(stream, position, error)
+        except (TypeError, ValueError, KeyError, IndexError, RecursionError) as problem:
+            raise ProtocolError(f"the command at {position} is malformed: {problem!r:.200}") from error
 
     def _failed(self, stream: list[Any], position: int, error: Exception) -> int:
         """Poisons what the failed op should have made, marks what it should have changed; the next op's position."""
@@ -282,15 +290,17 @@ class Executor:
         except Exception as error:
             self.deliver(request, Failed(error, op, self._sequence, position))
 
-    def value(self, slot: int, *, writes: bool = False) -> Any:
+    def value(self, slot: int, *, writes: bool = False, sizes: bool = True) -> Any:
         """What a slot holds, ready to use.
 
         Args:
             slot: where it is.
             writes: whether its values or its storage will change; then bytes that are still leaving are waited for.
+            sizes: whether its storage must be large enough for it.
 
         Raises:
             PoisonedError: the command that should have made or changed it failed.
+            RuntimeError: its storage was made too small for it.
             ProtocolError: the slot holds nothing.
         """
         try:
@@ -302,7 +312,7 @@ class Executor:
         if self.graphs.not_replayed and not writes:
             self.graphs.check_replayed(value)
         if self.gates:
-            self.gates.pass_through([value], [value] if writes else [])
+            self.gates.pass_through([value], [value] if writes else [], sizes=sizes)
         return value
 
     # --- built-in commands -------------------------------------------------------------------------------------------
@@ -333,18 +343,26 @@ class Executor:
         return position + 2
 
     def device_of(self, fields: Any) -> torch.device:
-        """A device of this worker by `[type, index]`."""
+        """A device of this worker by `[type, index]`.
+
+        Raises:
+            UnsupportedOpError: the worker does not offer it.
+        """
         kind, index = fields
-        return torch.device(kind, index) if index is not None else torch.device(kind)
+        device = torch.device(kind, index) if index is not None else torch.device(kind)
+        check_device(device, on_cpu=self._on_cpu)
+        return device
 
     def _upload(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
         slot, fields, device = stream[position + 1 : position + 4]
         description = torch_codec.decode_description(fields)
         buffer = self._buffers.pop() if self._buffers else b""
+        check_packed(description)
+        byte_count = torch_codec.byte_count(description)
+        if byte_count != len(buffer):  # before there is memory for it
+            raise ProtocolError(f"an upload of {byte_count} bytes came with {len(buffer)}")
         target = torch_codec.empty_packed(description)
         view = torch_codec.byte_view(target)
-        if len(view) != len(buffer):
-            raise ProtocolError(f"an upload of {len(view)} bytes came with {len(buffer)}")
         if len(view):
             view[:] = buffer
         place = self.device_of(device)
@@ -354,8 +372,10 @@ class Executor:
     def _receive(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
         slot, fields, device, number = stream[position + 1 : position + 5]
         description = torch_codec.decode_description(fields)
+        check_packed(description)
+        if not torch_codec.is_dense(description.size, description.stride):
+            raise ProtocolError("the bytes of an upload lie without gaps or overlaps")
         place = self.device_of(device)
-
         sequence = self._sequence
 
         def allocate() -> torch.Tensor:
@@ -428,7 +448,7 @@ class Executor:
         request, outputs, inputs = stream[position + 1 : position + 4]
 
         def answer() -> None:
-            tensors = [self.value(slot) for slot in outputs]
+            tensors = [self.value(slot, sizes=False) for slot in outputs]
             held = [values.get(slot) for slot in inputs]
             keys = [storage_key(value) if isinstance(value, torch.Tensor) else None for value in held]
 
@@ -602,6 +622,19 @@ def _decoded(expected: Any) -> list[Description]:
         return [torch_codec.decode_description(fields) for fields in expected]
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise ProtocolError(f"malformed descriptions: {expected!r:.100}") from error
+
+
+def check_packed(description: Description) -> None:
+    """Raises:
+    ProtocolError: nothing that looks like this can be uploaded: sizes that are none, or strides with gaps or overlaps.
+    """
+    numbers = (*description.size, *description.stride)
+    if len(description.size) != len(description.stride) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ProtocolError(f"no tensor has the sizes {description.size!r:.60} and strides {description.stride!r:.60}")
+    if len(description.size) > MAX_DIMENSIONS or description.layout is not torch.strided:
+        raise ProtocolError("an upload is a strided tensor of up to 64 dimensions")
+    if description.dtype in UNUSABLE_DTYPES:
+        raise ProtocolError(f"tensors of {description.dtype} cannot live on a worker")
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Storages that are not simply usable: bytes still arriving, bytes still leaving, or a change that failed.
+"""Storages that are not simply usable: bytes still arriving or leaving, a change that failed, or too few bytes.
 
 While any gate is closed, the executor looks at the storages of every op; otherwise it looks at none.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import torch_codec
 from skyproxy_server.failures import Failed, PoisonedError
 
 
@@ -47,9 +48,31 @@ class Gates:
 
     def __init__(self) -> None:
         self._closed: dict[int, list[Gate]] = {}
+        self._shrunk: dict[int, tuple[Any, int]] = {}
+        """Storages that were made smaller than they had been, and their former bytes."""
 
     def __bool__(self) -> bool:
-        return bool(self._closed)
+        return bool(self._closed or self._shrunk)
+
+    def resized(self, tensor: torch.Tensor, former_bytes: int) -> None:
+        """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        assert key is not None
+        former = max(former_bytes, self._shrunk.get(key, (None, 0))[1])
+        if storage.nbytes() < former:
+            self._shrunk[key] = (storage, former)
+        else:
+            self._shrunk.pop(key, None)
+
+    def check_size(self, value: Any) -> None:
+        """Raises:
+        RuntimeError: the value lies in a storage that was made too small for it.
+        """
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                for part in _parts(tensor):
+                    if storage_key(part) in self._shrunk:
+                        _check_size(part)
 
     def close(self, tensor: torch.Tensor, gate: Gate) -> None:
         key = storage_key(tensor)
@@ -62,16 +85,21 @@ class Gates:
         if isinstance(tensor, torch.Tensor):
             self.close(tensor, Gate(None, failed=failed))
 
-    def pass_through(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
+    def pass_through(self, reads: Iterable[Any], writes: Iterable[Any], *, sizes: bool = True) -> None:
         """Waits until these tensors may be used.
 
         Args:
             reads: what is used.
             writes: those of `reads` that will change.
+            sizes: whether they must have the memory that they describe; for views and resizing they need not.
 
         Raises:
             PoisonedError: a change of one of them failed and the client has not been told yet, or its bytes never came.
+            RuntimeError: the storage of one of them was made too small for it.
         """
+        if self._shrunk and sizes:
+            reads = list(reads)
+            self.check_size(reads)
         written = {storage_key(tensor) for tensor in writes if isinstance(tensor, torch.Tensor)}
         for tensor in reads:
             if not isinstance(tensor, torch.Tensor):
@@ -93,6 +121,9 @@ class Gates:
 
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
+        for key, (storage, _) in list(self._shrunk.items()):
+            if torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES:
+                del self._shrunk[key]
         for key, gates in list(self._closed.items()):
             for gate in list(gates):
                 if gate.finished is not None and (wait or gate.finished()):
@@ -114,3 +145,35 @@ class Gates:
         gates.remove(gate)
         if not gates:
             del self._closed[key]
+
+
+def _own_uses() -> int:
+    storage = torch.empty(1).untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_OWN_USES = _own_uses()
+"""What the counter says of a storage that only we hold."""
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors whose memory a tensor uses."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def _check_size(tensor: torch.Tensor) -> None:
+    elements = torch_codec.storage_extent(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    needed, there = elements * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if needed > there:
+        raise RuntimeError(
+            f"this tensor's storage was resized to {there} bytes, and the tensor needs {needed}. Resize the storage "
+            "back before you use the tensor."
+        )

@@ -222,6 +222,7 @@ class Graphs:
             self._executor.gates.pass_through(
                 [scope.get(slot) for slot in step.signature.input_slots(stream, at)],
                 [scope.get(slot) for slot in step.signature.written_slots(stream, at)],
+                sizes=not step.signature.views,
             )
 
     def _publish(self, values: dict[int, Any], made: dict[int, Any]) -> None:

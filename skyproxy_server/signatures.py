@@ -16,8 +16,19 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy_server.allowed_ops import find_overload
+from skyproxy_server.argument_checks import check_constant, enumeration_of, only_none
 from skyproxy_server.op_overrides import CPU_OVERRIDES
+from skyproxy_server.safe_forms import SAFE_FORMS
 
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split"),
+        *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+        *("view_as_complex", "view_as_real", "_conj", "_neg_view"),
+    )
+)
 Handler = Callable[[dict[int, Any], list[Any], int], int]
 """`handler(values, stream, position)` runs the command at `position` and returns the position of the next one."""
 
@@ -46,6 +57,7 @@ class Signature:
         width: how many operands follow the op's number.
         draws: whether the op takes numbers from a generator.
         watch: what is done beyond running it; None as long as there is nothing.
+        views: whether the op looks at no values: its result is another view of the same memory.
     """
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
@@ -60,40 +72,59 @@ class Signature:
             raise ProtocolError(f"an op definition has four parts: {definition!r:.100}") from None
         self._begin(name)
         try:
-            overload = torch_codec.find_overload(name)
+            overload = find_overload(name)
         except UnsupportedOpError as error:
             self._refuse(error, positional, keywords, outputs)
             return
         schema = overload._schema
+        self._on_cpu = on_cpu
+        self.views = name.partition(".")[0] in _VIEWS
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
-        written = {
-            argument.name
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
-        names = [argument.name for argument in schema.arguments]
-        shaping = {argument.name: torch_codec.shapes_results(argument.type, name) for argument in schema.arguments}
+        arguments = {argument.name: argument for argument in schema.arguments}
+        names = list(arguments)
         if len(positional) > len(names):
             raise ProtocolError(f"{name} takes {len(names)} arguments, not {len(positional)}")
-        parts = [
-            self._argument(template, names[i] in written, shaping[names[i]]) for i, template in enumerate(positional)
-        ]
+        refused: UnsupportedOpError | None = None
+        parts: list[str] = []
         reserved: list[str] = []
-        for key, template in keywords.items():
-            if key not in names:
+        for position, (key, template) in enumerate((*zip(names, positional, strict=False), *keywords.items())):
+            if key not in arguments:
                 raise ProtocolError(f"{name} has no argument {key!r:.40}")
-            text = self._argument(template, key in written, shaping[key])
-            if keyword.iskeyword(key):
+            try:
+                text = self._schema_argument(arguments[key], template)
+            except UnsupportedOpError as error:
+                refused, text = error, "None"
+            if position < len(positional):
+                parts.append(text)
+            elif keyword.iskeyword(key):
                 reserved.append(f"{key!r}: {text}")
             else:
                 parts.append(f"{key}={text}")
         if reserved:
             parts.append("**{" + ", ".join(reserved) + "}")
-        self._constants["op"] = CPU_OVERRIDES[name] if on_cpu and name in CPU_OVERRIDES else overload._op
+        self._constants["op"] = self._function(name, overload, on_cpu) if refused is None else _refusing(refused)
         if len(outputs) != len(schema.returns):
             raise ProtocolError(f"{name} returns {len(schema.returns)} values, not {len(outputs)}")
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
+
+    @staticmethod
+    def _function(name: str, overload: torch._ops.OpOverload, on_cpu: bool) -> Callable[..., Any]:
+        if on_cpu and name in CPU_OVERRIDES:
+            return CPU_OVERRIDES[name]
+        return SAFE_FORMS.get(name, overload._op)
+
+    def _schema_argument(self, argument: Any, template: Any) -> str:
+        """The text that stands for an argument in the call; a constant is held against the schema."""
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        before = len(self._constants)
+        text = self._argument(template, written, torch_codec.shapes_results(argument.type, self.name))
+        if len(self._constants) > before and text in self._constants:
+            check_constant(self.name, argument, self._constants[text], on_cpu=self._on_cpu)
+        elif enumeration_of(argument) is not None:
+            self._constants["only_none"] = only_none
+            return f"only_none({text})"
+        return text
 
     def _begin(self, name: str) -> None:
         self.name: str = name
@@ -104,15 +135,13 @@ class Signature:
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.watch: Watch | None = None
-        self.draws = False
+        self.draws = self.views = False
+        self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
-        def refuse() -> None:
-            raise UnsupportedOpError(str(error))
-
         for template in (*positional, *keywords.values()):
             self._argument(template, False, False)
-        self._constants["op"] = refuse
+        self._constants["op"] = _refusing(error)
         self.handler = self._compile("op()", outputs)
         self.width = self._next_operand - 1
 
@@ -205,6 +234,13 @@ class Signature:
     def inline_operands(self, stream: list[Any], position: int) -> tuple[Any, ...]:
         """What of the op's inline numbers can shape its results, hashable: the value of some, of others the type."""
         return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
+
+
+def _refusing(error: UnsupportedOpError) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedOpError(str(error))
+
+    return refuse
 
 
 def _inline_key(value: Any, shaping: bool) -> Any:

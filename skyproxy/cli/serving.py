@@ -71,6 +71,10 @@ def serve_command(
     no_functions: Annotated[
         bool, typer.Option("--no-functions", help="Take tensor operations only, and run no code of clients.")
     ] = False,
+    allow_ops: Annotated[
+        list[str] | None,
+        typer.Option(help="A namespace or an operator that clients may call, too; can be given more than once."),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -100,6 +104,8 @@ def serve_command(
             arguments += [flag, str(value)]
     for origin in allow_origin or ():
         arguments += ["--allow-origin", origin]
+    for name in allow_ops or ():
+        arguments += ["--allow-ops", name]
     switches = {"--insecure": insecure, "--embedded": embedded, "--no-functions": no_functions}
     arguments += [flag for flag, given in switches.items() if given]
     run_server(arguments)

@@ -1,0 +1,356 @@
+"""What runs in place of ops that PyTorch leaves unchecked, or whose results hold what was in memory before.
+
+Many kernels of derivatives trust that their arguments come from the forward op: indices are followed, sizes believed.
+Each form here takes the arguments of the op whose place it takes, and gives the same result wherever that one is
+defined. Indices are clamped rather than looked at: that needs no wait on any device, and changes none that is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy_server.allowed_ops import ALLOWED
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+Check = Callable[[dict[str, Any]], None]
+"""Looks at the arguments of a call by name, and may put others in their place."""
+SAFE_FORMS: dict[str, Callable[..., Any]] = {
+    # They leave out checks in graphs that are compiled, and are the same ops otherwise.
+    "aten::_unsafe_index.Tensor": aten.index.Tensor._op,
+    "aten::_unsafe_index_put": aten.index_put.default._op,
+    "aten::_unsafe_view": aten.view.default._op,
+}
+_MOST_STEPS = 1_000_000
+"""The largest degree of a polynomial: its kernel takes so many steps for each element."""
+
+
+def _form(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            SAFE_FORMS[name] = function
+        return function
+
+    return register
+
+
+def _checks(*packets: str) -> Callable[[Check], Check]:
+    """Runs a check before each overload of some ops."""
+
+    def register(check: Check) -> Check:
+        for name in ALLOWED:
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            if packet in packets and hasattr(aten, packet):
+                found = getattr(getattr(aten, packet), overload or "default", None)
+                if found is not None:
+                    SAFE_FORMS[name] = _checked(found, check)
+        return check
+
+    return register
+
+
+def _checked(overload: torch._ops.OpOverload, check: Check) -> Callable[..., Any]:
+    op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        check(given)
+        return op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
+
+    return call
+
+
+def _require(right: bool, message: str) -> None:
+    if not right:
+        raise RuntimeError(message)
+
+
+def _within(indices: Tensor, count: int) -> Tensor:
+    """Indices of a run of `count` elements."""
+    return indices.clamp(0, max(count - 1, 0))
+
+
+# --- strides and sparse indices --------------------------------------------------------------------------------------
+
+
+@_form("aten::_reshape_alias")
+def _reshape_alias(self: Tensor, size: list[int], stride: list[int]) -> Tensor:
+    """`as_strided` holds sizes and strides against the storage; the op itself takes any."""
+    return self.as_strided(size, stride, self.storage_offset())
+
+
+@_form("aten::_sparse_coo_tensor_unsafe")
+def _sparse_coo(
+    indices: Tensor,
+    values: Tensor,
+    size: list[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    is_coalesced: bool | None = None,
+) -> Tensor:
+    """Kernels follow the indices without a look at the sizes."""
+    return torch.sparse_coo_tensor(
+        indices, values, size, dtype=dtype, device=device, check_invariants=True, is_coalesced=is_coalesced
+    )
+
+
+# --- normalization ---------------------------------------------------------------------------------------------------
+
+_CHANNEL_VECTORS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+
+
+@_checks(
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+    *("_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional"),
+    *("_batch_norm_no_update", "native_batch_norm_backward", "batch_norm_backward", "batch_norm_update_stats"),
+)
+def _batch_norm(given: dict[str, Any]) -> None:
+    tensor: Tensor = given["input"]
+    _require(tensor.dim() >= 2, f"batch_norm takes at least 2 dimensions, got {tensor.dim()}")
+    channels = tensor.shape[1]
+    for name in _CHANNEL_VECTORS:
+        vector = given.get(name)
+        # In evaluation mode nothing is saved.
+        unused = (
+            name.startswith("save_") and vector is not None and vector.numel() == 0 and not given.get("train", True)
+        )
+        if vector is not None and not unused:
+            _require(tuple(vector.shape) == (channels,), f"{name} has {list(vector.shape)} elements for {channels}")
+    training = given.get("train", given.get("training", given.get("update")))
+    if training is not None:
+        backward = "grad_out" in given
+        needed = ("save_mean", "save_invstd", "save_var") if training else ("running_mean", "running_var")
+        for name in needed if backward or not training else ():
+            _require(name not in given or given[name] is not None, f"batch_norm needs {name} here")
+    grad = given.get("grad_out")
+    _require(grad is None or grad.shape == tensor.shape, "the gradient looks otherwise than the input")
+
+
+# --- pooling ---------------------------------------------------------------------------------------------------------
+
+
+def _pool(dimensions: int) -> Check:
+    def check(given: dict[str, Any]) -> None:
+        grad, tensor, indices = given["grad_output"], given["self"], given.get("indices")
+        _require(tensor.dim() in (dimensions + 1, dimensions + 2), f"pooling takes no {tensor.dim()} dimensions")
+        _require(
+            grad.dim() == tensor.dim() and grad.shape[:-dimensions] == tensor.shape[:-dimensions],
+            f"the gradient {list(grad.shape)} does not belong to the input {list(tensor.shape)}",
+        )
+        size = given.get("output_size")
+        _require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
+        if indices is not None:
+            _require(indices.shape == grad.shape, "the indices look otherwise than the gradient")
+            given["indices"] = _within(indices, math.prod(tensor.shape[-dimensions:]))
+
+    return check
+
+
+for _dimensions in (2, 3):
+    _checks(
+        *(f"{name}{_dimensions}d_backward" for name in ("_adaptive_avg_pool", "avg_pool", "adaptive_max_pool")),
+        *(f"{name}{_dimensions}d_backward" for name in ("fractional_max_pool", "adaptive_avg_pool")),
+        f"max_pool{_dimensions}d_with_indices_backward",
+    )(_pool(_dimensions))
+
+
+# --- bags and segments -----------------------------------------------------------------------------------------------
+
+
+@_checks(
+    *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    *("_embedding_bag_sparse_backward", "_embedding_bag_per_sample_weights_backward"),
+)
+def _embedding_bag(given: dict[str, Any]) -> None:
+    indices, offsets, bags = given["indices"], given.get("offsets"), given.get("offset2bag")
+    count = indices.numel()
+    weights = given.get("per_sample_weights")
+    _require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
+    if offsets is not None:
+        _require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
+        given["offsets"] = offsets.clamp(0, count)
+    rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
+    if "grad" not in given:
+        return
+    grad = given["grad"]
+    _require(grad.dim() == 2 and indices.dim() == 1, "the gradient of bags is a matrix, and their indices a list")
+    if bags is not None and bags.numel():
+        _require(bags.shape == indices.shape, "offset2bag and indices have other sizes")
+        given["offset2bag"] = _within(bags, grad.shape[0])
+    _require(int(rows) > 0 or count == 0, "there are no rows")
+    given["indices"] = _within(indices, int(rows))
+    if "weight" in given:
+        _require(given["weight"].dim() == 2 and given["weight"].shape[1] == grad.shape[1], "weight and gradient differ")
+    for name in ("bag_size", "maximum_indices"):
+        known = given.get(name)
+        if known is None or known.numel() == 0:
+            continue
+        _require(known.shape[0] == grad.shape[0], f"{name} and the gradient have other sizes")
+        if name == "maximum_indices" and known.dim() == 2:
+            _require(known.shape == grad.shape, f"{name} and the gradient have other sizes")
+            given[name] = known.clamp(-1, int(rows) - 1)
+
+
+@_checks("segment_reduce", "_segment_reduce_backward")
+def _segments(given: dict[str, Any]) -> None:
+    _require(not given.get("unsafe"), "segment_reduce(unsafe=True) is not run for a client")
+    data, axis = given["data"], int(given.get("axis", 0))
+    _require(0 <= axis < max(data.dim(), 1), f"the data have no dimension {axis}")
+    count = data.shape[axis] if data.dim() else 1
+    lengths, offsets = given.get("lengths"), given.get("offsets")
+    for name, places in (("lengths", lengths), ("offsets", offsets)):
+        if places is not None:
+            _require(
+                places.dim() == axis + 1 and places.shape[:axis] == data.shape[:axis] and places.numel() > 0,
+                f"the {name} of segments have other sizes than the data",
+            )
+    if offsets is not None:
+        given["offsets"] = offsets.clamp(0, count)
+    if lengths is not None:
+        _require(bool((lengths >= 0).all()) and bool((lengths.sum(-1) <= count).all()), "segments end behind the data")
+    if "output" in given:
+        output, places = given["output"], lengths if lengths is not None else offsets
+        if places is None:
+            raise RuntimeError("segments need lengths or offsets")
+        segments = places.shape[-1] - (lengths is None)
+        expected = (*data.shape[:axis], segments, *data.shape[axis + 1 :])
+        _require(tuple(output.shape) == expected == tuple(given["grad"].shape), "the results have other sizes")
+
+
+# --- numbers that kernels believe ------------------------------------------------------------------------------------
+
+
+@_checks("_fft_c2r", "_fft_r2c", "_fft_c2c")
+def _fft(given: dict[str, Any]) -> None:
+    tensor, dims = given["self"], given["dim"]
+    _require(len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
+    _require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
+    if "last_dim_size" in given:
+        size = given["last_dim_size"]
+        _require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers do not come of so few")
+
+
+@_checks(
+    *(f"special_{name}_polynomial_{kind}" for name in ("chebyshev", "shifted_chebyshev") for kind in "tuvw"),
+    *("special_hermite_polynomial_h", "special_hermite_polynomial_he"),
+    *("special_laguerre_polynomial_l", "special_legendre_polynomial_p"),
+)
+def _polynomial(given: dict[str, Any]) -> None:
+    degree = given["n"]
+    if isinstance(degree, Tensor):
+        if degree.device.type != "cpu" or not degree.numel():
+            return
+        degree = degree.max().item()
+    _require(not degree > _MOST_STEPS, f"a polynomial of the degree {degree}; up to {_MOST_STEPS} are computed")
+
+
+@_checks(*(f"_upsample_{kind}2d_aa{end}" for kind in ("bilinear", "bicubic", "lanczos") for end in ("", "_backward")))
+def _antialiased(given: dict[str, Any]) -> None:
+    sizes = given["input_size"][-2:] if "input_size" in given else given["self"].shape[-2:]
+    factors = given.get("scale_factors") or (given.get("scales_h"), given.get("scales_w"))
+    for size, factor in zip(sizes, factors, strict=False):
+        _require(factor is None or factor * (size + 1) >= 0.5, f"{size} pixels cannot be scaled by {factor}")
+
+
+@_checks("smooth_l1_loss_backward", "huber_loss_backward")
+def _loss(given: dict[str, Any]) -> None:
+    _require(given["self"].is_floating_point(), "a loss that has a gradient is a floating point number")
+
+
+@_checks("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve")
+def _pivots(given: dict[str, Any]) -> None:
+    """Rows are exchanged as the pivots say. Those of LDL are negative for blocks of two."""
+    name = "LU_pivots" if "LU_pivots" in given else "pivots"
+    matrix: Tensor = next(given[key] for key in ("LU_data", "LU", "LD", "self") if isinstance(given.get(key), Tensor))
+    pivots: Tensor = given[name]
+    _require(matrix.dim() >= 2, "the factors are matrices")
+    rows, columns = matrix.shape[-2:]
+    _require(
+        pivots.dtype is torch.int32 and pivots.shape == (*matrix.shape[:-2], min(rows, columns)),
+        f"the pivots {list(pivots.shape)} do not belong to the factors {list(matrix.shape)}",
+    )
+    if "LD" in given:
+        for row in pivots.reshape(-1, rows).tolist():
+            _require(_are_block_pivots(row), "the pivots of LDL do not come in blocks")
+    else:
+        given[name] = pivots.clamp(1, max(rows, 1))
+
+
+def _are_block_pivots(row: list[int]) -> bool:
+    """Whether each names a row, from 1, or two in a sequence name the same one with a minus."""
+    place = 0
+    while place < len(row):
+        width = 1 if row[place] > 0 else 2
+        block = row[place : place + width]
+        if len(block) != width or len(set(block)) != 1 or not 1 <= abs(row[place]) <= len(row):
+            return False
+        place += width
+    return True
+
+
+@_checks("grid_sampler_2d_backward", "grid_sampler_3d_backward", "_grid_sampler_2d_cpu_fallback_backward")
+def _grid(given: dict[str, Any]) -> None:
+    tensor, grid, grad = given["input"], given["grid"], given["grad_output"]
+    _require(tensor.dim() == grid.dim() in (4, 5), "images and grid have four or five dimensions")
+    _require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid is of other images")
+    _require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient looks otherwise than the result")
+    _require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
+
+
+# --- oneDNN's recurrent layers ---------------------------------------------------------------------------------------
+
+_OPTIONS = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first")
+
+
+@_checks("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+def _recurrent_layer(given: dict[str, Any]) -> None:
+    """oneDNN believes the sizes, and the workspace of its forward op: what must be in it, only that op tells."""
+    backward = "workspace" in given
+    tensor, hidden = given["input"], given["hidden_size"]
+    _require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")
+    _require(given["num_layers"] == 1 and not given["bidirectional"] and not given["batch_sizes"], "one layer, one way")
+    biases = ("weight3", "weight4") if backward else ("weight2", "weight3")
+    weights = ("weight1", "weight2") if backward else ("weight0", "weight1")
+    sizes: dict[str, tuple[int, ...] | None] = {
+        weights[0]: (4 * hidden, tensor.shape[2]),
+        weights[1]: (4 * hidden, hidden),
+    }
+    sizes.update(dict.fromkeys(biases, (4 * hidden,) if given["has_biases"] else None))
+    batch = (1, tensor.shape[1], hidden)
+    states = ("hx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy") if backward else ("hx_", "cx_")
+    for name in states:
+        sizes[name] = batch
+    if backward:
+        sizes.update(dict.fromkeys(("output", "grad_output"), (*tensor.shape[:2], hidden)))
+    for name, size in sizes.items():
+        found = given[name]
+        if size is None or found is None:
+            continue
+        flat = found.shape == size or (name in states and math.prod(found.shape) == math.prod(size))
+        _require(flat and found.dtype is tensor.dtype, f"{name} has {list(found.shape)} elements, not {list(size)}")
+    if backward:
+        _require(given["workspace"].numel() == _workspace_bytes(given, weights, biases), "another layer's workspace")
+
+
+def _workspace_bytes(given: dict[str, Any], weights: tuple[str, ...], biases: tuple[str, ...]) -> int:
+    tensor = given["input"]
+    key = (tuple(tensor.shape), tensor.dtype, *(str(given[name]) for name in _OPTIONS))
+    known = _workspaces.get(key)
+    if known is None:
+        arguments = [given[name] for name in (*weights, *biases, "hx_", "cx_tmp")]
+        result = aten.mkldnn_rnn_layer.default(tensor, *arguments, *(given[name] for name in _OPTIONS), True)
+        known = _workspaces[key] = result[3].numel()
+        while len(_workspaces) > _MOST_WORKSPACES:
+            _workspaces.pop(next(iter(_workspaces)), None)
+    return known
+
+
+_MOST_WORKSPACES = 256
+_workspaces: dict[Any, int] = {}

@@ -1,0 +1,372 @@
+"""Attacks by operations: what a client with the token and hostile commands can do to a worker without functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.errors import ConfigurationError, ProtocolError, UnsupportedOpError
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
+from skyproxy.settings import SETTINGS
+from skyproxy_server import allowed_ops, compiled
+from skyproxy_server.executor import Executor
+from skyproxy_server.failures import Failed
+from skyproxy_server.transfers import Transfers
+from tests.security.fuzzing import fuzz, names
+
+FIRST = commands.FIRST_SIGNATURE
+CPU = ["cpu", None]
+
+
+class Worker:
+    """An executor and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        devices = [{"type": "cpu", "index": 0, "name": "CPU"}]
+        self.executor = Executor(devices, self.sent.append, Transfers(SETTINGS.chunk_bytes), SETTINGS)
+        self._sequence = 0
+
+    def run(self, *stream: Any, buffers: tuple[bytes, ...] = ()) -> None:
+        self._sequence += 1
+        self.executor.run(Batch(Sequence(self._sequence), list(stream), buffers))
+
+    def op(self, definition: list[Any], *operands: Any) -> None:
+        """Defines one op as the first of the table, and runs it."""
+        self.run(commands.DEFINE, FIRST, definition, FIRST, *operands)
+
+    def error(self, slot: int) -> str:
+        """The type and text of the failure that stands in a slot."""
+        value = self.executor.values[slot]
+        assert isinstance(value, Failed)
+        return f"{value.record['type']}: {value.record['message']}"
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_every_allowed_operator_exists_here_and_one_that_does_not_is_refused_in_words() -> None:
+    assert [name for name in sorted(allowed_ops.ALLOWED) if name not in names()] == []
+    with pytest.raises(UnsupportedOpError, match="unknown to the worker's torch"):
+        allowed_ops.open_ops(["aten::an_op_of_torch_2_99"])
+        allowed_ops.find_overload("aten::an_op_of_torch_2_99")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::from_file",
+        "aten::_print",
+        "aten::set_data",
+        "aten::manual_seed",
+        "aten::seed",
+        "aten::mul.left_t",
+        "aten::set_.source_Storage_storage_offset",
+        "aten::_convert_indices_from_coo_to_csr",
+        "aten::quantize_per_tensor",
+        "prims::convert_element_type",
+        "prims::device_put",
+        "quantized::linear",
+        "profiler::_record_function_enter_new",
+        "inductor::resize_storage_bytes_",
+        "inductor::_reinterpret_tensor",
+        "c10d::allreduce_",
+    ],
+)
+def test_operators_that_are_not_on_the_list_cannot_be_named(name: str) -> None:
+    with pytest.raises(UnsupportedOpError, match="not on the worker's list"):
+        allowed_ops.find_overload(name)
+
+
+def test_an_owner_opens_operators_by_name_and_no_namespace_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowed_ops, "_opened", set())
+    library = torch.library.Library("skyproxy_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+    with pytest.raises(UnsupportedOpError):
+        allowed_ops.find_overload("skyproxy_test::twice")
+    allowed_ops.open_ops(["skyproxy_test"])
+    assert allowed_ops.find_overload("skyproxy_test::twice")(torch.ones(1)).item() == 2
+    for name in ("aten", "prims", "inductor", ""):
+        with pytest.raises(ConfigurationError):
+            allowed_ops.open_ops([name])
+    allowed_ops.open_ops(["aten::from_file"])
+    assert not allowed_ops.is_allowed("aten::from_file")
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [["c", "", 100000], ["c", "", 6], ["c", "layout", "strided"], ["c", "", "x"]])
+def test_integers_do_not_stand_for_dtypes(worker: Worker, template: list[Any]) -> None:
+    worker.executor.values[1] = torch.ones(4)
+    with pytest.raises(ProtocolError, match="dtype"):
+        worker.op(["aten::view.dtype", ["t", template], {}, ["n"]], 1, 2)
+
+
+@pytest.mark.parametrize("keyword", ["dtype", "layout", "memory_format", "device"])
+def test_integers_do_not_stand_for_enumerations_in_operands_either(worker: Worker, keyword: str) -> None:
+    worker.op(["aten::empty.memory_format", ["v"], {keyword: "v"}, ["n"]], [2], 99, 2)
+    assert "cannot be given as 99" in worker.error(2)
+    worker.op(["aten::empty.memory_format", ["v"], {keyword: "v"}, ["n"]], [2], None, 3)
+    assert worker.executor.values[3].shape == (2,)
+
+
+@pytest.mark.parametrize("device", [["meta", None], ["cuda", 0], ["cpu", 3], ["hpu", 0], ["xla", 1]])
+def test_tensors_are_made_on_devices_of_the_worker_only(worker: Worker, device: list[Any]) -> None:
+    worker.op(["aten::ones", ["v"], {"device": ["c", "device", device]}, ["n"]], [2], 2)
+    assert "does not offer the device" in worker.error(2)
+    with pytest.raises(ProtocolError, match="does not offer the device"):
+        worker.run(commands.UPLOAD, 3, ["float32", [1], [1], 0], device, buffers=(b"\0" * 4,))
+
+
+def test_clients_cannot_lock_memory_nor_make_quantized_tensors(worker: Worker) -> None:
+    worker.op(["aten::ones", ["v"], {"pin_memory": ["c", "", True]}, ["n"]], [2], 2)
+    assert "lock memory" in worker.error(2)
+    worker.op(["aten::ones", ["v"], {"dtype": ["c", "dtype", "qint8"]}, ["n"]], [2], 2)
+    assert "cannot live on a worker" in worker.error(2)
+
+
+def test_an_alias_does_not_reach_beyond_its_storage(worker: Worker) -> None:
+    worker.executor.values[1] = torch.ones(4)
+    for size, stride in (([1 << 20], [1]), ([2, 2], [1 << 40, 1]), ([-5], [1]), ([2], [-1])):
+        worker.op(["aten::_reshape_alias", ["t", "v", "v"], {}, ["n"]], 1, size, stride, 2)
+        assert worker.error(2).startswith("RuntimeError")
+    worker.op(["aten::_reshape_alias", ["t", "v", "v"], {}, ["n"]], 1, [2, 2], [2, 1], 2)
+    assert worker.executor.values[2].data_ptr() == worker.executor.values[1].data_ptr()
+
+
+@pytest.mark.parametrize("indices", [[[0, 99]], [[-1, 0]], [[0, 1 << 40]]])
+def test_sparse_tensors_have_indices_within_their_sizes(worker: Worker, indices: list[list[int]]) -> None:
+    worker.executor.values.update({1: torch.tensor(indices), 2: torch.ones(2)})
+    definition = ["aten::_sparse_coo_tensor_unsafe", ["t", "t", "v"], {"dtype": ["c", "dtype", "float32"]}, ["n"]]
+    worker.op(definition, 1, 2, [3], 3)
+    assert worker.error(3).startswith("RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "message"),
+    [([-1], [1], "sizes"), ([2], [1, 1], "sizes"), ([1] * 100, [1] * 100, "64"), ([2.0], [1], "sizes")],
+)
+def test_an_upload_has_sizes_and_strides_that_a_tensor_can_have(
+    worker: Worker, size: list[Any], stride: list[int], message: str
+) -> None:
+    for number, rest in ((commands.UPLOAD, [CPU]), (commands.RECEIVE, [CPU, 5])):
+        with pytest.raises(ProtocolError, match=message):
+            worker.run(number, 3, ["float32", size, stride, 0], *rest)
+
+
+def test_an_announced_upload_takes_no_memory_before_its_bytes_are_counted(worker: Worker) -> None:
+    with pytest.raises(ProtocolError, match="came with 0"):
+        worker.run(commands.UPLOAD, 3, ["uint8", [1 << 45], [1], 0], CPU)
+
+
+def test_bytes_on_the_bulk_connection_lie_without_overlaps(worker: Worker) -> None:
+    with pytest.raises(ProtocolError, match="without gaps or overlaps"):
+        worker.run(commands.RECEIVE, 3, ["float32", [1000], [0], 0], CPU, 5)
+
+
+# --- storages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_whose_storage_was_made_too_small_cannot_be_read_or_written(worker: Worker) -> None:
+    base = torch.arange(1000.0)
+    worker.executor.values.update({1: base, 2: base[500:], 3: torch.ones(1000), 4: base[:10]})
+    worker.run(commands.DO, "resize_storage", [1, 40])
+    worker.run(commands.DEFINE, FIRST, ["aten::neg", ["t"], {}, ["n"]])
+    worker.run(commands.DEFINE, FIRST + 1, ["aten::add_.Tensor", ["t", "t"], {}, ["x"]])
+    worker.run(FIRST, 1, 10, FIRST, 2, 11, FIRST + 1, 3, 1, FIRST, 4, 12, FIRST, 3, 13)
+    assert "was resized to 40 bytes" in worker.error(10)
+    assert "was resized to 40 bytes" in worker.error(11)
+    assert worker.executor.values[12].tolist() == [-float(i) for i in range(10)]
+    worker.run(commands.FETCH, 5, 1, 0)
+    assert isinstance(worker.sent[-1], Failure)
+    worker.run(commands.CALL, 6, "item", [2])
+    assert isinstance(worker.sent[-1], Failure)
+    worker.run(commands.CALL, 7, "equal", [1, 3])
+    assert isinstance(worker.sent[-1], Failure)
+
+
+def test_a_storage_that_gets_its_size_back_is_usable_again_and_gains_zeros(worker: Worker) -> None:
+    worker.executor.values[1] = torch.ones(1000)
+    worker.run(commands.DO, "resize_storage", [1, 0])
+    worker.run(commands.DO, "resize_storage", [1, 4000])
+    assert worker.executor.values[1].tolist() == [0.0] * 1000
+    worker.run(commands.FETCH, 5, 1, 0)
+    assert isinstance(worker.sent[-1], Reply)
+    worker.run(commands.DO, "resize_storage", [1, 8000])
+    assert not worker.executor.gates
+
+
+def test_views_of_a_storage_without_memory_can_be_made_and_not_read(worker: Worker) -> None:
+    worker.executor.values[1] = torch.ones(4, 4)
+    worker.run(commands.DO, "resize_storage", [1, 0])
+    worker.op(["aten::view", ["t", "v"], {}, ["n"]], 1, [16], 2)
+    assert worker.executor.values[2].shape == (16,)
+    worker.op(["aten::sum", ["t"], {}, ["n"]], 2, 3)
+    assert "was resized to 0 bytes" in worker.error(3)
+
+
+def test_a_sparse_tensor_is_as_readable_as_its_parts(worker: Worker) -> None:
+    sparse = torch.eye(50).to_sparse()
+    worker.executor.values.update({1: sparse, 2: sparse._values()})
+    worker.run(commands.DO, "resize_storage", [2, 0])
+    worker.op(["aten::_to_dense", ["t"], {}, ["n"]], 1, 3)
+    assert "was resized to 0 bytes" in worker.error(3)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 63, 1.5, None, True])
+def test_a_storage_has_a_number_of_bytes(worker: Worker, size: Any) -> None:
+    worker.executor.values[1] = torch.ones(4)
+    with pytest.raises(ProtocolError, match="bytes"):
+        worker.run(commands.DO, "resize_storage", [1, size])
+
+
+# --- malformed commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [FIRST, [1], 2],
+        [FIRST, {"a": 1}, 2],
+        [FIRST, 1, []],
+        [FIRST],
+        ["x"],
+        [-1],
+        [None],
+        [[]],
+        [1.5],
+        [2**63],
+        [commands.RELEASE, 7],
+        [commands.DO, [], []],
+        [commands.REPLAY, []],
+    ],
+    ids=str,
+)
+def test_malformed_commands_break_the_protocol_and_are_no_internal_errors(worker: Worker, command: list[Any]) -> None:
+    worker.run(commands.DEFINE, FIRST, ["aten::relu", ["t"], {}, ["n"]])
+    with pytest.raises(ProtocolError):
+        worker.run(*command)
+
+
+# --- compiled graphs -------------------------------------------------------------------------------------------------
+
+
+def graph(nodes: list[Any], outputs: list[int], templates: Any = ("t",), mode: str = "eager") -> list[Any]:
+    fields = {"nodes": nodes, "outputs": outputs, "options": {"worker": mode}}
+    return [commands.COMPILED, list(templates), fields, ["n"] * len(outputs)]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [["python::pow", [["", 7], ["", 10**8]], {}]],
+        [["python::pow", [["node", 0], ["", 10**4]], {}]],
+        [["python::pow", [["", 3], ["node", 0]], {}]],
+        [["python::mul", [["node", 0], ["node", 0]], {}]]
+        + [["python::mul", [["node", i], ["node", i]], {}] for i in range(1, 12)],
+    ],
+    ids=["constants", "a power", "an exponent", "products"],
+)
+def test_integers_in_a_graph_stay_small(worker: Worker, nodes: list[Any]) -> None:
+    worker.op(graph(nodes, [1], ["v"]), 5, 9)
+    assert "integers" in worker.error(9)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [["python::mul", [["list", [["", 1]]], ["", 10**9]], {}]],
+        [["python::mul", [["", "x"], ["", 10**9]], {}]],
+        [["python::mod", [["", "%1000000000d"], ["", 5]], {}]],
+        [["python::add", [["", [1]], ["", [2]]], {}]],
+        [["python::getitem", [["", "x"], ["", 0]], {}]],
+        [["aten::unbind.int", [["node", 0]], {}], ["python::mul", [["node", 1], ["", 10**9]], {}]],
+        [["aten::neg", [["node", -1]], {}]],
+        [["aten::sum.dim_IntList", [["node", 0], ["", {"a": 1}]], {}]],
+        [["aten::to.dtype", [["node", 0], ["", 100000]], {}]],
+        [["aten::to.dtype", [["node", 0], ["node", 0]], {}]],
+    ],
+    ids=str,
+)
+def test_arithmetic_in_a_graph_is_of_numbers(worker: Worker, nodes: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        worker.op(graph(nodes, [1]), 1, 9)
+
+
+def test_an_operand_of_a_graph_is_a_number(worker: Worker) -> None:
+    worker.op(graph([["python::mul", [["node", 0], ["", 3]], {}]], [1], ["v"]), [1, 2], 9)
+    assert "takes tensors and numbers" in worker.error(9)
+
+
+def test_no_text_of_a_client_leaves_its_literal_in_generated_code(worker: Worker) -> None:
+    code = '"); system("touch /tmp/owned"); //'
+    program = compiled.Program(
+        1, 1, {"nodes": [["aten::_assert_async.msg", [["node", 0], ["", code]], {}]], "outputs": [0]}, on_cpu=True
+    )
+    (check,) = [node for node in program._module.graph.nodes if node.op == "call_function"]
+    assert check.args[1] == "?); system(?touch /tmp/owned?); //"
+    worker.executor.values[1] = torch.ones(2)
+    worker.op(graph([["aten::div.Tensor_mode", [["node", 0], ["node", 0]], {"rounding_mode": ["", code]}]], [1]), 1, 9)
+    assert "cannot be part of a compiled graph" in worker.error(9)
+
+
+@pytest.mark.parametrize("op", ["aten::as_strided", "aten::_reshape_alias"])
+def test_a_graph_with_views_that_a_compiler_does_not_check_runs_op_by_op(worker: Worker, op: str) -> None:
+    worker.executor.values[1] = torch.ones(4)
+    nodes = [[op, [["node", 0], ["", [1000]], ["", [1]]], {}], ["aten::neg", [["node", 1]], {}]]
+    worker.op(graph(nodes, [2], mode="inductor"), 1, 9)
+    assert worker.error(9).startswith("RuntimeError")
+    assert "only checked where it runs" in compiled.compile_report(worker.executor)["troubles"][0]
+
+
+def test_a_graph_indexes_with_the_checked_op() -> None:
+    nodes = [["aten::_unsafe_index.Tensor", [["node", 0], ["list", [["node", 1]]]], {}]]
+    program = compiled.Program(2, 1, {"nodes": nodes, "outputs": [2]}, on_cpu=True)
+    (index,) = [node for node in program._module.graph.nodes if node.op == "call_function"]
+    assert index.target is torch.ops.aten.index.Tensor
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def test_no_operator_moves_another_sessions_random_numbers(worker: Worker) -> None:
+    for name in ("aten::manual_seed", "aten::seed", "aten::manual_seed.generator"):
+        before = torch.default_generator.get_state()
+        worker.op([name, ["v"], {}, ["n"]], 5, 9)
+        assert "not on the worker's list" in worker.error(9)
+        assert torch.equal(before, torch.default_generator.get_state())
+
+
+# --- the fuzzer ------------------------------------------------------------------------------------------------------
+
+SHORT = (
+    *("aten::view.dtype", "aten::empty_strided", "aten::as_strided", "aten::_reshape_alias", "aten::to.dtype"),
+    *("aten::_sparse_coo_tensor_unsafe", "aten::sparse_csr_tensor.crow_col_value_size", "aten::embedding"),
+    *("aten::_embedding_bag", "aten::index.Tensor", "aten::max_unpool2d", "aten::fractional_max_pool2d_backward"),
+    *("aten::max_pool2d_with_indices_backward", "aten::_foreach_add.List", "aten::_fused_adam_", "aten::resize_"),
+    *("aten::cat", "aten::_fft_c2r", "aten::linalg_ldl_solve", "aten::lu_unpack", "aten::segment_reduce"),
+    *("aten::_to_copy", "aten::gather", "aten::scatter_.src", "aten::histc", "aten::bincount"),
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_few_hundred_hostile_calls_end_no_worker_and_read_nothing_foreign() -> None:
+    report = fuzz((name, seed) for name in SHORT for seed in range(12))
+    assert report.findings == []
+    assert sum(report.outcomes.values()) == 12 * len(SHORT)
+    assert report.outcomes["result"] > 20
+
+
+def test_the_fuzzer_finds_a_worker_that_dies() -> None:
+    report = fuzz([("aten::this_kills_the_child", 0)])
+    assert [kind for kind, *_ in report.findings] == ["death"]
