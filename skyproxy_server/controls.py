@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyproxy import torch_modes
+from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import ProtocolError
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
