@@ -315,7 +315,7 @@ def _recurrent_layer(given: dict[str, Any]) -> None:
     backward = "workspace" in given
     tensor, hidden = given["input"], given["hidden_size"]
     _require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")
-    _require(given["num_layers"] == 1 and not given["bidirectional"] and not given["batch_sizes"], "one layer, one way")
+    _require(not given["batch_sizes"], "the sequences have one length")
     biases = ("weight3", "weight4") if backward else ("weight2", "weight3")
     weights = ("weight1", "weight2") if backward else ("weight0", "weight1")
     sizes: dict[str, tuple[int, ...] | None] = {
