@@ -18,6 +18,8 @@ from skyproxy.settings import Settings
 
 _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
+_MANY_FREE = 8192
+"""Free slots from which the largest are worth forgetting."""
 _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
 
@@ -255,9 +257,26 @@ class Recorder:
         if releasing:
             self.stream.extend((commands.RELEASE, releasing))
         del self.dirty[: len(dead)]
+        if len(self._taken) > _MANY_FREE:
+            self._forget_top()
         self.free += self._taken
         self._taken = []
         heapify(self.free)
+
+    def _forget_top(self) -> None:
+        """Makes the largest of the free slots ones that were never used: a program that once held very many tensors is
+        then as quick, and as small, as it was before.
+
+        Called while `free` is empty, so that whoever needs a slot meanwhile takes an unused one.
+        """
+        kept = sorted(self._taken)
+        top = seen = self._top
+        while kept and kept[-1] == top:
+            kept.pop()
+            top -= 1
+        # No call may end between these statements: another thread may take an unused slot.
+        if seen == self._top:
+            self._top, self._taken = top, kept
 
     def _cut_point(self) -> tuple[int, int, int]:
         """How much of the stream to send: a number of its items, of lines, and of buffers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,11 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy.tensor import known_values
 from skyproxy.tensor.devices import DEVICES, SkyDevice
-from skyproxy.tensor.metadata import Meta, meta_of
+from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.reading_ahead import READER
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.torch_codec import is_dense, packed_stride
+from skyproxy.torch_codec import Description, is_dense, packed_stride
 
 aten = torch.ops.aten
 _ALONE = 3
@@ -25,6 +26,15 @@ _ALONE = 3
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     """A copy of a CPU tensor on a worker's device. The bytes are read before this returns."""
+    if (
+        type(tensor) in _OWN_CLASSES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.nbytes <= device.session.settings.max_inline_bytes
+        and not (tensor.is_conj() or tensor.is_neg())
+    ):
+        return _upload_inline(tensor, device)
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return _upload_sparse(tensor, device)
@@ -40,6 +50,21 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     device.session.upload(handle.slot, tensor, device.place)
     if not meta.size:
         known_values.know(handle, tensor.clone())
+    return make_tensor(meta, handle)
+
+
+_OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _upload_inline(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
+    """The short way of a small contiguous tensor, which travels with the commands."""
+    meta = intern_meta(Description(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype))
+    handle = device.new_handle(meta)
+    count = tensor.nbytes
+    values = ctypes.string_at(tensor.data_ptr(), count) if count else b""
+    device.session.upload_bytes(handle.slot, meta.description, values, device.place)
+    if not meta.size:
+        known_values.know(handle, tensor.detach().clone())
     return make_tensor(meta, handle)
 
 

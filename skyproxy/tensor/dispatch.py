@@ -335,7 +335,7 @@ def learn(
     looks: list[Any] = []
     templates: list[Any] = []
     for a, how in zip(args, plan.kinds, strict=False):
-        looks.append(_look_and_template(a, how, templates))
+        looks.append(_look_and_template(a, how, templates, device))
     named: dict[str, Any] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -343,7 +343,7 @@ def learn(
         for name, a in kwargs.items():
             if name == "pin_memory" and not a:
                 continue
-            named[name] = _look_and_template(a, kinds[name], keywords)
+            named[name] = _look_and_template(a, kinds[name], keywords, device)
         keywords = list(zip(named, keywords, strict=True))
     if any(_has_known(look) for look in (*looks, *named.values())):
         return None
@@ -372,7 +372,7 @@ def _has_known(look: Any) -> bool:
     return type(look) is KnownMeta or (type(look) is list and KnownMeta in map(type, look))
 
 
-def _look_and_template(a: Any, how: int, templates: list[Any]) -> Any:
+def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice) -> Any:
     kind = type(a)
     if kind is RemoteTensor:
         templates.append("t")
@@ -381,7 +381,8 @@ def _look_and_template(a: Any, how: int, templates: list[Any]) -> Any:
         templates.append("T")
         return [None if item is None else item._sky.meta for item in a]
     if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
-        templates.append(("c", *_frozen(torch_codec.encode_constant(a))))
+        constant = device.worker_device if kind is torch.device and a.type == "sky" else a
+        templates.append(("c", *_frozen(torch_codec.encode_constant(constant))))
     else:
         templates.append("t" if a is None and how == TENSOR else "v")
     return a

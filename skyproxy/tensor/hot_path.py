@@ -214,7 +214,7 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 heappop(free)
             else:
                 recorder.give_slot(handle)
-            result._sky = handle
+            result.__dict__ = {"_sky": handle}  # smaller than what setting the attribute makes
             wire.append(handle.slot)
         else:
             result = args[0]

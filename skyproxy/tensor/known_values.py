@@ -68,7 +68,7 @@ class KnownMeta(Meta):
     def __init__(self, base: Meta, value: torch.Tensor, recorder: Any, unasked: int = 0) -> None:
         self.description, self.size, self.stride, self.offset = base.description, base.size, base.stride, base.offset
         self.dtype, self.layout, self.plain, self.large = base.dtype, base.layout, base.plain, base.large
-        self.conjugate, self.negative = base.conjugate, base.negative
+        self.conjugate, self.negative, self.encoded = base.conjugate, base.negative, base.encoded
         self.base = base
         self.value: torch.Tensor | None = value
         self.recorder = recorder

@@ -12,6 +12,7 @@ import torch
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.shape_rules import FLOATS, INTEGERS, RULES, RuleResult, preserved, row_major, rule
 
+_UNKNOWN: Any = object()
 _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
 
@@ -135,18 +136,73 @@ def _options(dtype: Any, layout: Any, unknown: dict[str, Any]) -> bool:
     return layout in (None, torch.strided) and (dtype is None or type(dtype) is torch.dtype) and not unknown
 
 
-@rule("empty.memory_format zeros ones rand randn")
+@rule("empty.memory_format zeros ones")
 def _filled(size: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
     """Without a dtype, they have the default one, which what is remembered belongs to."""
     chosen = torch.get_default_dtype() if dtype is None else dtype
     if not _options(dtype, layout, options) or not all(type(n) is int and n >= 0 for n in size):
         return None
-    return _fresh(tuple(size), chosen) if chosen in FLOATS or chosen in INTEGERS else None
+    fits = chosen in FLOATS or chosen in INTEGERS or chosen is torch.bool
+    return _fresh(tuple(size), chosen) if fits else None
+
+
+@rule("rand randn")
+def _drawn(size: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+    return _filled(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
+
+
+@rule("scalar_tensor")
+def _scalar_tensor(value: Any, **options: Any) -> RuleResult:
+    return _filled((), **options) if type(value) in (int, float, bool) else None
+
+
+@rule("eye")
+def _eye(n: Any, **options: Any) -> RuleResult:
+    return _filled((n, n), **options)
+
+
+@rule("eye.m")
+def _wide_eye(n: Any, m: Any, **options: Any) -> RuleResult:
+    return _filled((n, m), **options)
+
+
+@rule("randint")
+def _randint(high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    return _randint_from(0, high, size, dtype=dtype, **options)
+
+
+@rule("randint.low")
+def _randint_from(low: Any, high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    fits = type(low) is type(high) is int and low < high and dtype in (torch.int64, torch.float32, torch.float64)
+    return _filled(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
+
+
+@rule("randperm")
+def _randperm(n: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    return _filled((n,), dtype=dtype, **options) if dtype is torch.int64 else None
+
+
+@rule("linspace")
+def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> RuleResult:
+    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") not in INTEGERS
+    return _filled((steps,), **options) if fits else None
+
+
+@rule("empty_strided")
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+    found = _filled(size, dtype=dtype, **options)
+    fits = found is not None and len(size) == len(stride) and all(type(n) is int and n >= 0 for n in stride)
+    chosen = torch.get_default_dtype() if dtype is None else dtype
+    return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if fits else None
 
 
 @rule("full")
 def _full(size: Any, value: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
-    if dtype is None and type(value) is not float:
+    if dtype is None:
+        dtype = {float: None, int: torch.int64, bool: torch.bool}.get(type(value), _UNKNOWN)
+    elif type(value) not in (float, int, bool):
+        dtype = _UNKNOWN
+    if dtype is _UNKNOWN:
         return None
     return _filled(size, dtype=dtype, layout=layout, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -54,8 +55,9 @@ class Meta:
 _interned: weakref.WeakValueDictionary[Description, Meta] = weakref.WeakValueDictionary()
 
 
+@functools.lru_cache(4096)  # what a loop makes and drops is not made anew each time
 def intern_meta(description: Description) -> Meta:
-    """The one `Meta` of this description."""
+    """Return the one `Meta` of this description."""
     meta = _interned.get(description)
     if meta is None:
         # setdefault, so that two threads that come at once agree on one object.

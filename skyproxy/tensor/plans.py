@@ -124,6 +124,7 @@ class Plan:
         returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
         rule: what tells how the results look, see `shape_rules`; or None.
         special: who handles the op instead, or None.
+        creates: whether it makes one tensor of sizes and options alone.
         for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
         waits: whether the op exists for its exception only, so that it must be waited for.
@@ -137,6 +138,7 @@ class Plan:
 
     __slots__ = (
         "columns",
+        "creates",
         "followed",
         "for_each",
         "func",
@@ -195,6 +197,8 @@ class Plan:
             or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
         self.learns_halves = packet in _WITH_STATISTICS
+        takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
+        self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.multiplies = self.name in ("aten::linear", "aten::matmul")
         self.followed = self.name in FOLLOWED

@@ -14,9 +14,10 @@ import torch
 
 from skyproxy import torch_versions
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.dispatch import dispatch
+from skyproxy.tensor.dispatch import dispatch, record
 from skyproxy.tensor.engine import Guard, Hooks
-from skyproxy.tensor.plans import is_divided
+from skyproxy.tensor.factories import create
+from skyproxy.tensor.plans import Plan, is_divided, plan_of
 
 _NATIVE = frozenset({"aten::detach"})
 """Ops left to PyTorch's own kernel: inside fake tensors of our device it makes tensors that no Python may have seen."""
@@ -80,12 +81,13 @@ _keep: list[Any] = []
 def kernel(name: str) -> Callable[..., Any]:
     """A kernel for the op of this name that records it."""
     packet_name, _, overload_name = name[len("aten::") :].partition(".")
-    resolved: list[Any] = []
+    plans: list[Plan] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not resolved:
-            resolved.append(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default"))
-        return dispatch(resolved[0], args, kwargs)
+        if not plans:
+            plans.append(plan_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
+        plan = plans[0]
+        return create(plan, plan.func, args, kwargs) if plan.creates else record(plan, plan.func, args, kwargs)
 
     return run
 

@@ -59,7 +59,8 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
         tensor = _make_wrapper(
             RemoteTensor, meta.size, dtype=meta.dtype, layout=meta.layout, device=device, dispatch_layout=compressed
         )
-    tensor._sky = handle
+    # Not `tensor._sky = handle`: that would give the tensor a dict with room for thirty attributes.
+    tensor.__dict__ = {"_sky": handle}
     return tensor
 
 

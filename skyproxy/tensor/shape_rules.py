@@ -10,6 +10,7 @@ tests hold every rule against PyTorch, and the worker checks each result once mo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,18 +286,24 @@ def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult
     return [(plain_meta((), a.dtype), None)] if a.plain and a.dtype in FLOATS and dtype in (None, a.dtype) else None
 
 
-@rule("arange.start arange")
-def _arange(start: Any, end: Any = None, **kwargs: Any) -> RuleResult:
+@rule("arange.start arange arange.start_step")
+def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Any = None, **options: Any) -> RuleResult:
     if end is None:
         start, end = 0, start
-    dtype = kwargs.pop("dtype", None)
-    layout = kwargs.pop("layout", None)
-    kwargs.pop("device", None)
-    kwargs.pop("pin_memory", None)
-    whole = type(start) is int and type(end) is int and end >= start
-    if not whole or dtype not in (None, torch.int64) or layout not in (None, torch.strided) or kwargs:
+    numbers = (start, end, step)
+    known = options.get("layout") in (None, torch.strided) and not options.keys() - {"layout", "device", "pin_memory"}
+    if not known or not all(type(n) in (int, float) for n in numbers) or step == 0 or (end - start) * step < 0:
         return None
-    return [(plain_meta((end - start,), torch.int64), None)]
+    if all(type(n) is int for n in numbers):
+        count = -((start - end) // step)
+        dtype = torch.int64 if dtype is None else dtype
+    elif dtype is None or dtype in FLOATS:
+        count = math.ceil((end - start) / step)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+    else:
+        return None
+    fits = dtype in FLOATS or dtype is torch.int64
+    return [(plain_meta((count,), dtype), None)] if fits and count < 1 << 48 else None
 
 
 @rule("histc")

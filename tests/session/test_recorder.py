@@ -87,6 +87,17 @@ def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wi
     assert new_slot(wire.recorder) == second
 
 
+def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_very_many(wire: Wire) -> None:
+    slots = [new_slot(wire.recorder) for _ in range(20_000)]
+    living = slots[100]
+    wire.recorder.give_back([slot for slot in slots if slot != living])
+    wire.recorder.flush()
+    assert wire.recorder.handles == 1
+    assert len(wire.recorder.free) == 100
+    assert [new_slot(wire.recorder) for _ in range(103)] == [*slots[:100], *slots[101:104]]
+    assert wire.recorder.handles == 104
+
+
 def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
     slot = new_slot(wire.recorder)
     wire.recorder.give_back([slot])
