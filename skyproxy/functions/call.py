@@ -98,7 +98,10 @@ class Call:
         """
         error = self.exception(timeout)
         if error is not None:
-            raise error.with_traceback(None)
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error, self  # else its traceback would hold this frame, and the frame would hold it
         return _Iterator(self) if self._is_stream else self._value
 
     @property
@@ -120,7 +123,8 @@ class Call:
                     try:
                         self._value = self._made(came)
                     except BaseException as error:
-                        self._error = error
+                        self._error = error.with_traceback(None)  # whose frames hold us
+                    came.pieces.clear()  # what the value needs of them, it holds itself
                     self.forget()
                     self._adopter.release()
                 self._taken = True
@@ -149,7 +153,10 @@ class Call:
 
     def add_done_callback(self, callback: Callable[[Call], object]) -> None:
         """Calls `callback` with this call once it is done, on a thread of the session; at once if it is."""
-        self._future.add_done_callback(lambda future: callback(self))
+        # Emptied when it is called: futures keep their callbacks, and a circle would keep the result until Python's
+        # collector comes.
+        held = [self]
+        self._future.add_done_callback(lambda future: callback(held.pop()))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()

@@ -103,7 +103,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     ) -> None:
         self._file = io.BytesIO()
         self._buffers: list[PickleBuffer] = []
-        super().__init__(self._file, protocol=5, buffer_callback=self._take_buffer)
+        # Not a method of ours: the pickler would hold itself, and with it all that it has pickled, until Python's
+        # collector comes. `append` returns None, which means out of band.
+        super().__init__(self._file, protocol=5, buffer_callback=self._buffers.append)
         self._refer = refer
         self._refer_device = refer_device
         self._sends_projects = sends_projects
@@ -126,9 +128,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         bases = [min(storage.low, storage.high) for storage in self._storages.values()]
         keep = [self._file, self._buffers, contents, self._storages]
         return Pickled(pieces, self._rows, bases, self._references, self._by_value, keep)
-
-    def _take_buffer(self, buffer: PickleBuffer) -> None:
-        self._buffers.append(buffer)
 
     def reducer_override(self, obj: Any) -> Any:
         if is_wrapper(obj):

@@ -8,6 +8,7 @@ import ctypes
 import inspect
 import pickle
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,6 +154,8 @@ class FunctionCall:
                     self._flush()
                     self._has_run()
                     self._fail(error)
+                # The frame of a function that raised what it had given a name holds itself, and all its variables.
+                traceback.clear_frames(error.__traceback__)
             finally:
                 self._leave()
         except CallInterrupt:
