@@ -22,6 +22,7 @@ from skyproxy.torch_codec import Description, is_dense, packed_stride
 aten = torch.ops.aten
 _ALONE = 3
 """References to a handle that one tensor holds: the tensor's, a local name, and that of who counts."""
+_DTYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
@@ -228,13 +229,15 @@ def _within(func: Any, tensor: RemoteTensor, rest: dict[str, Any]) -> Any:
 def _copy_(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """`dst.copy_(src)` between any two places."""
     target, source = args[:2]
+    if not isinstance(source, torch.Tensor):  # a number, which PyTorch wraps in a tensor for other devices
+        return _copy_within(plan, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)]))
     if type(target) is RemoteTensor and type(source) is RemoteTensor:
         device = target._sky.device
         if source._sky.device is not device:
             source = move(source, device)
         return _copy_within(plan, target, source)
     if type(target) is RemoteTensor:
-        if isinstance(source, torch.Tensor) and source.device.type == "meta":
+        if source.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if source.dtype.itemsize > target.dtype.itemsize and not source.dtype.is_complex:
             source = source.to(target.dtype)
@@ -245,7 +248,7 @@ def _copy_(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _copy_within(plan: Plan, target: RemoteTensor, source: RemoteTensor) -> RemoteTensor:
+def _copy_within(plan: Plan, target: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
     from skyproxy.tensor.dispatch import Call, run
 
     result: RemoteTensor = run(Call(plan, (target, source), {}))

@@ -161,9 +161,16 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def _memory(device: DeviceLike) -> dict[str, int]:
-    chosen = DEVICES.of(device)
+    chosen = _device_without_the_dead(device)
     row: dict[str, int] = chosen.session.call("memory_stats", chosen.place)
     return row
+
+
+def _device_without_the_dead(device: DeviceLike) -> SkyDevice:
+    """The device, after it was told of the tensors that died: a batch tells it behind its commands."""
+    chosen = DEVICES.of(device)
+    chosen.session.recorder.flush()
+    return chosen
 
 
 def memory_allocated(device: DeviceLike = None) -> int:
@@ -188,7 +195,7 @@ def max_memory_reserved(device: DeviceLike = None) -> int:
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     """Starts the two maxima anew."""
-    chosen = DEVICES.of(device)
+    chosen = _device_without_the_dead(device)
     chosen.session.do("reset_peak_memory", chosen.place)
 
 
@@ -205,7 +212,7 @@ def memory_stats(device: DeviceLike = None) -> dict[str, int]:
 
 def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
     """A table for people."""
-    chosen = DEVICES.of(device)
+    chosen = _device_without_the_dead(device)
     return str(chosen.session.call("memory_summary", chosen.place))
 
 

@@ -175,9 +175,7 @@ def expectation(entry: Entry, key: Iterable[Any]) -> list[Any]:
     return described
 
 
-_ANSWERS_DEPEND_ON_VALUES = frozenset(
-    {"aten::is_set_to", "aten::_has_same_storage_numel", "aten::_nested_tensor_from_mask_left_aligned"}
-)
+_ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"})
 """Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
 
 

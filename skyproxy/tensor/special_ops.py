@@ -18,6 +18,7 @@ from skyproxy.tensor.mixed_devices import mixed_devices_error
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.registration import kernel
 from skyproxy.tensor.remote_tensor import RemoteTensor, make_view
+from skyproxy.tensor.storage import set_to_part
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -73,6 +74,12 @@ def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         return run(Call(plan, args, kwargs))
     handle.is_shared = True
     return make_view(handle.meta, handle, tensor)
+
+
+@implements("aten::is_same_size")
+def _is_same_size(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    """Forward-mode AD asks this of tensors on different devices, too: of those that `copy_` combines."""
+    return bool(args[0].shape == args[1].shape)
 
 
 @implements("aten::lift_fresh", "aten::lift")
@@ -148,6 +155,32 @@ def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, 
     return aten.tensor_split.sections(self, values, dim)
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *rest: Any,
+) -> Any:
+    """`ctc_loss` with lengths in tensors: on the CPU, as every device takes them, they travel as numbers.
+
+    Lengths on the device stay there; looking at them would wait.
+    """
+    lengths = (input_lengths, target_lengths)
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
+    if watched or not any(a.device.type == "cpu" for a in lengths):
+        return _COMPOSITE_CTC_LOSS(log_probs, targets, *lengths, *rest)
+    for name, a in zip(("input_lengths", "target_lengths"), lengths, strict=True):
+        if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype is torch.bool:
+            raise RuntimeError(f"{name} must be integral")
+    if targets.device.type == "cpu":  # as cuDNN takes them
+        targets = targets.to(log_probs.device)
+    return aten.ctc_loss.IntList(log_probs, targets, *(a.reshape(-1).tolist() for a in lengths), *rest)
+
+
+_COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 def _filled(functional: Any) -> Any:
     """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
 
@@ -167,6 +200,8 @@ def _filled(functional: Any) -> Any:
 
 
 _COMPOSITES: dict[str, Any] = {
+    "ctc_loss.Tensor": _ctc_loss,
+    "set_.source_Tensor_storage_offset": set_to_part,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
     "matmul.out": _filled(aten.matmul.default),
     "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, UnsupportedOpError
 from skyproxy.tensor import known_values
 from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import Handle, SkyDevice
-from skyproxy.tensor.metadata import Meta, plain_meta
+from skyproxy.tensor.dispatch import Call, run
+from skyproxy.tensor.metadata import Meta, meta_of, plain_meta
+from skyproxy.tensor.mixed_devices import mixed_devices_error
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.reading_ahead import READER
 from skyproxy.tensor.remote_tensor import RemoteTensor, adopt, make_tensor
@@ -247,43 +249,130 @@ def _data_ptr(self: RemoteTensor) -> int:
     return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0
 
 
-def _set(
-    self: RemoteTensor, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = None
-) -> RemoteTensor:
-    """`Tensor.set_`: another storage, and another place in it."""
-    if isinstance(source, torch.TypedStorage):
-        source = source._untyped_storage
-    if source is None:
-        value = torch.empty(0, dtype=self.dtype, device=self.device)
+def _set(self: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
+    """`Tensor.set_`: another storage, and another place in it. Python's arguments, which name storages."""
+    source = kwargs.get("source", args[0] if args else None)
+    if not args and not kwargs:
+        value: torch.Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
     else:
-        if source.device != self.device:
-            raise RuntimeError(
-                f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
-                f'"{source.device}".  This is no longer allowed; the devices must match.'
-            )
-        if isinstance(source, torch.Tensor):
-            if source.dtype is not self.dtype:
-                raise RuntimeError(f"Could not set tensor of type {source.dtype} to a tensor of type {self.dtype}")
-            if size is None:
-                storage_offset, size, stride = source.storage_offset(), source.size(), source.stride()
-            source = source.untyped_storage()
-        if size is None:
-            size = (source.nbytes() // self.element_size(),)
-        size = tuple(size) if not isinstance(size, int) else (size,)
-        value = view_of(source._root, plain_meta(size, self.dtype, tuple(stride) if stride else None, storage_offset))
-    adopt(self, value._sky)  # type: ignore[attr-defined]
-    torch.autograd.graph.increment_version(self)
-    return self
+        value = _value_to_set(self, source, args, kwargs)
+    # Autograd has a say, and counts versions; it comes back to `_set_op`.
+    return torch._C.TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
 
-@implements("aten::set_.source_Tensor", "aten::set_", "aten::set_.source_Tensor_storage_offset")
+def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> RemoteTensor:
+    """What a tensor becomes by `set_`: a view of the source's storage.
+
+    PyTorch itself tells its sizes, or refuses them, by the same call on the meta device.
+    """
+    if getattr(source, "device", self.device) != self.device:
+        raise RuntimeError(
+            f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
+            f'"{source.device}".  This is no longer allowed; the devices must match.'
+        )
+    stand_in = _on_meta(source)
+    target = torch.empty(self.shape, dtype=self.dtype, device="meta")
+    if "source" in kwargs:
+        target.set_(*args, **{**kwargs, "source": stand_in})
+    else:
+        target.set_(stand_in, *args[1:], **kwargs)
+    meta = meta_of(target)
+    stride = kwargs.get("stride", args[3] if len(args) > 3 else ())
+    if any(step < 0 for step in stride):  # which the meta device takes for none
+        raise RuntimeError(
+            f"Storage size calculation overflowed with sizes={list(meta.size)} and strides={list(stride)}"
+        )
+    root = _root(source) if isinstance(source, RemoteTensor) else _untyped(source)._root
+    _check_bounds(self, meta, memory_of(root).byte_count)
+    return view_of(root, meta)
+
+
+def _untyped(storage: Any) -> Any:
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
+def _on_meta(source: Any) -> Any:
+    """A storage or tensor like `source` on the meta device; what is neither stays what it is."""
+    if isinstance(source, RemoteTensor):
+        meta: Meta = source._sky.meta
+        storage = torch.UntypedStorage(memory_of(source._sky).byte_count, device="meta")
+        empty = torch.empty(0, dtype=meta.dtype, device="meta")
+        return empty.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+    if isinstance(source, SkyStorage):
+        return torch.UntypedStorage(source.nbytes(), device="meta")
+    if isinstance(source, torch.TypedStorage):
+        return torch.TypedStorage(wrap_storage=_on_meta(_untyped(source)), dtype=source.dtype, _internal=True)
+    return source
+
+
+def _check_bounds(tensor: torch.Tensor, meta: Meta, byte_count: int) -> None:
+    """Raise where PyTorch does not let the storage grow: its sizes stay, so it does not look whether they fit."""
+    needed = _bytes_needed(meta)
+    if tuple(tensor.shape) == meta.size and needed > byte_count:
+        raise RuntimeError(
+            f"setStorage: sizes {list(meta.size)}, strides {list(meta.stride)}, storage offset {meta.offset}, and "
+            f"itemsize {meta.dtype.itemsize} requiring a storage size of {needed} are out of bounds for storage of "
+            f"size {byte_count}"
+        )
+
+
+def set_to_part(
+    self: torch.Tensor, source: torch.Tensor, storage_offset: int, size: Any, stride: Any = ()
+) -> torch.Tensor:
+    """`aten::set_.source_Tensor_storage_offset`, which PyTorch divides by asking the source for its C++ storage."""
+    if type(self) is not RemoteTensor or self.device != source.device:
+        raise mixed_devices_error("aten::set_", self.device, source.device)
+    return _set(self, source, storage_offset, size, stride)
+
+
+@implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
+def _refuse_cpp_storage(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
+
+
+@implements("aten::set_", "aten::set_.source_Tensor")
 def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """A call that came from C++, where the method above was not seen."""
-    return _set(*args, **kwargs)
+    """What is left of `set_` below autograd: the tensor takes over another's place in its storage."""
+    target = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("source")
+    if source is None:
+        value: Any = torch.empty(0, dtype=target.dtype, device=target.device)
+    elif source.device != target.device:
+        raise mixed_devices_error(plan.name, target.device, source.device)
+    elif source.dtype is not target.dtype:
+        value = _value_to_set(target, source, (source,), {})  # raises
+    else:
+        value = view_of(_root(source), source._sky.meta)  # its own handle: each may change its look later
+    adopt(target, value._sky)
+    return target
 
 
 def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
     return type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and _root(tensor) is _root(self)
+
+
+@implements("aten::_has_same_storage_numel")
+def _has_same_storage_numel(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    """Forward-mode AD asks this of a tensor and its tangent, before the one takes the other as it is."""
+    a, b = args
+    return bool(a.device == b.device and _storage_numel(a) == _storage_numel(b))
+
+
+@implements("aten::_new_zeros_with_same_feature_meta")
+def _new_zeros_with_same_feature_meta(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """What a tangent is copied into that differs from its tensor, in its device after a copy between devices."""
+    tangent, like = args[:2]
+    if type(tangent) is RemoteTensor and type(like) is RemoteTensor and tangent.device == like.device:
+        result: torch.Tensor = run(Call(plan, args, kwargs))
+        return result
+    zeros = torch.zeros(_storage_numel(like), dtype=like.dtype, device=like.device)
+    return zeros.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _storage_numel(tensor: torch.Tensor) -> int:
+    remote = type(tensor) is RemoteTensor
+    byte_count = memory_of(tensor._sky).byte_count if remote else tensor.untyped_storage().nbytes()  # type: ignore[attr-defined]
+    return int(byte_count // tensor.element_size())
 
 
 def _share_memory(self: RemoteTensor) -> Any:

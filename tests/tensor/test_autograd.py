@@ -83,6 +83,61 @@ def test_forward_mode(sky1: str) -> None:
     _same_on_both(compute, sky1)
 
 
+@pytest.mark.parametrize("places", [("cpu", "sky"), ("sky", "cpu"), ("sky", "sky")])
+@pytest.mark.parametrize("has_tangent", [False, True])
+def test_forward_mode_through_copies_between_devices(places: tuple[str, str], has_tangent: bool, sky1: str) -> None:
+    target_place, source_place = (sky1 if place == "sky" else place for place in places)
+    with forward_ad.dual_level():
+        source = forward_ad.make_dual(
+            torch.arange(3.0, device=source_place), torch.full((3,), 2.0, device=source_place)
+        )
+        target = torch.zeros(2, 3, device=target_place)
+        if has_tangent:
+            target = forward_ad.make_dual(target, torch.ones(2, 3, device=target_place))
+        target[0] = source
+        target[1].copy_(source * 2)
+        value, tangent = forward_ad.unpack_dual(target * target)
+        assert value.device == tangent.device == torch.device(target_place)
+        assert value.tolist() == [[0.0, 1.0, 4.0], [0.0, 4.0, 16.0]]
+        assert tangent.tolist() == [[0.0, 4.0, 8.0], [0.0, 16.0, 32.0]]
+
+
+_REPLACED: dict[str, Callable[[torch.nn.Parameter, str], Any]] = {
+    "of the same size": lambda p, d: p.set_(torch.full((3,), 5.0, device=d)),
+    "of another size": lambda p, d: p.set_(torch.full((2, 2), 5.0, device=d)),
+    "a place in a storage": lambda p, d: p.set_(torch.arange(12.0, device=d).untyped_storage(), 6, (2, 3)),
+    "without its graph": lambda p, d: p.detach().set_(torch.full((2,), 5.0, device=d)),
+}
+
+
+@pytest.mark.parametrize("replace", _REPLACED.values(), ids=_REPLACED)
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_parameter_on_another_storage_gets_its_gradient(
+    replace: Callable[..., Any], used_before: bool, sky1: str
+) -> None:
+    def compute(device: str) -> Any:
+        p, seen = torch.nn.Parameter(torch.ones(3, device=device)), []
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad.clone()))
+        if used_before:
+            (p * 3).sum().backward()
+            p.grad = None
+        with torch.no_grad():
+            replace(p, device)
+        (p * p).sum().backward()
+        return p.detach(), p.grad, seen, p._version
+
+    _same_on_both(compute, sky1)
+
+
+def test_a_parameter_on_another_storage_before_backward_is_noticed(sky1: str) -> None:
+    p = torch.nn.Parameter(torch.ones(3, device=sky1))
+    product = (p * p).sum()
+    with torch.no_grad():
+        p.set_(torch.full((3,), 5.0, device=sky1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_forward_over_reverse(sky1: str) -> None:
     def compute(device: str) -> torch.Tensor:
         x = _input(device, 3, 4).requires_grad_()

@@ -302,3 +302,70 @@ def test_sparse_arguments_are_checked_as_on_the_cpu(indices: str, coalesced: boo
     found = construct(sky)
     assert found.is_coalesced() == expected.is_coalesced()
     assert torch.equal(found.to_dense().cpu(), expected.to_dense())
+
+
+_LENGTHS: dict[str, Callable[[torch.Tensor, torch.Tensor, str], Any]] = {
+    "both on the CPU": lambda a, b, d: (a, b),
+    "of int32": lambda a, b, d: (a.int(), b.int()),
+    "both on the device": lambda a, b, d: (a.to(d), b.to(d)),
+    "one on each": lambda a, b, d: (a, b.to(d)),
+    "lists": lambda a, b, d: (a.tolist(), b.tolist()),
+}
+
+
+@pytest.mark.parametrize("lengths", _LENGTHS.values(), ids=_LENGTHS)
+@pytest.mark.parametrize(
+    "options", [{}, {"zero_infinity": True}, {"reduction": "none"}, {"reduction": "sum", "blank": 4}]
+)
+@pytest.mark.parametrize("targets_on", ["device", "cpu"])
+def test_ctc_loss_with_lengths_wherever_they_are(
+    sky1: str, lengths: Callable[..., Any], options: dict[str, Any], targets_on: str
+) -> None:
+    if targets_on == "cpu" and lengths in (_LENGTHS["both on the device"], _LENGTHS["lists"]):
+        pytest.skip("targets on the CPU go with lengths on the CPU")
+    scores = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(2)
+    targets, given = torch.tensor([[1, 2, 3], [1, 1, 3]]), (torch.tensor([2, 7]), torch.tensor([3, 2]))
+
+    def compute(device: str) -> Any:
+        x = scores.to(device).requires_grad_()
+        places = targets.to(device if targets_on == "device" else "cpu")
+        loss = torch.nn.functional.ctc_loss(x, places, *lengths(*given, device), **options)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        with torch.inference_mode():
+            again = torch.nn.functional.ctc_loss(x, places, *lengths(*given, device), **options)
+        return loss.detach(), gradient, again.clone()
+
+    for ours, theirs in zip(compute(sky1), compute("cpu"), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_ctc_loss_of_one_sequence_and_of_joined_targets(sky1: str) -> None:
+    scores = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(2)
+    joined = torch.tensor([1, 2, 3, 1, 1])
+    _same(
+        lambda x, y: torch.nn.functional.ctc_loss(x, y, torch.tensor([8, 7]), torch.tensor([3, 2])),
+        sky1,
+        scores,
+        joined,
+    )
+    _same(
+        lambda x, y: torch.nn.functional.ctc_loss(x, y, torch.tensor(8), torch.tensor(2)),
+        sky1,
+        scores[:, 0],
+        joined[:2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([8, 9]), "Expected input_lengths to have value at most 8"),
+        (torch.tensor([8]), "input_lengths must be of size batch_size"),
+        (torch.tensor([8.0, 7.0]), "input_lengths must be integral"),
+    ],
+)
+def test_ctc_loss_refuses_lengths_in_pytorchs_words(sky1: str, lengths: torch.Tensor, message: str) -> None:
+    for place in ("cpu", sky1):
+        scores, targets = torch.zeros(8, 2, 5, device=place), torch.ones(2, 3, dtype=torch.long, device=place)
+        with pytest.raises(RuntimeError, match=message):
+            torch.nn.functional.ctc_loss(scores, targets, lengths, torch.tensor([3, 2]))

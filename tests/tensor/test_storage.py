@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,70 @@ def test_tensors_like_another_can_be_made_on_another_device(target: str, sky: st
         if target != "meta":
             assert not made.cpu().any()
     assert torch.randn_like(x, device=target).device == torch.device(target)
+
+
+_SET: dict[str, Callable[[str], Any]] = {
+    "an untyped storage of other values": lambda d: _zeros(d).set_(_ones(d, torch.int32).untyped_storage()),
+    "a typed storage of the same dtype": lambda d: _zeros(d).set_(_ones(d).storage(), 1, (2,), (1,)),
+    "a typed storage of another dtype": lambda d: _zeros(d).set_(_ones(d, torch.int32).storage()),
+    "a place in a typed storage of another dtype": lambda d: _zeros(d).set_(_ones(d, torch.int64).storage(), 0, (2,)),
+    "a tensor of another dtype": lambda d: _zeros(d).set_(_ones(d, torch.int32)),
+    "a place in a tensor of another dtype": lambda d: _zeros(d).set_(_ones(d, torch.int32), 0, (2,), (1,)),
+    "keywords": lambda d: _zeros(d).set_(source=_ones(d).untyped_storage(), storage_offset=1, size=(2,), stride=(1,)),
+    "a storage that grows": lambda d: _zeros(d).set_(_ones(d).untyped_storage(), 2, (2, 3)).shape,
+    "a storage that is too small": lambda d: _zeros(d).set_(_ones(d).untyped_storage(), 2, (4,), (1,)),
+    "a negative offset": lambda d: _zeros(d).set_(_ones(d).untyped_storage(), -2, (4,), (1,)),
+    "a negative stride": lambda d: _zeros(d).set_(_ones(d).untyped_storage(), 0, (4,), (-1,)),
+    "strides that do not fit": lambda d: _zeros(d).set_(_ones(d).untyped_storage(), 0, (4,), (1, 1)),
+    "bytes left over": lambda d: _zeros(d).set_(torch.ones(7, dtype=torch.uint8, device=d).untyped_storage()).shape,
+    "nothing": lambda d: _zeros(d).set_().shape,
+    "from C++": lambda d: torch.ops.aten.set_(_zeros(d), _ones(d)),
+    "a place from C++": lambda d: torch.ops.aten.set_(_zeros(d), _ones(d), 1, (2,), (1,)),
+    "a leaf that requires a gradient": lambda d: _zeros(d).requires_grad_().set_(_ones(d)),
+    "what was computed of one": lambda d: (_zeros(d).requires_grad_() * 2).set_(_ones(d)),
+}
+
+
+def _zeros(device: str) -> torch.Tensor:
+    return torch.zeros(4, device=device)
+
+
+def _ones(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(4, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("compute", _SET.values(), ids=_SET)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_set_takes_and_refuses_what_it_does_on_the_cpu(sky1: str, compute: Callable[[str], Any]) -> None:
+    refused: list[str] = []
+    results = []
+    for place in ("cpu", sky1):
+        try:
+            results.append(compute(place))
+        except RuntimeError as error:
+            refused.append(str(error))
+    if refused:
+        assert refused == refused[:1] * 2
+        return
+    expected, result = results
+    if isinstance(expected, torch.Tensor):
+        assert result.dtype is expected.dtype
+        assert torch.equal(result.cpu(), expected)
+    else:
+        assert result == expected
+
+
+def test_memory_of_dead_tensors_is_not_counted(sky1: str) -> None:
+    before = torch.sky.memory_allocated(sky1)
+    small = [torch.empty(10, 10, device=sky1) for _ in range(100)]
+    assert torch.sky.memory_allocated(sky1) - before == 100 * 400
+    del small
+    assert torch.sky.memory_allocated(sky1) == before
+    large = torch.empty(1000, 1000, device=sky1)
+    row = large[0]
+    del large
+    assert torch.sky.memory_allocated(sky1) - before == 4_000_000
+    del row
+    assert torch.sky.memory_allocated(sky1) == before
+    torch.sky.reset_peak_memory_stats(sky1)
+    assert torch.sky.max_memory_allocated(sky1) == before

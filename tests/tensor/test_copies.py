@@ -1,0 +1,60 @@
+"""Copies within a device, between devices, and of numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+NUMBERS = [1.5, 7, True, -2.7, float("inf"), 1 + 2j, 1 << 40]
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_a_number_is_copied_into_a_tensor(sky1: str, dtype: torch.dtype) -> None:
+    for number in NUMBERS:
+        if number == float("inf") and not (dtype.is_floating_point or dtype.is_complex):
+            continue  # undefined in C++
+        local, remote = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype, device=sky1)
+        assert remote.copy_(number) is remote  # type: ignore[arg-type]
+        remote[1].copy_(number)  # type: ignore[arg-type]
+        assert torch.equal(remote.cpu(), local.copy_(number))  # type: ignore[arg-type]
+
+
+def test_a_copied_number_takes_part_in_autograd_and_costs_no_wait(sky1: str) -> None:
+    x = torch.ones(3, device=sky1, requires_grad=True)
+    y = x * 2
+    y[0].copy_(4.0)  # type: ignore[arg-type]
+    before = torch.sky.stats()["round_trips"]
+    torch.zeros(3, device=sky1).copy_(1.0)  # type: ignore[arg-type]
+    assert torch.sky.stats()["round_trips"] == before
+    (y * y).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 8.0, 8.0]
+
+
+def test_what_is_no_number_is_refused(sky1: str) -> None:
+    source: Any = "a"
+    with pytest.raises(TypeError, match="must be Tensor"):
+        torch.zeros(2, device=sky1).copy_(source)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler")
+def test_a_gradient_scaler_skips_a_step_with_infinities(sky1: str) -> None:
+    def train(device: str) -> Any:
+        x = torch.nn.Parameter(torch.ones(3, device=device))
+        optimizer, scaler = torch.optim.SGD([x], lr=0.1), torch.amp.GradScaler(device[:3], init_scale=8.0)
+        seen = []
+        for factor in (1.0, float("inf"), 2.0):
+            optimizer.zero_grad()
+            scaler.scale((x * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((x.tolist(), scaler.get_scale()))
+        scaler.update(4.0)
+        scaler.update(torch.tensor(2.0, device=device))
+        return seen, scaler.get_scale()
+
+    assert train(sky1) == train("cpu")
