@@ -256,6 +256,7 @@ def _set(self: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
         value: torch.Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
     else:
         value = _value_to_set(self, source, args, kwargs)
+    value.__dict__["_is_to_be_taken_over"] = True
     # Autograd has a say, and counts versions; it comes back to `_set_op`.
     return torch._C.TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
@@ -282,7 +283,11 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Re
         raise RuntimeError(
             f"Storage size calculation overflowed with sizes={list(meta.size)} and strides={list(stride)}"
         )
-    root = _root(source) if isinstance(source, RemoteTensor) else _untyped(source)._root
+    if isinstance(source, RemoteTensor):
+        root = _root(source)
+        known_values.forget(root)  # both will be written
+    else:
+        root = _untyped(source)._root
     _check_bounds(self, meta, memory_of(root).byte_count)
     return view_of(root, meta)
 
@@ -334,15 +339,19 @@ def _refuse_cpp_storage(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """What is left of `set_` below autograd: the tensor takes over another's place in its storage."""
     target = args[0]
-    source = args[1] if len(args) > 1 else kwargs.get("source")
+    source: Any = args[1] if len(args) > 1 else kwargs.get("source")
     if source is None:
-        value: Any = torch.empty(0, dtype=target.dtype, device=target.device)
+        value = torch.empty(0, dtype=target.dtype, device=target.device)
     elif source.device != target.device:
         raise mixed_devices_error(plan.name, target.device, source.device)
     elif source.dtype is not target.dtype:
         value = _value_to_set(target, source, (source,), {})  # raises
+    elif source.__dict__.pop("_is_to_be_taken_over", False):
+        value = source
     else:
-        value = view_of(_root(source), source._sky.meta)  # its own handle: each may change its look later
+        root = _root(source)
+        known_values.forget(root)
+        value = view_of(root, source._sky.meta)  # its own handle: each may change its look later
     adopt(target, value._sky)
     return target
 

@@ -248,6 +248,18 @@ def test_set_takes_and_refuses_what_it_does_on_the_cpu(sky1: str, compute: Calla
         assert result == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_numbers_on_one_storage_change_together(sky1: str, dtype: torch.dtype) -> None:
+    x = torch.zeros((), dtype=dtype, device=sky1)
+    for set_ in (lambda t: t.set_(x), lambda t: t.set_(x, 0, (), ()), lambda t: torch.ops.aten.set_(t, x)):
+        before = int(x.item())
+        y = set_(torch.empty(0, dtype=dtype, device=sky1))
+        y.add_(1)
+        assert (x.item(), y.item()) == (before + 1, before + 1)
+        x.add_(1)
+        assert (x.item(), y.item()) == (before + 2, before + 2)
+
+
 def test_memory_of_dead_tensors_is_not_counted(sky1: str) -> None:
     before = torch.sky.memory_allocated(sky1)
     small = [torch.empty(10, 10, device=sky1) for _ in range(100)]
