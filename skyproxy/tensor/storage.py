@@ -15,7 +15,6 @@ from skyproxy.errors import ConfigurationError, UnsupportedOpError
 from skyproxy.tensor import known_values
 from skyproxy.tensor.copies import download, upload
 from skyproxy.tensor.devices import Handle, SkyDevice
-from skyproxy.tensor.dispatch import Call, run
 from skyproxy.tensor.metadata import Meta, meta_of, plain_meta
 from skyproxy.tensor.mixed_devices import mixed_devices_error
 from skyproxy.tensor.plans import Plan, implements
@@ -369,13 +368,19 @@ def _has_same_storage_numel(plan: Plan, func: Any, args: Any, kwargs: Any) -> bo
 
 @implements("aten::_new_zeros_with_same_feature_meta")
 def _new_zeros_with_same_feature_meta(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """What a tangent is copied into that differs from its tensor, in its device after a copy between devices."""
+    """What a tangent is copied into that lies otherwise than its tensor, or on another device: zeros like the tensor.
+
+    PyTorch's own would ask C++ for the size of the tensor's storage. The tangent's first dimensions may be a batch.
+    """
     tangent, like = args[:2]
-    if type(tangent) is RemoteTensor and type(like) is RemoteTensor and tangent.device == like.device:
-        result: torch.Tensor = run(Call(plan, args, kwargs))
-        return result
-    zeros = torch.zeros(_storage_numel(like), dtype=like.dtype, device=like.device)
-    return zeros.as_strided(like.shape, like.stride(), like.storage_offset())
+    batch = tangent.shape[: kwargs.get("self_num_batch_dims", 0)]
+    count = _storage_numel(like)
+    strides: list[int] = []
+    for size in reversed(batch):
+        strides.insert(0, count)
+        count *= size
+    zeros = torch.zeros(count, dtype=like.dtype, device=like.device)
+    return zeros.as_strided((*batch, *like.shape), (*strides, *like.stride()), like.storage_offset())
 
 
 def _storage_numel(tensor: torch.Tensor) -> int:

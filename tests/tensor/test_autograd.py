@@ -102,6 +102,24 @@ def test_forward_mode_through_copies_between_devices(places: tuple[str, str], ha
         assert tangent.tolist() == [[0.0, 4.0, 8.0], [0.0, 16.0, 32.0]]
 
 
+def test_a_tangent_that_lies_otherwise_than_its_tensor(sky1: str) -> None:
+    def compute(device: str) -> Any:
+        with forward_ad.dual_level():
+            x = torch.arange(24.0, device=device).view(2, 3, 4)[:, 1:].transpose(0, 1)
+            tangent = torch.ones(2, 2, 4, device=device) * torch.arange(4.0, device=device)
+            dual = forward_ad.make_dual(x, tangent)
+            dual[0] = dual[1] * 2
+            return tuple(forward_ad.unpack_dual(dual * dual))
+
+    _same_on_both(compute, sky1)
+    _same_on_both(
+        lambda d: torch.func.vmap(
+            lambda t: torch.func.jvp(lambda x: x.t().clone().mul_(x.t()), (_input(d, 3, 4).t(),), (t.t(),))
+        )(_input(d, 2, 3, 4)),
+        sky1,
+    )
+
+
 _REPLACED: dict[str, Callable[[torch.nn.Parameter, str], Any]] = {
     "of the same size": lambda p, d: p.set_(torch.full((3,), 5.0, device=d)),
     "of another size": lambda p, d: p.set_(torch.full((2, 2), 5.0, device=d)),
