@@ -7,6 +7,7 @@ Tried on torch 2.13, where it needs two functions of Dynamo replaced, and none o
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,24 @@ def _run_higher_order_ops() -> None:
             op.py_impl(RemoteTensor)(kernel)
 
 
+def _admit_to_flex_attention(module: Any) -> None:
+    """Lets `flex_attention` take remote tensors, which are not on its list of devices. It is made of ordinary ops.
+
+    Raises:
+        ConfigurationError: this torch checks devices in another way.
+    """
+    check = getattr(module, "_validate_device", None)
+    if check is None:
+        raise ConfigurationError(f"torch {torch.__version__} has no _validate_device in {module.__name__}")
+
+    @functools.wraps(check)
+    def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "sky":
+            check(query, key, value)
+
+    module._validate_device = validate_device
+
+
 def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
     """What plain `torch.compile` does with a graph: inductor here, unless its tensors are remote."""
     if compiler.touches_sky(model_, inputs_):
@@ -85,3 +104,4 @@ def install() -> None:
     RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce
     device_module.MODULE.__dict__.update(compile_report=compiler.compile_report)
     when_imported("torch._dynamo", _teach)
+    when_imported("torch.nn.attention.flex_attention", _admit_to_flex_attention)
