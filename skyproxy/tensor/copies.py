@@ -98,6 +98,8 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     if meta.layout is not torch.strided:
         return _download_sparse(tensor)
     ahead = READER.ahead
+    if ahead is None and READER.guess is not None:
+        ahead = READER.guess.ahead_of(handle)
     result = ahead.take(handle) if ahead is not None else None
     if result is None:
         result = handle.device.session.fetch(handle.slot, meta.description)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from skyproxy.tensor.remote_tensor import RemoteTensor
 from skyproxy.torch_codec import byte_count
 
 if TYPE_CHECKING:
+    from skyproxy.session.session import Session
     from skyproxy.tensor.devices import Handle
     from skyproxy.tensor.storage import SkyStorage
 
@@ -28,9 +31,15 @@ _BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
 
 
 class _Reader(threading.local):
-    """What this thread reads ahead, if anything."""
+    """What this thread reads ahead, if anything.
+
+    Attributes:
+        ahead: what will be asked for for certain.
+        guess: what may be: the last state dict of a module, whose values a loop may copy one by one.
+    """
 
     ahead: ReadingAhead | None = None
+    guess: InTurn | None = None
 
 
 READER = _Reader()
@@ -111,6 +120,84 @@ class ReadingAhead:
             session = handle.device.session
             waiter = session.start_fetch(handle.slot, handle.meta.description)
             self._asked[key] = _Asked(handle, waiter, session.recorder.ops, key == first)
+
+
+class InTurn:
+    """A dict of tensors that may be copied one after another, in its order: `{k: v.cpu() for k, v in d.items()}`.
+
+    Nothing is asked for before two neighbours were. From then on as many of the next ones are on their way as were
+    taken in turn, in number and in bytes: a loop that ends early has asked for about twice what it took.
+    """
+
+    def __init__(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
+        self._tensors = weakref.ref(tensors)
+        self._names: list[str] = []
+        self._places: dict[int, int] = {}
+        self._tied: set[int] = set()
+        self._last = -2
+        self._begin(-2)
+
+    def _begin(self, place: int) -> None:
+        """Nothing was taken in turn before this place."""
+        self._taken = self._taken_bytes = 0
+        self._next = place + 1
+        self._ahead: ReadingAhead | None = None
+        self._recorded: tuple[Session, int] | None = None
+
+    def ahead_of(self, handle: Handle) -> ReadingAhead | None:
+        """What has been asked for, this tensor among it; None if it is not its turn."""
+        tensors = self._tensors()
+        if tensors is None:
+            READER.guess = None
+            return None
+        if not self._names:
+            self._look_through(tensors)
+        place = self._places.get(id(handle), -2)
+        if self._handle(tensors, place) is not handle or (place <= self._last and id(handle) in self._tied):
+            return None
+        session = handle.device.session
+        recorded = (session, session.recorder.ops)
+        if place != self._last + 1 or recorded != self._recorded:
+            self._begin(place)
+            self._recorded = recorded
+        elif self._ahead is None:
+            self._ahead = ReadingAhead()
+            self._next = place
+        self._last = place
+        self._taken += 1
+        self._taken_bytes += byte_count(handle.meta.description)
+        if self._ahead is not None:
+            self._add_some(tensors, self._ahead)
+        return self._ahead
+
+    def _look_through(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if type(tensor) is RemoteTensor and tensor._sky.meta.layout is torch.strided:
+                if id(tensor._sky) in self._places:
+                    self._tied.add(id(tensor._sky))
+                    continue
+                self._places[id(tensor._sky)] = len(self._names)
+                self._names.append(name)
+
+    def _add_some(self, tensors: OrderedDict[str, torch.Tensor], ahead: ReadingAhead) -> None:
+        window = min(self._taken, _BLOCK_ITEMS)
+        if self._next - self._last - 1 > window // 2:
+            return
+        room = self._taken_bytes
+        for place in range(self._last, min(self._last + window + 1, len(self._names))):
+            handle = self._handle(tensors, place)
+            if handle is None:
+                break
+            room -= byte_count(handle.meta.description) if place > self._last else 0
+            if room < 0:
+                break
+            if place >= self._next:
+                ahead.add([tensors[self._names[place]]])
+                self._next = place + 1
+
+    def _handle(self, tensors: OrderedDict[str, torch.Tensor], place: int) -> Handle | None:
+        tensor = tensors.get(self._names[place]) if place >= 0 else None
+        return tensor._sky if type(tensor) is RemoteTensor else None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.reading_ahead import READER, InTurn
 from skyproxy.tensor.remote_tensor import RemoteTensor
 
 
@@ -190,7 +192,22 @@ def _module_load_into(self: torch.nn.Module, model: torch.nn.Module, *, strict: 
     return load_into(model, self, strict=strict)
 
 
+def _in_turn(state_dict: Any) -> Any:
+    """`Module.state_dict`, whose values come in blocks if somebody copies them one by one."""
+
+    @functools.wraps(state_dict)
+    def remembered(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = state_dict(self, *args, **kwargs)
+        whole = not args and kwargs.get("destination") is None and not kwargs.get("keep_vars")
+        if whole and type(result) is OrderedDict and not torch.compiler.is_compiling():
+            READER.guess = InTurn(result)
+        return result
+
+    return remembered
+
+
 def install() -> None:
-    """Gives modules a `load_into`, for those that come back from a worker."""
+    """Gives modules a `load_into`, for those that come back from a worker, and watches who copies a state dict."""
+    torch.nn.Module.state_dict = _in_turn(torch.nn.Module.state_dict)  # type: ignore[method-assign]
     if not hasattr(torch.nn.Module, "load_into"):
         torch.nn.Module.load_into = _module_load_into  # type: ignore[assignment]

@@ -125,3 +125,78 @@ def test_nothing_is_asked_for_before_the_first(sky1: str) -> None:
     with reading_ahead([value, None, torch.ones(2), value.to_sparse()]):
         pass
     assert torch.sky.stats()["bytes_received"] - before < 4096  # type: ignore[attr-defined]
+
+
+LOOPS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "comprehension": lambda m: {name: v.cpu() for name, v in m.state_dict().items()},
+    "clones": lambda m: {name: v.detach().cpu().clone() for name, v in m.state_dict().items()},
+    "to": lambda m: {name: v.to("cpu") for name, v in m.state_dict().items()},
+    "numpy": lambda m: {name: torch.as_tensor(v.cpu().numpy()) for name, v in m.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_a_state_dict_comes_in_blocks(loop: str, sky1: str) -> None:
+    local = model()
+    remote = copy.deepcopy(local).to(sky1)
+    found: dict[str, torch.Tensor] = {}
+    assert round_trips(lambda: found.update(LOOPS[loop](remote))) <= len(local.state_dict()) // 32 + 10
+    for name, value in local.state_dict().items():
+        assert torch.equal(found[name], value)
+
+
+def test_what_a_loop_changes_on_the_way_is_seen(sky: str) -> None:
+    remote = model().to(sky)
+    state = remote.state_dict()
+    with torch.no_grad():
+        for number, (name, value) in enumerate(state.items()):
+            copied = value.cpu()
+            if number % 10 == 9:
+                for tensor in state.values():
+                    tensor.fill_(number)
+            assert number < 10 or torch.equal(copied, torch.full_like(copied, number // 10 * 10 - 1)), name
+
+
+def test_a_loop_that_ends_early_has_not_asked_for_all(sky: str) -> None:
+    remote = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(100)]).to(sky)
+    torch.sky.synchronize()
+    before = torch.sky.stats()["bytes_received"]
+    for number, value in enumerate(remote.state_dict().values()):
+        value.cpu()
+        if number == 4:
+            break
+    torch.sky.synchronize()
+    assert torch.sky.stats()["bytes_received"] - before < 2.5 * 5 * 64 * 64 * 4
+
+
+def test_a_large_neighbour_is_not_asked_for_by_small_ones(sky: str) -> None:
+    remote = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(1024, 1024)).to(sky)
+    torch.sky.synchronize()
+    before = torch.sky.stats()["bytes_received"]
+    values = list(remote.state_dict().values())
+    state = remote.state_dict()
+    for name in list(state)[:4]:
+        state[name].cpu()
+    assert len(values) == 6
+    torch.sky.synchronize()
+    assert torch.sky.stats()["bytes_received"] - before < 100_000
+
+
+def test_tied_weights_and_other_orders_are_right(sky: str) -> None:
+    remote = model()
+    remote.append(remote[0])
+    remote = remote.to(sky)
+    state = remote.state_dict()
+    expected = {name: value.cpu() for name, value in state.items()}
+    for names in (list(state)[::-1], list(state)[::2], [*state, *state]):
+        for name in names:
+            assert torch.equal(state[name].cpu(), expected[name])
+    state.clear()
+    assert torch.equal(remote.state_dict()["0.0.weight"].cpu(), expected["0.0.weight"])
+
+
+def test_a_state_dict_that_is_gone_is_not_remembered(sky: str) -> None:
+    remote = model().to(sky)
+    weight = remote.state_dict()["0.0.weight"]
+    weight.cpu()
+    assert READER.guess is None
