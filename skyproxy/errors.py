@@ -171,6 +171,14 @@ CLOSE_CODES = frozenset(
 """Why a connection can end, as both sides name it."""
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def visible(text: object) -> str:
+    """Text of a peer with its control characters as escapes, tabs and line ends aside: a terminal would obey them."""
+    return str(text).translate(_CONTROLS)
+
+
 @functools.cache
 def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
     """The class for an exception of type `foreign` on the worker: a `RemoteError` that `except foreign` also catches.

@@ -47,6 +47,10 @@ class Settings:
     """Sessions that one worker accepts."""
     max_connections: int = 256
     """Connections that one worker accepts, those still in their handshake included."""
+    max_pending_connections: int = 64
+    """Connections that did not show the token yet; when one more comes, the oldest of them ends."""
+    max_pending_connections_per_address: int = 32
+    """The same for those that come from one address."""
     max_signatures: int = 65_536
     """Op signatures that one session may define."""
     max_cached_shapes: int = 65_536

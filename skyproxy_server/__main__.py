@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy import import_watcher
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, visible
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(argv)
     keep_freed_memory()
+    _leave_no_core_dumps()
     import_watcher.forget_own()  # a worker has the devices, and needs none that stands for them
     _log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
@@ -154,10 +155,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _leave_no_core_dumps() -> None:
+    """A dump would hold the token and the tensors of all clients."""
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
+class _OneLineFormatter(logging.Formatter):
+    """Escapes control characters of messages: what a peer sent must not look like a line of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = visible(record.message).replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
 def _log_to_stderr(level: str) -> None:
     """The worker's own log. Not the root logger's, which belongs to the functions that clients run here."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     own = logging.getLogger("skyproxy")
     own.handlers[:] = [handler]
     own.propagate = False

@@ -61,7 +61,7 @@ class Executor:
         self.devices = devices
         self.modes = SessionModes()
         self.random = RandomState(self)
-        self.gates = Gates()
+        self.gates = Gates(self.modes.idle)
         self.unseen: list[Failed] = []
         self.max_bytes = 0
         self.commands_done = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 class Gates:
     """The closed gates of one session, by storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext) -> None:
+        """Args:
+        idle: entered while something is waited for; whoever waits for us must not wait for our client.
+        """
+        self._idle = idle
         self._closed: dict[int, list[Gate]] = {}
         self._shrunk: dict[int, tuple[Any, int]] = {}
         """Storages that were made smaller than they had been, and their former bytes."""
@@ -111,9 +116,8 @@ class Gates:
                 if gate.failed is not None:
                     raise PoisonedError(gate.failed)
                 if gate.blocks_reads or key in written:
-                    assert gate.wait is not None
                     self._open(key, gate)
-                    gate.wait()
+                    self._wait(gate)
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""
@@ -127,11 +131,10 @@ class Gates:
         for key, gates in list(self._closed.items()):
             for gate in list(gates):
                 if gate.finished is not None and (wait or gate.finished()):
-                    assert gate.wait is not None
                     self._open(key, gate)
                     # A transfer that failed has left poison behind for those who want its values.
                     with contextlib.suppress(PoisonedError):
-                        gate.wait()
+                        self._wait(gate)
 
     def delivered(self, failed: Failed) -> None:
         """The client knows of this failure: what it should have changed is as it was before, and usable again."""
@@ -139,6 +142,14 @@ class Gates:
             for gate in list(gates):
                 if gate.failed is failed:
                     self._open(key, gate)
+
+    def _wait(self, gate: Gate) -> None:
+        assert gate.wait is not None
+        if gate.finished is None or gate.finished():
+            gate.wait()
+            return
+        with self._idle():
+            gate.wait()
 
     def _open(self, key: int, gate: Gate) -> None:
         gates = self._closed[key]

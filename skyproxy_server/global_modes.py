@@ -88,6 +88,18 @@ class SessionModes:
             raise
 
     @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let other sessions have their modes during the block, which computes nothing: it waits for a client."""
+        if not self._is_inside:
+            yield
+            return
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    @contextmanager
     def during(self, record: Record) -> Iterator[None]:
         """Run the block under other modes than the session's own, which are back afterwards."""
         own = self.record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -114,6 +115,8 @@ class Listener:
         self._threads: set[threading.Thread] = set()
         self._transports: set[WebSocketTransport] = set()
         self._sockets: set[socket.socket] = set()
+        self._pending: dict[socket.socket, str] = {}
+        """Connections that did not show the token yet, the oldest first, and where they come from."""
         self._wake_read, self._wake_write = socket.socketpair()
         _listeners.add(self)
         self._acceptor = threading.Thread(target=self._accept, name="skyproxy-listener", daemon=True)
@@ -146,18 +149,41 @@ class Listener:
             self._stopping.wait(0.05)
             return
         with self._lock:
-            full = len(self._threads) >= self._settings.max_connections + _SPARE_CONNECTIONS
+            self._make_room(peer[0])
+            spare = self._settings.max_pending_connections + _SPARE_CONNECTIONS
+            full = len(self._threads) >= self._settings.max_connections + spare
             if not full:
                 thread = threading.Thread(
                     target=self._serve, args=(sock, f"{peer[0]}:{peer[1]}"), name="skyproxy-connection", daemon=True
                 )
                 self._threads.add(thread)
                 self._sockets.add(sock)
+                self._pending[sock] = peer[0]
         if full:
             logger.warning("a connection from %s was dropped: there are too many", peer[0])
             sock.close()
-        else:
+            return
+        try:
             thread.start()
+        except RuntimeError as exc:  # the machine gives us no thread now; it may later
+            logger.warning("a connection from %s was dropped: %s", peer[0], exc)
+            sock.close()
+            with self._lock:
+                self._threads.discard(thread)
+                self._sockets.discard(sock)
+                self._pending.pop(sock, None)
+
+    def _make_room(self, address: str) -> None:
+        """Ends the oldest unfinished handshakes where there are too many; an honest one takes milliseconds."""
+        limits = self._settings
+        own = [sock for sock, place in self._pending.items() if place == address]
+        going = own[: max(len(own) - limits.max_pending_connections_per_address + 1, 0)]
+        if not going and len(self._pending) >= limits.max_pending_connections:
+            going = [next(iter(self._pending))]
+        for sock in going:
+            del self._pending[sock]
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
     # --- one connection ----------------------------------------------------------------------------------------------
 
@@ -166,6 +192,8 @@ class Listener:
         try:
             stream = self._stream(sock, deadline)
             received = self._upgrader.upgrade(stream, peer, deadline)
+            with self._lock:
+                self._pending.pop(sock, None)
             if received is None:
                 return
             transport = WebSocketTransport(stream, WORKER, self._settings, received)
@@ -186,6 +214,7 @@ class Listener:
         finally:
             sock.close()
             with self._lock:
+                self._pending.pop(sock, None)
                 self._sockets.discard(sock)
                 self._threads.discard(threading.current_thread())
 

@@ -7,6 +7,9 @@ from typing import Any
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol.messages import MAX_NAMES, Batch, Message, NamedBatch, Repeat
 
+_MAX_REPEATED = 1 << 20
+"""Numbers that the shortened lists of one message may stand for."""
+
 
 class NamedBatches:
     """The named batches of one session."""
@@ -35,17 +38,32 @@ class NamedBatches:
                 raise ProtocolError(f"no batch is named {message.name}")
             stream, holes = known
             changes = iter(message.changes)
+            room = _MAX_REPEATED
             for number, value in zip(changes, changes, strict=True):
                 if type(number) is not int or not 0 <= number < len(holes):
                     raise ProtocolError(f"batch {message.name} has {len(holes)} holes, none is numbered {number!r:.40}")
-                stream[holes[number]] = _lengthened(value)
+                value, room = _lengthened(value, room)
+                stream[holes[number]] = value
             return Batch(message.sequence, stream, message.buffers)
         return None
 
 
-def _lengthened(value: Any) -> Any:
-    """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`."""
+def _lengthened(value: Any, room: int) -> tuple[Any, int]:
+    """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`.
+
+    Args:
+        value: what came.
+        room: how many numbers it may become.
+
+    Returns:
+        The list, or the value itself; and the room that is left.
+
+    Raises:
+        ProtocolError: there is no room for it.
+    """
     if type(value) is list and len(value) == 1 and type(value[0]) is list:
-        ((count, number),) = value
-        return [number] * count
-    return value
+        if len(value[0]) != 2 or type(value[0][0]) is not int or not 0 <= value[0][0] <= room:
+            raise ProtocolError(f"a repeated batch may hold {_MAX_REPEATED} shortened numbers, not {value[0]!r:.60}")
+        count, number = value[0]
+        return [number] * count, room - count
+    return value, room

@@ -25,6 +25,9 @@ COMPLEX_EXTENSION = 1
 """The one msgpack extension we use: a Python complex as two float64, for scalars of ops."""
 
 _COMPLEX = struct.Struct("<dd")
+_MAX_CONTAINERS = 1_000_000
+"""Lists and tables in one header."""
+_CONTAINERS = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 _MAX_INT = 2**64 - 1
 _MIN_INT = -(2**63)
 
@@ -270,8 +273,19 @@ def split(view: memoryview, lengths: Iterable[int]) -> list[memoryview]:
     return pieces
 
 
+def _check_containers(layout: _Layout, header: Buffer) -> None:
+    """Each list costs a byte on the wire and sixty in memory, and the collector walks over all of them."""
+    if len(header) <= _MAX_CONTAINERS:
+        return
+    # Bytes that begin a list or a table wherever one can begin: never fewer than there are, and far more in no message
+    # of ours. To count them exactly would cost what the bound is to save.
+    if len(header) - len(bytes(header).translate(None, _CONTAINERS)) > _MAX_CONTAINERS:
+        raise _error(layout, f"its header may hold more than {_MAX_CONTAINERS:,} lists and tables")
+
+
 def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
     try:
+        _check_containers(layout, header)
         values = msgpack.unpackb(
             header,
             ext_hook=_read_extension,

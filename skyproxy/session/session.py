@@ -27,6 +27,7 @@ from skyproxy.errors import (
     SessionLostError,
     UnsupportedOpError,
     remote_error_class,
+    visible,
 )
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import (
@@ -67,6 +68,8 @@ _ERRORS: dict[str, type[BaseException]] = {
     "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 }
 
+_NEVER_REBUILT = (BaseExceptionGroup, StopIteration, StopAsyncIteration)
+"""Exceptions that end a loop in silence, or are made of others; a worker's is a `RemoteError` with its text."""
 _REMEMBERED_FAILURES = 1024
 """The worker tells of a failed op at once, while its batch is still known here; the error may be raised much later."""
 
@@ -459,30 +462,37 @@ class Session:
         return self._failed_lines[place]
 
     def _on_failure(self, failure: Failure) -> None:
-        line = self._line_of(failure.error)
         self._downloads.forget(failure.request)
+        try:
+            line = self._line_of(failure.error)
+        except (KeyError, TypeError):  # it does not say where the command stood
+            line = ""
+        error = self._remote_error(failure.error, line)
         waiter = self._waiters.take(failure.request)
         if waiter is not None:
-            waiter.fail(self._remote_error(failure.error, line))
+            waiter.fail(error)
 
     def _on_goodbye(self, goodbye: Goodbye) -> None:
-        self._end(f"the worker ended the session: {goodbye.reason or goodbye.code_name}")
+        self._end(f"the worker ended the session: {visible(goodbye.reason or goodbye.code_name)}")
 
     def _remote_error(self, record: dict[str, Any], user_line: str) -> RemoteError:
-        name = record["type"]
+        """The error that a worker describes; whatever it says, there is one, for somebody waits for it."""
+        name = str(record.get("type", ""))
         foreign = _ERRORS.get(name) or getattr(builtins, name, RuntimeError)
-        if not (isinstance(foreign, type) and issubclass(foreign, Exception)):
+        if not (isinstance(foreign, type) and issubclass(foreign, Exception)) or issubclass(foreign, _NEVER_REBUILT):
             foreign = RuntimeError
-        kind: type[RemoteError] = remote_error_class(foreign)  # type: ignore[arg-type]  # classes are hashable
-        text = record["message"]
-        if record["op"]:
-            text += f"\n  in {record['op']} on the worker"
+        text, op, traceback = (visible(record.get(key) or "") for key in ("message", "op", "traceback"))
+        if op:
+            text += f"\n  in {op} on the worker"
         if user_line:
             text += f"\n  recorded at {user_line}"
-        error = kind(text)
-        error.op, error.user_line, error.remote_traceback = record["op"], user_line, record["traceback"]
-        if record["traceback"]:
-            error.add_note("Traceback of the worker:\n" + record["traceback"].rstrip())
+        try:
+            error = remote_error_class(foreign)(text)  # type: ignore[arg-type]  # classes are hashable
+        except Exception:  # a class that wants more than a text
+            error = RemoteError(text)
+        error.op, error.user_line, error.remote_traceback = op, user_line, traceback
+        if traceback:
+            error.add_note("Traceback of the worker:\n" + traceback.rstrip())
         return error
 
     # --- its end -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from skyproxy.errors import (
     ProtocolError,
     SessionLostError,
     VersionMismatchError,
+    visible,
 )
 from skyproxy.protocol.messages import CLIENT, Goodbye, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
@@ -238,7 +239,7 @@ def _greet(transport: WebSocketTransport, hello: Hello, address: _Address, deadl
 def _turned_away(address: _Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
     if goodbye is None:
         return _failure(address, str(lost), "See the worker's log.")
-    text = goodbye.reason or goodbye.code_name
+    text = visible(goodbye.reason or goodbye.code_name)
     if goodbye.code_name == "version":
         return VersionMismatchError(f"Cannot work with the worker at {address.shown}. {text}")
     if goodbye.code_name == "bad-token":

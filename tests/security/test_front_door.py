@@ -1,0 +1,169 @@
+"""Attacks by bytes: what strangers without the token, and clients with hostile frames, can do to a worker."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol import framing
+from skyproxy.protocol.messages import Batch, Hello, NamedBatch, Repeat, Sequence
+from skyproxy.settings import Settings
+from skyproxy.transport.base import Transport
+from skyproxy_server.__main__ import _OneLineFormatter
+from skyproxy_server.global_modes import SessionModes
+from skyproxy_server.listener import Listener, serve
+from skyproxy_server.named_batches import NamedBatches
+
+FRAME = 64 << 20
+TOKEN = "a-token-that-nobody-should-see-anywhere"
+SETTINGS = Settings(
+    close_timeout_seconds=0.3, max_pending_connections=6, max_pending_connections_per_address=4, max_connections=4
+)
+
+
+class NoSessions:
+    """A host that is asked for nothing."""
+
+    def open_session(self, hello: Hello, transport: Transport) -> Any:
+        raise LookupError
+
+    def join_bulk(self, session_id: str, transport: Transport) -> Any:
+        raise LookupError
+
+    def join_functions(self, session_id: str, transport: Transport) -> Any:
+        raise LookupError
+
+    def activity(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = serve("127.0.0.1", 0, TOKEN, NoSessions(), settings=SETTINGS)
+    yield made
+    made.close()
+
+
+def healthy(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        return sock.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_half_open_connections_do_not_keep_others_out(listener: Listener) -> None:
+    half_open = [socket.create_connection(("127.0.0.1", listener.port), timeout=10) for _ in range(60)]
+    try:
+        for sock in half_open:
+            sock.sendall(b"GET /")
+    except OSError:
+        pass  # those that were ended already
+    assert healthy(listener.port)
+    assert half_open[0].recv(10) == b""  # the oldest were ended, and not the newest
+    half_open[-1].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        half_open[-1].recv(10)
+    for sock in half_open:
+        sock.close()
+
+
+def test_a_thread_that_cannot_start_costs_one_connection(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none_left(self: threading.Thread) -> None:
+        if self.name == "skyproxy-connection":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as sock:
+            assert sock.recv(10) == b""
+    assert healthy(listener.port)
+
+
+# --- frames ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_of_many_lists_is_refused_before_it_is_decoded() -> None:
+    stream: list[Any] = [[]] * 1_200_000
+    frame = b"".join(bytes(piece) for piece in framing.encode(Batch(Sequence(1), stream), FRAME))
+    with pytest.raises(ProtocolError, match="lists and tables"):
+        framing.decode(frame, FRAME)
+
+
+def test_a_frame_of_many_numbers_is_none_of_them() -> None:
+    stream: list[Any] = list(range(300_000))
+    frame = b"".join(bytes(piece) for piece in framing.encode(Batch(Sequence(1), stream), FRAME))
+    assert framing.decode(frame, FRAME).stream == stream  # type: ignore[attr-defined]
+
+
+def test_a_deep_frame_is_refused() -> None:
+    header = b"\x93\x01" + b"\x91" * 100_000 + b"\x90" + b"\x90"
+    with pytest.raises(ProtocolError):
+        framing.decode(framing.PREFIX.pack(Batch.code, len(header)) + header, FRAME)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [0, [[1 << 40, 0]]],
+        [0, [[1 << 20, 0]], 1, [[1, 0]]],
+        [0, [[-1, 0]]],
+        [0, [["x", 0]]],
+        [0, [[1]]],
+        [0, [[1.0, 2]]],
+    ],
+    ids=str,
+)
+def test_a_repeated_batch_does_not_grow_without_bound(changes: list[Any]) -> None:
+    named = NamedBatches()
+    named.resolve(NamedBatch(Sequence(1), [5, 6], 1, [0, 1]))
+    with pytest.raises(ProtocolError, match="shortened"):
+        named.resolve(Repeat(Sequence(2), 1, changes))
+
+
+def test_a_repeated_batch_gets_its_shortened_lists_back() -> None:
+    named = NamedBatches()
+    named.resolve(NamedBatch(Sequence(1), [5, 6], 1, [0, 1]))
+    batch = named.resolve(Repeat(Sequence(2), 1, [0, [[1000, 7]], 1, 8]))
+    assert batch is not None
+    assert batch.stream == [[7] * 1000, 8]
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_client_keeps_nobody_from_other_modes() -> None:
+    waiting, other = SessionModes(), SessionModes()
+    other.record = (("default_dtype", "float64"),)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with waiting, waiting.idle():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert entered.wait(60)
+    with other:  # would wait for ever while the other batch counted as running
+        assert torch.get_default_dtype() is torch.float64
+    leave.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_writes_no_lines_into_the_log() -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("a\n2026 ERROR forged \x1b]52;c;eA==\x07",), None)
+    line = _OneLineFormatter("%(levelname)s: %(message)s").format(record)
+    assert line == "INFO: said a\\n2026 ERROR forged \\x1b]52;c;eA==\\x07"
