@@ -32,6 +32,7 @@ def activate() -> None:
             generators,
             global_modes,
             graphs,
+            group_norm,
             host,
             hot_path,
             modules,
@@ -52,6 +53,7 @@ def activate() -> None:
         pending.install()
         registration.register(device_module.MODULE)
         attention.install(registration.library())
+        group_norm.install(registration.library())
         recurrent.install(registration.library())
         special_ops.install(registration.library())
         undivided.install(registration.library())

@@ -44,10 +44,11 @@ def reshaped_stride(size: Sizes, stride: Sizes, new_size: Sizes) -> Sizes | None
 
 def suggested_stride(size: Sizes, stride: Sizes) -> Sizes:
     """The strides of a fresh tensor in the format that `suggest_memory_format` reads from these."""
-    return channels_last_stride(size) if _looks_channels_last(size, stride) else contiguous_stride(size)
+    return channels_last_stride(size) if suggests_channels_last(size, stride) else contiguous_stride(size)
 
 
-def _looks_channels_last(size: Sizes, stride: Sizes) -> bool:
+def suggests_channels_last(size: Sizes, stride: Sizes) -> bool:
+    """Whether `suggest_memory_format` takes a tensor for a channels-last one."""
     if len(size) not in (4, 5) or stride[1] == 0:
         return False
     smallest = 0
@@ -70,4 +71,4 @@ def batch_norm_stride(size: Sizes, stride: Sizes) -> Sizes:
     return channels_last_stride(size)
 
 
-__all__ = ["batch_norm_stride", "reshaped_stride", "suggested_stride"]
+__all__ = ["batch_norm_stride", "reshaped_stride", "suggested_stride", "suggests_channels_last"]

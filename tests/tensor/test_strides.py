@@ -281,6 +281,8 @@ class _Layers(torch.nn.Module):
 
 
 KINDS = (
+    "cvt",
+    "group_norm",
     "conv",
     "depthwise",
     "point",
@@ -379,3 +381,19 @@ def test_results_of_functions_keep_strides_that_address_nothing(sky1: str) -> No
     remote = tokens.to(sky1)
     for name, layout in LAYOUTS.items():
         assert_twins(node.run(layout, remote), layout(tokens), name)
+
+
+def test_group_norm_of_channels_last_has_gradients_of_gradients(sky1: str) -> None:
+    results = []
+    for place in ("cpu", sky1):
+        x, w, b = (
+            torch.randn(size, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(place)
+            for i, size in enumerate([(2, 8, 3, 5), (8,), (8,)])
+        )
+        x = x.to(memory_format=torch.channels_last)
+        inputs = [t.requires_grad_() for t in (x, w, b)]
+        first = torch.autograd.grad(F.group_norm(x, 2, w, b).sin().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        results.append([g.detach().cpu() for g in (*first, *second)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
