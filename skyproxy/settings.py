@@ -89,6 +89,8 @@ class Settings:
     """Whether transfers that take longer than a second show a progress bar, on a terminal or in a notebook."""
     record_lines: bool = True
     """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
+    launch_blocking: bool = False
+    """Whether each operation waits for its outcome, so that its error is raised at its statement."""
 
 
 def load(environ: dict[str, str] | None = None) -> Settings:

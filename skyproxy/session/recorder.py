@@ -68,11 +68,13 @@ class Recorder:
         send: Callable[[Batch | NamedBatch | Repeat], object],
         unacked: Callable[[], tuple[int, int]],
         settings: Settings,
+        wait_for_outcome: Callable[[], object] | None = None,
     ) -> None:
         """Args:
         send: hands a batch to the connection; doing so twice with the last one changes nothing.
         unacked: how many batches, and how many bytes of them, were sent and not acknowledged.
         settings: limits.
+        wait_for_outcome: called after each op where `settings.launch_blocking` is on.
         """
         self.stream: list[Any] = []
         self.lines: list[Any] = []
@@ -82,6 +84,10 @@ class Recorder:
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
+        # Of a negative limit, every op is told that it is time to send.
+        self._wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
+        if self._wait_for_outcome is not None:
+            self._first_limit = self._last_limit = -1
         self.limit = self._first_limit
         self._repeats = Repeats(self.widths)
         self._sent_ops = 0
@@ -149,7 +155,7 @@ class Recorder:
         """Records one built-in command; sends, if it is time."""
         self.stream.extend(command)
         if len(self.stream) > self.limit:
-            self.send_some()
+            self._send_older()
 
     def append_with_buffer(self, buffer: Buffer, *command: Any) -> None:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
@@ -161,7 +167,7 @@ class Recorder:
         if self._buffered_bytes > _CUT_AT_BYTES:
             self.flush()
         elif len(self.stream) > self.limit:
-            self.send_some()
+            self._send_older()
 
     def flush(self) -> None:
         """Sends what was recorded. Waits while more than the allowed bytes are under way.
@@ -187,7 +193,16 @@ class Recorder:
 
         Raises:
             SessionLostError: the worker is gone.
+            RemoteError: an op failed, where each is waited for.
         """
+        self._send_older()
+        if self._wait_for_outcome is not None:
+            self._wait_for_outcome()
+
+    def _send_older(self) -> None:
+        if self._wait_for_outcome is not None:
+            self.flush()
+            return
         with self._lock:
             while len(self.stream) > self.limit:
                 self._send_next(whole=False)

@@ -92,6 +92,12 @@ class Further(Protocol):
     def abandon(self) -> None: ...
 
 
+class _OutcomeWaits(threading.local):
+    """Whether a thread waits for the outcome of an op that it has just recorded."""
+
+    waiting = False
+
+
 class Session:
     """One client's conversation with one worker.
 
@@ -125,7 +131,8 @@ class Session:
         self.further: list[Further] = []
         self.at_end: list[Callable[[SessionLostError], object]] = []
         self._waiters = Waiters()
-        self.recorder = Recorder(self._send_batch, self._unacked, settings)
+        self._outcomes = _OutcomeWaits()
+        self.recorder = Recorder(self._send_batch, self._unacked, settings, self._wait_for_outcome)
         self._downloads = Downloads(self._waiters)
         offers = Offers(
             settings.min_blob_bytes,
@@ -370,6 +377,15 @@ class Session:
             RemoteError: a command failed and nobody has seen the error yet.
         """
         self.call("synchronize")
+
+    def _wait_for_outcome(self) -> None:
+        if self._outcomes.waiting:  # this very question was recorded
+            return
+        self._outcomes.waiting = True
+        try:
+            self.synchronize()
+        finally:
+            self._outcomes.waiting = False
 
     def start_trace(self) -> SessionTrace:
         """From now on, what leaves and comes is noted; see `skyproxy.profiling`."""

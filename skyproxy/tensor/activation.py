@@ -27,6 +27,7 @@ def activate() -> None:
             autocast,
             copies,
             cross_entropy,
+            cuda_like_names,
             device_module,
             dynamo,
             generators,
@@ -67,6 +68,7 @@ def activate() -> None:
         autocast.install()
         host.install()
         streams.install()
+        cuda_like_names.install()
         global_modes.install()
         graphs.install()
         dynamo.install()

@@ -817,6 +817,28 @@ def test_lines_can_be_switched_off() -> None:
     assert succeed(source, SKYPROXY_RECORD_LINES="0") == "False aten::embedding"
 
 
+def test_launch_blocking_raises_each_error_at_its_own_statement() -> None:
+    source = """
+    import torch, skyproxy, traceback
+    rows, number = torch.zeros(3, 2, device="sky:0", requires_grad=True), torch.tensor([7], device="sky:0")
+    large = torch.ones(2_000_000).to("sky:0")
+    model = torch.nn.Linear(2, 2).to("sky:0")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2, device="sky:0")).sum().backward()
+    optimizer.step()
+    graph = torch.sky.SkyGraph()
+    with torch.sky.graph(graph):
+        result = large + 1
+    graph.replay()
+    try:
+        torch.nn.functional.embedding(number, rows)
+        raise AssertionError("nothing was raised")
+    except IndexError as error:
+        print(error.op, result[0].item(), (number + 1).item(), torch.sky.stats()["round_trips"] > 20)
+    """
+    assert succeed(source, SKYPROXY_LAUNCH_BLOCKING="1") == "aten::embedding 2.0 8 True"
+
+
 def test_many_small_uploads_in_a_row_do_not_pile_up(sky: str) -> None:
     session = DEVICES.of(sky).session
     piece = torch.arange(10_000.0)

@@ -1,0 +1,70 @@
+"""What code written for `torch.cuda` finds under `torch.sky` and on storages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+
+
+def test_mixed_precision_is_where_cuda_has_it(sky1: str) -> None:
+    x = torch.ones(2, 2, device=sky1)
+    with torch.sky.amp.autocast():
+        assert (x @ x).dtype is torch.float16
+    with torch.sky.amp.autocast(dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+    assert torch.sky.amp.GradScaler(init_scale=4.0).scale(x.sum()).item() == 16
+
+
+def test_each_device_has_a_default_generator(sky: str, sky1: str) -> None:
+    generators = torch.sky.default_generators
+    assert len(generators) == torch.sky.device_count()
+    assert [generator.device.index for generator in generators] == list(range(len(generators)))
+    generator = generators[1].manual_seed(5)
+    assert generator.initial_seed() == 5
+    state, first = generator.get_state(), torch.rand(3, device=sky1).tolist()
+    assert generator.set_state(state).device == torch.device(sky1)
+    assert torch.rand(3, device=sky1).tolist() == first
+    with pytest.raises(IndexError):
+        generators[99]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("FloatTensor", torch.float32), ("LongTensor", torch.int64)])
+def test_legacy_types_make_tensors_and_know_them(name: str, dtype: torch.dtype, sky: str) -> None:
+    kind = getattr(torch.sky, name)
+    assert kind(2, 3).shape == (2, 3)
+    made = kind([1, 2])
+    assert (made.tolist(), made.dtype, made.device) == ([1, 2], dtype, torch.device(sky))
+    assert isinstance(made, kind)
+    assert not isinstance(made.cpu(), kind)
+    assert not isinstance(made.double(), kind)
+    assert made.type() == f"torch.sky.{name}"
+    assert torch.ones(2).type(kind).type() == f"torch.sky.{name}"
+
+
+def test_storages_move_to_a_device_and_know_theirs(sky: str, sky1: str) -> None:
+    here = torch.arange(4.0)
+    for storage in (here.untyped_storage(), here.storage()):
+        there = storage.sky(1)
+        assert not storage.is_sky
+        assert there.is_sky
+        assert there.device == torch.device(sky1)
+        assert type(there.cpu()) is type(storage)
+        assert there.cpu().tolist() == storage.tolist()
+    remote = here.to(sky).untyped_storage()
+    assert remote.sky(0) is remote
+    assert remote.sky(sky1).device == torch.device(sky1)
+
+
+def test_pytorchs_profiler_takes_the_device_for_an_activity(sky: str) -> None:
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+    x = torch.ones(2, 2, device=sky)
+    with torch.profiler.profile(activities=kinds) as profile:
+        (x @ x).sum().item()
+    assert {"aten::mm", "aten::sum"} <= {event.key for event in profile.key_averages()}
+
+
+def test_the_backend_has_its_name(sky: str) -> None:
+    assert torch._C._get_privateuse1_backend_name() == "sky"
+    assert torch.utils.backend_registration._privateuse1_backend_name == "sky"
