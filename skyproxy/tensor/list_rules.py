@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.elementwise import elementwise
-from skyproxy.tensor.in_place_rules import RULES
 from skyproxy.tensor.metadata import Meta, plain_meta
+from skyproxy.tensor.network_rules import RULES
 from skyproxy.tensor.shape_rules import FLOATS, RuleAnswer, RuleResult, keeps_target, rule
 
 _UNARY = (

@@ -50,7 +50,7 @@ _FLOAT_UNARY = (
     "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf silu gelu neg relu abs square floor ceil round "
     "hardswish softplus leaky_relu elu dropout"
 )
-_WITH_SCALARS = "pow.Tensor_Scalar clamp clamp_min clamp_max"
+_WITH_SCALARS = "pow.Tensor_Scalar"
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
