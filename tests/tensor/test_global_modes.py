@@ -234,6 +234,14 @@ def test_attention_is_computed_by_a_kernel_that_the_program_allows(
             F.scaled_dot_product_attention(remote, remote, remote, attn_mask=mask)
 
 
+def test_a_worker_that_has_the_math_form_only_refuses_to_do_without(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, 1, 4, 8, device=sky)
+    torch.sky.synchronize(sky)
+    monkeypatch.setattr(DEVICES.of(sky), "place", ["cuda", 0])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="sky devices compute attention in"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
 def test_compiled_attention_is_computed_by_a_kernel_that_the_program_allows(sky: str) -> None:
     x = torch.linspace(-1, 1, 2 * 4 * 8 * 16).view(2, 4, 8, 16).sin()
 
