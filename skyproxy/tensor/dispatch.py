@@ -524,7 +524,10 @@ def _ask(call: Call, key: Any = None) -> Any:
         output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(answered)
         outputs.append(output)
         results.append(result)
-    if key is not None and all(output.argument is not None or output.meta is not None for output in outputs):
+    if key is not None and all(
+        output.argument is not None or output.meta is not None or result is None
+        for output, result in zip(outputs, results, strict=True)
+    ):
         entry = Entry(outputs, changed).settle(call)
         entry.number = _signature(call, entry)
         device.remember(key, entry)

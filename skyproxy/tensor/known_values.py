@@ -30,7 +30,15 @@ _IN_PLACE = (
     "_foreach_add_.Scalar _foreach_add_.List _foreach_add_.Tensor _foreach_add_.ScalarList _foreach_sub_.Scalar "
     "_foreach_mul_.Scalar _foreach_mul_.ScalarList _foreach_mul_.List _foreach_copy_ _foreach_zero_"
 )
-_FRESH = "clone _to_copy zeros ones full scalar_tensor add.Tensor sub.Tensor mul.Tensor neg div.Tensor"
+_FRESH = (
+    "clone _to_copy zeros ones full scalar_tensor add.Tensor sub.Tensor rsub.Scalar mul.Tensor neg abs ceil floor "
+    "trunc maximum minimum logical_not logical_and logical_or eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
+    "ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar div.Tensor div.Tensor_mode floor_divide "
+    "remainder.Scalar"
+)
+_EXACT_ON_CPUS = frozenset(
+    {"aten::div.Tensor", "aten::div.Tensor_mode", "aten::floor_divide", "aten::remainder.Scalar"}
+)
 FOLLOWED = frozenset("aten::" + name for name in (*_IN_PLACE.split(), *_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `_is_exact`."""
 _DTYPES = frozenset(
@@ -80,7 +88,8 @@ class KnownMeta(Meta):
     def asked(self) -> None:
         """Notes that somebody wants the value."""
         self.unasked = 0
-        for source in self.sources:
+        sources, self.sources = self.sources, ()  # told once, or a number counted anew each time would keep all before
+        for source in sources:
             source.asked()
 
 
@@ -187,7 +196,7 @@ def _is_exact(call: Call) -> bool:
     """Whether every device computes the same: GPUs multiply by reciprocals, and multiply and add in one step."""
     if call.device.place[0] == "cpu":
         return True
-    return call.plan.name != "aten::div.Tensor" and call.kwargs.get("alpha", 1) == 1
+    return call.plan.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
 
 
 def _written(call: Call) -> list[Any]:

@@ -169,3 +169,14 @@ def test_an_lstm_of_one_sequence_is_exact_with_and_without_gradients(train: bool
         x = torch.randn(shape)
         with mode():
             assert torch.equal(network(x.to(sky))[0].cpu(), twin(x)[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_networks_wait_for_nothing_once_their_shapes_were_seen(mode: Any, kind: Any, sky: str) -> None:
+    network, x = kind(6, 7, 2).to(sky), torch.randn(5, 3, 6).to(sky)
+    with mode():
+        network(x)
+        before = torch.sky.stats()["round_trips"]
+        network(x)
+    assert torch.sky.stats()["round_trips"] == before
