@@ -12,6 +12,7 @@ from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import ProtocolError
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
+from skyproxy_server.foreign_memory import clear_from
 from skyproxy_server.profiling import WorkerProfile
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ def _state(state: bytes) -> torch.Tensor:
 def set_storage(executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
     target, base = executor.value(slot, writes=True, sizes=False), executor.value(source, sizes=False)
+    former = base.untyped_storage().nbytes()
     target.set_(base.untyped_storage(), offset, size, stride)
+    clear_from(target, former)
 
 
 @_control
@@ -195,7 +198,9 @@ def view_storage(
     """A new tensor on the storage of another slot's tensor."""
     base = executor.value(source, sizes=False)
     fresh = torch.empty(0, dtype=torch_codec.DTYPES[dtype], device=base.device)
+    former = base.untyped_storage().nbytes()
     executor.values[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)
+    clear_from(fresh, former)
 
 
 @_control
@@ -207,9 +212,7 @@ def resize_storage(executor: Executor, slot: int, byte_count: int) -> None:
     storage = tensor.untyped_storage()
     former = storage.nbytes()
     storage.resize_(byte_count)
-    if byte_count > former:
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (byte_count,), (1,))
-        whole[former:].zero_()
+    clear_from(tensor, former)
     executor.gates.resized(tensor, former)
 
 

@@ -734,7 +734,7 @@ def _same_but_idle_strides(actual: Description, expected: Description) -> bool:
 def _restrided(tensor: torch.Tensor, description: Description) -> torch.Tensor:
     size, stride, offset, dtype = description[:4]
     if offset:
-        memory = torch.empty(torch_codec.storage_extent(size, stride, offset), dtype=dtype, device=tensor.device)
+        memory = torch.zeros(torch_codec.storage_extent(size, stride, offset), dtype=dtype, device=tensor.device)
         target = memory.as_strided(size, stride, offset)
     else:
         target = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
+from skyproxy_server.foreign_memory import bytes_of, clear, clear_from
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -354,3 +355,42 @@ def _workspace_bytes(given: dict[str, Any], weights: tuple[str, ...], biases: tu
 
 _MOST_WORKSPACES = 256
 _workspaces: dict[Any, int] = {}
+
+
+# --- memory as it was ------------------------------------------------------------------------------------------------
+
+_MAKES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize")
+_GROWS = ("resize_", "resize_as_", "set_")
+
+
+def _fresh(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    op = overload._op
+    return lambda *args, **kwargs: clear(op(*args, **kwargs))
+
+
+def _grown(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    op, names = overload._op, [argument.name for argument in overload._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        changed: Tensor = given["out"] if "out" in given else given["self"]
+        # A tensor that takes another one's storage gains what that one gains.
+        former = bytes_of(given.get("source", changed))
+        result = op(*args, **kwargs)
+        clear_from(changed, former)
+        return result
+
+    return call
+
+
+def _overload_of(name: str) -> torch._ops.OpOverload | None:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(aten, packet, None), overload or "default", None)
+
+
+for _name in ALLOWED:
+    _packet = _name.removeprefix("aten::").partition(".")[0]
+    _found = _overload_of(_name) if _packet in (*_MAKES, *_GROWS) else None
+    if _found is not None:
+        _writes = _packet in _GROWS or any(argument.name == "out" for argument in _found._schema.arguments)
+        SAFE_FORMS[_name] = _grown(_found) if _writes else _fresh(_found)

@@ -32,6 +32,7 @@ class Arrival:
         over: whether no more pieces come.
         device: the device tensor that pieces are passed on to; None for one in the host's memory.
         early: offsets and sizes of the pieces that are in `target`; the others went to `device`.
+        pieces: offsets and sizes of all pieces that came.
         kept: what takes a copy of each piece, for later uploads of the same content.
     """
 
@@ -43,6 +44,7 @@ class Arrival:
         self.over = False
         self.device: Arriving | None = None
         self.early: list[tuple[int, int]] = []
+        self.pieces: list[tuple[int, int]] = []
         self.kept: Incoming | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -92,9 +94,23 @@ class Arrival:
         if self.missing <= 0:
             self.over = True
             kept, self.kept = self.kept, None  # a piece that came twice must not change what is hashed
+            if not self._is_whole():
+                if kept is not None:
+                    kept.discard()
+                self.fail(RuntimeError("pieces of an upload came twice, and others never"))
+                return
             if kept is not None:
                 kept.finish()
             self._done.set()
+
+    def _is_whole(self) -> bool:
+        """Whether the pieces cover all bytes, so that none of what was in memory before is left."""
+        end = 0
+        for offset, size in sorted(self.pieces):
+            if offset > end:
+                return False
+            end = max(end, offset + size)
+        return end >= self.byte_count
 
     def fail(self, error: Exception) -> None:
         kept, self.kept = self.kept, None
@@ -264,6 +280,7 @@ class Transfers:
             raise ProtocolError(f"transfer {offer.transfer} was offered after it had begun")
         if offer.digest and self.blobs.copy_into(offer.digest, arrival.view, self._user):
             arrival.early.append((0, arrival.byte_count))
+            arrival.pieces.append((0, arrival.byte_count))
             self._landed(offer.transfer, arrival, arrival.byte_count)
             return True
         arrival.kept = self.blobs.start(offer.total_bytes, self._user)
@@ -297,6 +314,7 @@ class Transfers:
     @staticmethod
     def _keep(arrival: Arrival, buffer: torch.Tensor | None, offset: int, size: int) -> None:
         """A piece has landed, in `buffer` or in the arrival's own memory."""
+        arrival.pieces.append((offset, size))
         if arrival.kept is not None:
             landed = torch_codec.byte_view(buffer)[:size] if buffer is not None else arrival.bytes(offset, size)
             if landed is not None:

@@ -19,6 +19,7 @@ from skyproxy_server.activity import Activity
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
+from skyproxy_server.foreign_memory import only_one_session
 from skyproxy_server.functions import controls, output
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
@@ -236,6 +237,7 @@ class WorkerHost:
         self._activity = activity or Activity()
         self._sessions: dict[str, WorkerSession] = {}
         self._commands_of_the_past = 0
+        self._sessions_ever = 0
         self._lock = threading.Lock()
         self.calls: Calls | None = None
         if functions:
@@ -254,6 +256,8 @@ class WorkerHost:
             if len(self._sessions) >= self._settings.max_sessions:
                 raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
             self._sessions[session.identity] = session
+            self._sessions_ever += 1
+            only_one_session(self._sessions_ever == 1 and self.calls is not None)
         self._activity.touch()
         logger.info("session %s opened by %s", session.identity[:8], hello.software)
         return _Operations(self._welcome(session), session, lambda: self._forget(session.identity))

@@ -9,7 +9,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError, ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
+from skyproxy.protocol.messages import Batch, Chunk, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
 from skyproxy_server import allowed_ops, compiled
 from skyproxy_server.executor import Executor
@@ -228,6 +228,42 @@ def test_a_storage_has_a_number_of_bytes(worker: Worker, size: Any) -> None:
     worker.executor.values[1] = torch.ones(4)
     with pytest.raises(ProtocolError, match="bytes"):
         worker.run(commands.DO, "resize_storage", [1, size])
+
+
+# --- memory of others ------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, tuple[list[Any], tuple[Any, ...]]] = {
+    "empty": (["aten::empty.memory_format", ["v"], {"dtype": ["c", "dtype", "int64"]}, ["n"]], ([5000],)),
+    "empty_strided": (["aten::empty_strided", ["v", "v"], {"dtype": ["c", "dtype", "int64"]}, ["n"]], ([5000], [2])),
+    "empty_like": (["aten::empty_like", ["t"], {}, ["n"]], (1,)),
+    "new_empty": (["aten::new_empty", ["t", "v"], {}, ["n"]], (1, [5000])),
+    "resize_as": (["aten::resize_as_", ["t", "t"], {}, ["n"]], (2, 1)),
+    "set": (["aten::set_.source_Tensor_storage_offset", ["t", "t", "v", "v", "v"], {}, ["n"]], (3, 2, 0, [5000], [1])),
+    "out": (["aten::empty.out", ["v"], {"out": "t"}, ["n"]], ([5000], 2)),
+    "resize": (["aten::resize_", ["t", "v"], {}, ["n"]], (2, [5000])),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_memory_that_others_freed_comes_as_zeros(worker: Worker, maker: str) -> None:
+    definition, operands = MAKERS[maker]
+    for _ in range(20):
+        small = torch.zeros(1, dtype=torch.int64)
+        worker.executor.values.update({1: torch.zeros(5000, dtype=torch.int64), 2: small, 3: small.clone()})
+        secrets = [torch.full((size,), -77, dtype=torch.int64) for size in (5000, 10_000)]
+        del secrets
+        worker.op(definition, *operands, 9)
+        made = worker.executor.values[9]
+        assert not made.as_strided((made.untyped_storage().nbytes() // 8,), (1,), 0).any()
+
+
+def test_an_upload_whose_pieces_came_twice_is_none(worker: Worker) -> None:
+    transfers = worker.executor._transfers
+    for _ in range(2):
+        transfers.on_chunk(Chunk(5, 0, 8, (b"\1\2\3\4",)))
+    worker.run(commands.RECEIVE, 3, ["uint8", [8], [1], 0], CPU, 5, commands.FETCH, 7, 3, 0)
+    failures = [message.error["message"] for message in worker.sent if isinstance(message, Failure)]
+    assert "came twice" in failures[-1]
 
 
 # --- malformed commands ----------------------------------------------------------------------------------------------
