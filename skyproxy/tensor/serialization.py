@@ -231,7 +231,8 @@ def install() -> None:
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
     # PyTorch finds the storages to save by this function, and writes down the name that their class has in torch.
     torch.is_storage = _is_storage  # type: ignore[assignment]
-    SkyStorage.__name__ = "UntypedStorage"
+    SkyStorage.__module__ = "torch.storage"
+    SkyStorage.__name__ = SkyStorage.__qualname__ = "UntypedStorage"
     _utils.set_tensor_metadata = _set_tensor_metadata
     _replace_everywhere("save", torch.serialization.save, _saving(torch.serialization.save))
     _patch_safetensors()

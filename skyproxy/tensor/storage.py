@@ -6,7 +6,7 @@ The bytes are on the worker; here a storage is the handle of the tensor that fir
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,13 +14,14 @@ from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, UnsupportedOpError
 from skyproxy.tensor import known_values
 from skyproxy.tensor.copies import download, upload
-from skyproxy.tensor.devices import Handle, SkyDevice
+from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.metadata import Meta, meta_of, plain_meta
 from skyproxy.tensor.mixed_devices import mixed_devices_error
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.reading_ahead import READER
 from skyproxy.tensor.remote_tensor import RemoteTensor, adopt, make_tensor
 
+StorageBase = torch._C.StorageBase
 _ALIGNMENT_BYTES = 512
 _next_address = 1 << 40
 _lock = threading.Lock()
@@ -77,8 +78,48 @@ def note_change(handle: Handle, meta: Meta) -> None:
             memory.resize(needed)
 
 
+class MemorySlice(Memory):
+    """A part of another storage's memory; has a key of its own, as PyTorch's storages of slices do.
+
+    Attributes:
+        whole: the other storage.
+        start: where in it, in bytes.
+    """
+
+    __slots__ = ("start", "whole")
+
+    def __init__(self, whole: Handle, start: int, stop: int) -> None:
+        super().__init__(stop - start)
+        self.address = memory_of(whole).address + start
+        self.whole, self.start = whole, start
+
+    def moved(self, meta: Meta) -> Meta:
+        """The look, in the whole storage, of what has a look in this part."""
+        if self.start % meta.dtype.itemsize:
+            raise RuntimeError(
+                f"a part of a storage that begins at byte {self.start} holds no {meta.dtype} tensor on sky"
+            )
+        if _bytes_needed(meta) > self.byte_count:
+            raise RuntimeError("Trying to resize storage that is not resizable")
+        return plain_meta(meta.size, meta.dtype, meta.stride, meta.offset + self.start // meta.dtype.itemsize)
+
+
+def _slice(root: Handle, start: int, stop: int) -> Handle:
+    """A part of a storage, in bytes, as a storage: to the worker, it is one more view."""
+    memory = memory_of(root)
+    if isinstance(memory, MemorySlice):
+        root, start, stop = memory.whole, memory.start + start, memory.start + stop
+    part: Handle = view_of(root, plain_meta((stop - start,), torch.uint8, None, start))._sky
+    part.root = None  # it holds its whole by its memory
+    part.memory = MemorySlice(root, start, stop)  # type: ignore[attr-defined]
+    return part
+
+
 def view_of(root: Handle, meta: Meta) -> RemoteTensor:
     """A new tensor on the storage of `root`; the storage grows if it must."""
+    memory = memory_of(root)
+    if isinstance(memory, MemorySlice):
+        root, meta = memory.whole, memory.moved(meta)
     device = root.device
     handle = device.new_handle(meta, root)
     known_values.inherit(root, handle)
@@ -89,17 +130,24 @@ def view_of(root: Handle, meta: Meta) -> RemoteTensor:
 
 
 class SkyStorage(torch.UntypedStorage):
-    """The storage of a remote tensor. To PyTorch's C++ it is an empty storage on the meta device."""
+    """The storage of a remote tensor: `SkyStorage(root)`, or what `torch.UntypedStorage` takes, with a device.
+
+    To PyTorch's C++ it is a storage of our device that has its size, and no memory. What would read that memory is
+    answered here.
+    """
 
     _root: Handle
 
     @staticmethod
-    def __new__(cls: type[SkyStorage], root: Handle) -> SkyStorage:
-        storage: SkyStorage = torch.UntypedStorage.__new__(cls, 0, device="meta")
+    def __new__(cls: type[SkyStorage], *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Handle):
+            return torch.UntypedStorage(*args, **kwargs)
+        (root,) = args
+        byte_count = memory_of(root).byte_count
+        storage = torch._C._construct_storage_from_data_pointer(0, root.device.torch_device, byte_count)
+        storage.__class__ = cls
+        storage._root = root
         return storage
-
-    def __init__(self, root: Handle) -> None:
-        self._root = root
 
     def _memory(self) -> Memory:
         return memory_of(self._root)
@@ -136,9 +184,13 @@ class SkyStorage(torch.UntypedStorage):
         return self._root.device.index
 
     def resizable(self) -> bool:
-        return True
+        return not isinstance(self._memory(), MemorySlice)
 
     def resize_(self, size: int) -> SkyStorage:  # type: ignore[override]
+        if not self.resizable():
+            raise RuntimeError("Trying to resize storage that is not resizable")
+        if size < 0:
+            raise RuntimeError(f"Trying to resize a storage to {size} bytes")
         known_values.forget(self._root)
         self._root.device.session.do("resize_storage", self._root.slot, size)
         self._memory().resize(size)
@@ -159,6 +211,10 @@ class SkyStorage(torch.UntypedStorage):
     def copy_(self, source: Any, non_blocking: bool | None = None) -> SkyStorage:  # type: ignore[override]
         if isinstance(source, torch.TypedStorage):
             source = source._untyped_storage
+        if source.nbytes() != self.nbytes():
+            raise RuntimeError(
+                f"size does not match, self was {self.nbytes()} bytes but src was {source.nbytes()} bytes"
+            )
         values = source.as_bytes() if isinstance(source, SkyStorage) else _bytes_of(source.cpu())
         self.as_bytes().copy_(values)
         return self
@@ -178,11 +234,38 @@ class SkyStorage(torch.UntypedStorage):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            raise NotImplementedError("a slice of a sky storage cannot be a storage. Slice a tensor on it instead.")
-        return self.as_bytes()[index].item()
+            start, stop, step = index.indices(self.nbytes())
+            if step != 1:
+                raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
+            return SkyStorage(_slice(self._root, start, max(start, stop)))
+        return self.as_bytes()[self._position(index)].item()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.as_bytes()[index] = value
+        self.as_bytes()[index if isinstance(index, slice) else self._position(index)] = value
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        raise TypeError("bytes of a storage cannot be deleted")
+
+    def _position(self, index: int) -> int:
+        size = self.nbytes()
+        if not -size <= index < size:
+            raise IndexError(f"index {index} out of range for storage of size {size}")
+        return index
+
+    def new(self) -> SkyStorage:  # type: ignore[override]
+        return SkyStorage(torch.empty(0, dtype=torch.uint8, device=self.device)._sky)  # type: ignore[attr-defined]
+
+    def _byteswap(self, element_size: int) -> None:
+        """Reverses the bytes of each element."""
+        elements = self.as_bytes()[: self.nbytes() // element_size * element_size].view(-1, element_size)
+        elements.copy_(elements.flip(1))
+
+    def _set_cdata(self, *unused: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a storage on {self.device} is no memory of this process, and cannot be exchanged by address"
+        )
+
+    _swap_data_ptr_ = _resize_with_addr_ = _set_cdata
 
     def __repr__(self) -> str:
         return f"[torch.storage.UntypedStorage(device={self.device}) of size {len(self)}]"
@@ -218,6 +301,39 @@ class SkyStorage(torch.UntypedStorage):
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+
+
+def _new_storage(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    """`torch.UntypedStorage.__new__`, where the device may be ours: PyTorch's own asks it for an allocator."""
+    device = kwargs.get("device")
+    device = torch.device(device) if device is not None else None
+    if device is None or device.type != "sky":
+        return StorageBase.__new__(cls, *args, **kwargs)
+    if kwargs.get("allocator") is not None:
+        raise TypeError(f"torch.UntypedStorage(): a storage on {device} takes no allocator")
+    if not args or (len(args) == 1 and isinstance(args[0], int)):
+        byte_count = args[0] if args else 0
+        if byte_count < 0:
+            raise RuntimeError(f"torch.UntypedStorage(): a storage cannot have {byte_count} bytes")
+        return SkyStorage(torch.empty(byte_count, dtype=torch.uint8, device=device)._sky)  # type: ignore[attr-defined]
+    return storage_from_bytes(StorageBase.__new__(torch.UntypedStorage, *args), DEVICES.of(device))
+
+
+def _copy_into(self: torch.UntypedStorage, source: Any, non_blocking: bool | None = None) -> Any:
+    """`torch.UntypedStorage.copy_`, where the source may be ours."""
+    if isinstance(source, SkyStorage):
+        source = source.cpu()
+    return StorageBase.copy_(self, source, non_blocking)
+
+
+def _new_wrapped_storage(self: Any, untyped_storage: torch.UntypedStorage) -> Any:
+    """`torch.TypedStorage._new_wrapped_storage`, which takes no subclass."""
+    if not isinstance(untyped_storage, SkyStorage):
+        return _wrap_cpu_storage(self, untyped_storage)
+    return torch.TypedStorage(wrap_storage=untyped_storage, dtype=self.dtype, _internal=True)
+
+
+_wrap_cpu_storage = torch.TypedStorage._new_wrapped_storage
 
 
 def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, uninitialized: bool = False) -> SkyStorage:
@@ -329,11 +445,6 @@ def set_to_part(
     return _set(self, source, storage_offset, size, stride)
 
 
-@implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
-def _refuse_cpp_storage(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
-
-
 @implements("aten::set_", "aten::set_.source_Tensor")
 def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """What is left of `set_` below autograd: the tensor takes over another's place in its storage."""
@@ -352,6 +463,18 @@ def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         known_values.forget(root)
         value = view_of(root, source._sky.meta)  # its own handle: each may change its look later
     adopt(target, value._sky)
+    return target
+
+
+@implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
+def _set_storage_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that came from C++, for which a storage keeps the size that it had when it was made."""
+    target, source, *place = args
+    if not isinstance(source, SkyStorage):
+        raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
+    if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):
+        place = []
+    adopt(target, _value_to_set(target, source, (source, *place), kwargs)._sky)  # type: ignore[attr-defined]
     return target
 
 
@@ -415,6 +538,13 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch's tensors lack one of them.
     """
+    if "_new_wrapped_storage" not in vars(torch.TypedStorage) or not hasattr(
+        torch._C, "_construct_storage_from_data_pointer"
+    ):
+        raise ConfigurationError(f"torch {torch.__version__} makes storages in another way than skyproxy knows")
+    torch.UntypedStorage.__new__ = staticmethod(_new_storage)  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.copy_ = _copy_into  # type: ignore[method-assign]
+    torch.TypedStorage._new_wrapped_storage = _new_wrapped_storage  # type: ignore[method-assign]
     for name, function in _METHODS.items():
         if not hasattr(torch.Tensor, name):
             raise ConfigurationError(f"torch {torch.__version__} has no Tensor.{name}, which skyproxy replaces")

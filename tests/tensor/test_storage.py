@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import skyproxy  # noqa: F401  (registers the device)
+from tests.integration.programs import run_program
 
 
 def test_a_view_lies_inside_the_storage_of_its_base(sky1: str) -> None:
@@ -274,3 +278,141 @@ def test_memory_of_dead_tensors_is_not_counted(sky1: str) -> None:
     assert torch.sky.memory_allocated(sky1) == before
     torch.sky.reset_peak_memory_stats(sky1)
     assert torch.sky.max_memory_allocated(sky1) == before
+
+
+EVERY_METHOD = """
+import signal, sys, torch, skyproxy, warnings
+warnings.simplefilter("ignore")
+device = sys.argv[1]
+x = torch.arange(4.0, device=device)
+cpu = torch.UntypedStorage([1, 2, 3, 4])
+path = sys.argv[2]
+# Of what is private, what PyTorch's own Python code calls; some others believe any address, on every device.
+private = {"_byteswap", "_fix_weakref", "_get_filename", "_new_shared", "_share_cuda_", "_share_fd_cpu_"}
+private |= {"_share_filename_cpu_", "_shared_decref", "_shared_incref", "_swap_data_ptr_", "_weak_ref"}
+private |= {"_new_wrapped_storage", "__getitem__", "__setitem__", "__copy__", "__deepcopy__", "__iter__", "__len__"}
+private |= {"__repr__", "__reduce__", "__sizeof__"}
+makers = {
+    "untyped storage": lambda: torch.arange(4.0, device=device).untyped_storage(),
+    "typed storage": lambda: torch.arange(4.0, device=device).storage(),
+    "slice": lambda: torch.arange(4.0, device=device).untyped_storage()[4:12],
+    "cpu storage": lambda: torch.UntypedStorage([1, 2, 3, 4]),
+    "cpu typed storage": lambda: torch.arange(4.0).storage(),
+}
+places = [(), (0,), (4,), (-1,), ([1, 2],), (x,), (x.untyped_storage(),), (x.storage(),), (cpu,), (slice(0, 2),)]
+places += [(slice(0, 2), 1), (0, 1), (torch.float,), ({},), (path, True, 4), (path, False, 4), ("torch.FloatStorage",)]
+for what, make in makers.items():
+    for name in [name for name in dir(make()) if name[0] != "_" or name in private]:
+        for arguments in places:
+            for keywords in ({}, {"device": device}):
+                print(what, name, [type(a).__name__ for a in arguments], keywords, flush=True)
+                try:
+                    member = getattr(make(), name)
+                    result = member(*arguments, **keywords)
+                except Exception:
+                    continue
+classes = [torch.UntypedStorage, torch.TypedStorage, type(makers["untyped storage"]()), *torch._storage_classes]
+classes += [torch.Tensor, torch.FloatTensor, torch.LongTensor, torch.tensor, torch.as_tensor, x.new, x.new_tensor]
+for made in classes:
+    for arguments in places:
+        more = [{"device": 0}, {"device": device, "dtype": torch.int}]
+        for keywords in ({}, {"device": device}, {"device": "sky"}, *more):
+            print("construct", made, [type(a).__name__ for a in arguments], keywords, flush=True)
+            try:
+                result = made(*arguments, **keywords)
+            except Exception:
+                continue
+print((torch.ones(3, device=device) + 1).tolist())
+"""
+
+
+@pytest.mark.timeout(280)
+def test_no_method_or_constructor_of_a_storage_ends_the_process(tmp_path: Path) -> None:
+    """Whatever it is given: PyTorch asks our device for an allocator in many places, without looking for one."""
+    head = f"import sys; sys.argv = ['', 'sky:0', {str(tmp_path / 'file')!r}]\n"
+    done = run_program(head + EVERY_METHOD, timeout=250)
+    assert done.returncode == 0, f"{done.returncode} after {done.stdout.splitlines()[-1:]}\n{done.stderr[-2000:]}"
+    assert done.stdout.splitlines()[-1] == "[2.0, 2.0, 2.0]"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.UntypedStorage([1, 2, 3], device=device),
+        lambda device: torch.UntypedStorage(0, device=device),
+        lambda device: torch.UntypedStorage(device=torch.device(device)),
+        lambda device: torch.UntypedStorage(4, device=device).fill_(7),
+        lambda device: torch.UntypedStorage._new_shared(4, device=device).fill_(7),
+        lambda device: torch.UntypedStorage([1, 2, 3]).to(device=device),
+        lambda device: torch.TypedStorage([1.0, 2.0], dtype=torch.float, device=device),
+        lambda device: torch.TypedStorage(3, dtype=torch.int, device=device).fill_(7),
+        lambda device: torch.arange(4.0).storage().to(device=device),
+        lambda device: torch.arange(4.0).untyped_storage().to(device=device, non_blocking=True),
+        lambda device: copy.copy(torch.arange(4.0, device=device).storage()),
+        lambda device: copy.deepcopy(torch.arange(4.0, device=device).storage()),
+        lambda device: copy.deepcopy(torch.arange(4.0, device=device).untyped_storage()),
+        lambda device: torch.arange(4.0, device=device).untyped_storage()[4:12],
+        lambda device: torch.arange(4.0, device=device).untyped_storage()[-4:],
+        lambda device: torch.arange(4.0, device=device).untyped_storage()[9:3],
+        lambda device: torch.serialization.default_restore_location(torch.UntypedStorage([1, 2]), device),
+        lambda device: pickle.loads(pickle.dumps(torch.arange(4.0, device=device).storage())),
+        lambda device: torch.arange(4.0, device=device).storage().int(),
+        lambda device: torch.arange(4.0, device=device).untyped_storage().short(),
+    ],
+)
+def test_a_storage_is_made_as_on_the_cpu(make: Callable[[str], Any], sky1: str) -> None:
+    local, remote = make("cpu"), make(sky1)
+    assert remote.device == torch.device(sky1)
+    assert torch.typename(remote) == torch.typename(local)
+    assert remote.nbytes() == local.nbytes()
+    assert list(remote) == remote.cpu().tolist() == list(local)
+
+
+def test_bytes_go_from_storage_to_storage_whatever_the_device(sky: str, sky1: str) -> None:
+    for source in (sky, sky1, "cpu"):
+        for target in (sky, sky1, "cpu"):
+            copied = torch.UntypedStorage(3, device=target).copy_(torch.UntypedStorage([7, 8, 9], device=source))
+            assert (copied.tolist(), copied.device) == ([7, 8, 9], torch.device(target))
+            with pytest.raises(RuntimeError, match="self was 3 bytes but src was 2 bytes"):
+                copied.copy_(torch.UntypedStorage(2, device=source))
+
+
+def test_a_slice_of_a_storage_shares_its_memory(sky1: str) -> None:
+    x = torch.arange(4.0, device=sky1)
+    part = x.untyped_storage()[4:12]
+    assert part.data_ptr() == x.data_ptr() + 4
+    assert not part.resizable()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        part.resize_(100)
+    y = torch.empty(0, device=sky1).set_(part)
+    assert y.tolist() == [1, 2]
+    assert y.data_ptr() == part.data_ptr()
+    assert part[4:].tolist() == x.untyped_storage()[8:12].tolist() == [0, 0, 0, 64]
+    with pytest.raises(RuntimeError, match="begins at byte 4 holds no torch.int64"):
+        torch.empty(0, dtype=torch.int64, device=sky1).set_(part)
+    y.fill_(9)
+    x[2] = 5
+    del part
+    assert (x.tolist(), y.tolist()) == ([0, 9, 5, 3], [9, 5])
+    with pytest.raises(RuntimeError, match="only a step of 1"):
+        x.untyped_storage()[::2]
+
+
+def test_tensors_are_made_of_storages(sky: str) -> None:
+    x = torch.arange(4.0, device=sky)
+    assert torch.tensor(x.storage()).tolist() == [0, 1, 2, 3]
+    assert torch.tensor(x.storage(), device=sky).device == x.device
+    assert torch.as_tensor(x.storage()).tolist() == [0, 1, 2, 3]
+    assert x.new(x.storage()).data_ptr() == x.data_ptr()
+    held = x.storage()
+    held.resize_(5)  # PyTorch's C++ still has the former size
+    held[4] = 4
+    assert torch.tensor(held).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match=r"(?s)device \"cpu\" to a storage on different device \"sky:0\""):
+        torch.FloatTensor(x.storage())
+
+
+def test_bytes_are_swapped_in_place(sky1: str) -> None:
+    x = torch.tensor([1, 256], dtype=torch.int16, device=sky1)
+    x.untyped_storage().byteswap(torch.int16)
+    assert x.tolist() == [256, 1]
