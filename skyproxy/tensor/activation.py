@@ -46,6 +46,7 @@ def activate() -> None:
             state_dicts,
             storage,
             streams,
+            subclasses,
             undivided,
             values,
         )
@@ -61,6 +62,7 @@ def activate() -> None:
         storage.install()
         serialization.install()
         values.install()
+        subclasses.install()
         modules.install()
         cross_entropy.install()
         state_dicts.install()

@@ -65,7 +65,7 @@ def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
     """What the four arguments look like; None where nobody can tell. While a graph is traced, they are fake."""
     looks: list[Meta | None] = []
     for t in tensors:
-        if type(t) is RemoteTensor:
+        if isinstance(t, RemoteTensor):
             looks.append(t._sky.meta)
         elif isinstance(t, FakeTensor | FunctionalTensor):
             numbers = [_hint(n) for n in (*t.shape, *t.stride())]
@@ -102,7 +102,7 @@ def attention(
     enabled = torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()
     if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
         needs = mask is not None and mask.requires_grad
-        with _disable_current_modes() if type(query) is not RemoteTensor else contextlib.nullcontext():
+        with _disable_current_modes() if not isinstance(query, RemoteTensor) else contextlib.nullcontext():
             choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa, enabled)
         if choice == _NONE:
             raise RuntimeError(_NO_BACKEND)

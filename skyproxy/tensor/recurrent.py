@@ -198,7 +198,7 @@ def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
 
 def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and type(sequence) is RemoteTensor
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(sequence, RemoteTensor)
         if not plain or sequence._sky.device.place[0] != "cpu":
             return overload.decompose(sequence, hx, params, *options, **named)
         return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
@@ -208,7 +208,7 @@ def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
 
 def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and type(rows) is RemoteTensor
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(rows, RemoteTensor)
         if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
@@ -232,7 +232,7 @@ def _single(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     """What `nn.LSTMCell` and `nn.GRUCell` call: one step."""
 
     def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and type(step) is RemoteTensor
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(step, RemoteTensor)
         if not plain or step._sky.device.place[0] != "cpu":
             return overload.decompose(step, hx, *weights)
         w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]

@@ -63,8 +63,11 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             values: Any = self.detach()
             strided = self.layout is torch.strided
-            tensor_contents = _contents(values, len("tensor(")) if strided else _sparse_contents(values)
+            name = "tensor" if type(self) is RemoteTensor else type(self).__name__
+            tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
     text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
+    if type(self) is not RemoteTensor:
+        return text
     # PyTorch names a subclass it does not know by its class; this one is no class of the user's.
     name = f"{type(self).__name__}("
     if text.startswith(f"Parameter({name}"):

@@ -388,7 +388,7 @@ def test_a_slice_of_a_storage_shares_its_memory(sky1: str) -> None:
     assert y.tolist() == [1, 2]
     assert y.data_ptr() == part.data_ptr()
     assert part[4:].tolist() == x.untyped_storage()[8:12].tolist() == [0, 0, 0, 64]
-    with pytest.raises(RuntimeError, match="begins at byte 4 holds no torch.int64"):
+    with pytest.raises(RuntimeError, match=r"begins at byte 4 holds no torch\.int64"):
         torch.empty(0, dtype=torch.int64, device=sky1).set_(part)
     y.fill_(9)
     x[2] = 5
