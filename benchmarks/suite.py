@@ -27,6 +27,8 @@ from pathlib import Path
 
 import _cuda
 import _decode
+import _growth
+import _new_shapes
 import _report
 import _small_ops
 import _training
@@ -48,6 +50,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "enqueue": _small_ops.enqueue,
     "end-to-end": _small_ops.end_to_end,
     "never-seen": _small_ops.never_seen,
+    "new-shapes": _new_shapes.never_seen_kinds,
+    "growth": _growth.growth,
     "values": _values.round_trips,
     "bandwidth": _transfers.bandwidth,
     "memory": _transfers.memory,

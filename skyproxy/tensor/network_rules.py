@@ -18,6 +18,11 @@ _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
 
 
+def _follows(gradient: Any, output: Any) -> bool:
+    """Whether a gradient is one of a row-major output; it may be expanded itself, as that of a sum is."""
+    return _alike(output) and gradient.plain and gradient.dtype is output.dtype and gradient.size == output.size
+
+
 def _alike(*tensors: Any) -> bool:
     return whole(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
 
@@ -53,7 +58,7 @@ _GRADIENTS = "gelu_backward threshold_backward silu_backward tanh_backward sigmo
 
 @rule(_GRADIENTS)
 def _activation_backward(gradient: Any, x: Any, *numbers: Any, **options: Any) -> RuleResult:
-    fits = whole(gradient, x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
+    fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
     return _of_one_dtype(gradient, x) if fits else None
 
 
@@ -72,7 +77,7 @@ def _clamp(x: Meta, *bounds: Any) -> RuleResult:
 
 @rule("_softmax_backward_data _log_softmax_backward_data")
 def _softmax_backward(gradient: Any, output: Any, dim: Any, dtype: Any) -> RuleResult:
-    fits = _alike(gradient, output) and gradient.size == output.size and dtype is output.dtype and output.size
+    fits = _follows(gradient, output) and dtype is output.dtype and output.size
     return [fresh(output.size, output.dtype)] if fits and -len(output.size) <= dim < len(output.size) else None
 
 
@@ -128,7 +133,7 @@ def _layer_norm_backward(
     if weight is None or bias is None or list(mask) != [True, True, True]:
         return None
     shape = tuple(shape)
-    fits = _alike(gradient, x, mean, deviation, weight, bias) and x.dtype in _EXACT and gradient.size == x.size
+    fits = _alike(x, mean, deviation, weight, bias) and x.dtype in _EXACT and _follows(gradient, x)
     if not fits or weight.size != shape or bias.size != shape or x.size[len(x.size) - len(shape) :] != shape:
         return None
     return [fresh(x.size, x.dtype), fresh(shape, x.dtype), fresh(shape, x.dtype)]

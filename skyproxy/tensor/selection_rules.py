@@ -71,7 +71,7 @@ def _index(x: Meta, indices: Any) -> RuleResult:
 
 
 def _can_be_put(x: Meta, indices: Any, values: Any) -> bool:
-    size = _indexed_size(x, indices) if whole(x, values) and x.dtype is values.dtype else None
+    size = _indexed_size(x, indices) if whole(x) and values.plain and x.dtype is values.dtype else None
     return size is not None and broadcast_sizes((size, values.size)) == size
 
 
@@ -98,7 +98,7 @@ def _gather(x: Meta, dim: Any, index: Any, *, sparse_grad: bool = False) -> Rule
 
 @rule("scatter.src scatter_add")
 def _scatter(x: Meta, dim: Any, index: Any, source: Any) -> RuleResult:
-    fits = _fits(x, dim, index) and whole(source) and source.dtype is x.dtype and len(source.size) == len(x.size)
+    fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
     fits = fits and all(n <= m for n, m in zip(index.size, source.size, strict=True))
     return [fresh(x.size, x.dtype)] if fits else None
 
@@ -301,7 +301,13 @@ def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
 @rule("new_zeros new_ones new_empty")
 def _new(x: Meta, size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, **rest: Any) -> RuleResult:
     chosen = x.dtype if dtype is None else dtype
-    fits = x.plain and layout in (None, torch.strided) and device is None and not rest and chosen in _DTYPES
+    fits = (
+        x.plain
+        and layout in (None, torch.strided)
+        and device is None
+        and not rest.get("pin_memory")
+        and chosen in _DTYPES
+    )
     return [fresh(tuple(size), chosen)] if fits and _integers(size) and min(size, default=0) >= 0 else None
 
 
