@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance e2e fuzz bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix e2e fuzz bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance fuzz bench format environment clean"
+	@echo "also: slow notebooks firstrun conformance matrix fuzz bench format environment clean"
 
 environment: $(READY)
 
@@ -62,6 +62,11 @@ slow: $(READY)
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 conformance: $(READY)
 	$(BIN)/python -m pytest tests/conformance -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
+
+# On the oldest and the newest torch that skyproxy knows, in environments of five gigabytes each outside of the tree.
+matrix:
+	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer. Name one: make matrix PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" .ci/matrix.py --jobs $(JOBS) $(ARGS)
 
 notebooks: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 notebooks: $(READY)
