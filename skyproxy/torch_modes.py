@@ -135,7 +135,7 @@ def _library(name: str, getter: str, setter: str, kinds: str, usual: str | None 
     if kind is None or not hasattr(torch._C, getter):
         return None
     read, write, known = _of(getter), _of(setter), kind.__members__
-    # Older versions of torch tell no default: it is what is in force now, unless the program was quicker than this import.
+    # Older versions of torch tell no default: what is in force now is it, unless the program was quicker than this.
     teller = getter.replace("preferred", "default")
     default = usual or _of(teller if hasattr(torch._C, teller) else getter)().name
     return Mode(name, default, _one_of(*known), lambda: read().name, lambda v: write(known[v]), (setter,), True)

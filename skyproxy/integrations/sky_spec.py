@@ -1,0 +1,36 @@
+"""The device that the test suites of transformers and diffusers are to run on, in the form that both ask for.
+
+Both import this file by its name from the current folder, so copy it there:
+
+    cp "$(python -c 'from skyproxy.integrations import sky_spec; print(sky_spec.__file__)')" .
+    TRANSFORMERS_TEST_DEVICE_SPEC=sky_spec.py python -m pytest tests/models/qwen2
+    DIFFUSERS_TEST_DEVICE_SPEC=sky_spec.py python -m pytest tests/schedulers
+
+`SKYPROXY_TEST_DEVICE` names another device than `sky:0`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import skyproxy  # noqa: F401  # makes the device
+
+_sky = torch.sky  # type: ignore[attr-defined]
+
+DEVICE_NAME = os.environ.get("SKYPROXY_TEST_DEVICE", "sky:0")
+SUPPORTS_TRAINING = True
+"""diffusers leaves out its tests of training where this is false."""
+
+MANUAL_SEED_FN = torch.manual_seed
+"""Not the device's alone: PyTorch's seeds this process and every device."""
+EMPTY_CACHE_FN = _sky.empty_cache
+RESET_PEAK_MEMORY_STATS_FN = _sky.reset_peak_memory_stats
+RESET_MAX_MEMORY_ALLOCATED_FN = _sky.reset_peak_memory_stats
+MAX_MEMORY_ALLOCATED_FN = _sky.max_memory_allocated
+
+
+def DEVICE_COUNT_FN() -> int:
+    """Return 1: the device that the tests run on, however many there are."""
+    return 1
