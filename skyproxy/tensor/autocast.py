@@ -61,12 +61,12 @@ fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d fractio
 grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss
 linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
 linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float
-linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
-linalg_tensorinv linalg_tensorsolve lu_solve _lu_with_info margin_ranking_loss max_pool3d max_unpool2d max_unpool3d
-mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile nanquantile.scalar nll_loss
-nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile quantile.scalar reflection_pad1d
-reflection_pad2d replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center
-svd trace triangular_solve triplet_margin_loss view_as_complex
+linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_matrix_sqrth linalg_qr linalg_solve linalg_svd
+linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve _lu_with_info margin_ranking_loss max_pool3d max_unpool2d
+max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile
+nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile
+quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss
+soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
 """.split()
 PROMOTE_ON_CPU = "cat index_copy stack".split()
 
@@ -243,9 +243,13 @@ def _forms_on_cuda() -> dict[str, Callable[..., Any]]:
 
 def _forms_on_cpu() -> dict[str, Callable[..., Any]]:
     """By op, what the CPU's autocast does, as far as this version of PyTorch has the op in its list."""
-    casts = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel, known = torch._C._dispatch_has_kernel_for_dispatch_key, set(torch._C._dispatch_get_all_op_names())
+
+    def casts(op: str) -> bool:
+        return op in known and has_kernel(op, "AutocastCPU")
+
     lists = [
-        ([name for name in names if casts(f"aten::{name}", "AutocastCPU")], make)
+        ([name for name in names if casts(f"aten::{name}")], make)
         for names, make in (
             (LOWER_PRECISION_ON_CPU, _lower),
             (FULL_PRECISION_ON_CPU, _full),

@@ -40,7 +40,7 @@ def test_the_lists_are_those_of_pytorch(macro: str, ours: list[str]) -> None:
 
 
 def test_the_lists_of_the_cpu_are_those_of_pytorch() -> None:
-    has_kernel, every = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C._dispatch_get_all_op_names()
+    has_kernel, every = torch._C._dispatch_has_kernel_for_dispatch_key, set(torch._C._dispatch_get_all_op_names())
     cast = {name.removeprefix("aten::") for name in every if name[:6] == "aten::" and has_kernel(name, "AutocastCPU")}
     lists = (
         module_under_test.LOWER_PRECISION_ON_CPU,
@@ -48,7 +48,8 @@ def test_the_lists_of_the_cpu_are_those_of_pytorch() -> None:
         module_under_test.PROMOTE_ON_CPU,
     )
     ours = [name for names in lists for name in names]
-    assert {name for name in cast if "dimname" not in name.lower()} == set(ours)
+    # A few of ours come or go with the versions of torch.
+    assert {name for name in cast if "dimname" not in name.lower()} == {n for n in ours if f"aten::{n}" in every}
     assert len(ours) == len(set(ours))
 
 

@@ -78,7 +78,9 @@ def test_events_measure_the_time_between_them(make: Any, sky1: str) -> None:
 
 
 def test_streams_of_other_devices_are_made_by_pytorch() -> None:
-    with pytest.raises(RuntimeError, match="cuda"):
+    with pytest.raises(
+        RuntimeError, match=r"cuda|create a new Stream"
+    ):  # a build for CUDA without a GPU says the latter
         torch.Stream(device="cuda")
 
     class Own(torch.Stream):
