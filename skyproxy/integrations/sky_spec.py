@@ -15,9 +15,7 @@ import os
 
 import torch
 
-import skyproxy  # noqa: F401  # makes the device
-
-_sky = torch.sky  # type: ignore[attr-defined]
+from skyproxy.tensor import device_module as _sky
 
 DEVICE_NAME = os.environ.get("SKYPROXY_TEST_DEVICE", "sky:0")
 SUPPORTS_TRAINING = True
