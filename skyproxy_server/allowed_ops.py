@@ -1,7 +1,7 @@
 """The operators that clients may name: those of `allowed_ops.txt`, one by one, and those that a worker's owner adds.
 
-The list is written by `tools/list_allowed_ops.py`, where each operator that was left out has its reason. Names that
-the installed torch does not have are unknown to the worker, and nothing else.
+The list is written by `tests/security/list_allowed_ops.py`, where each operator that was left out has its reason.
+Names that the installed torch does not have are unknown to the worker, and nothing else.
 """
 
 from __future__ import annotations

@@ -265,6 +265,17 @@ def _loss(given: dict[str, Any]) -> None:
     _require(given["self"].is_floating_point(), "a loss that has a gradient is a floating point number")
 
 
+@_checks("multi_margin_loss_backward")
+def _margins(given: dict[str, Any]) -> None:
+    tensor, target, weight, grad = given["self"], given["target"], given.get("weight"), given["grad_output"]
+    _require(tensor.dim() in (1, 2) and tensor.numel() > 0, "margins are of a list of classes, or of a batch of lists")
+    rows, classes = (1, *tensor.shape)[-2:]
+    _require(target.dim() <= 1 and target.numel() == rows, f"{target.numel()} targets for {rows} rows")
+    _require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
+    _require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
+    given["target"] = _within(target, classes)
+
+
 @_checks("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve")
 def _pivots(given: dict[str, Any]) -> None:
     """Rows are exchanged as the pivots say. Those of LDL are negative for blocks of two."""

@@ -1,6 +1,6 @@
 """Writes a JSON file with the operators that a client sends for the samples of PyTorch's operator database.
 
-python tools/record_ops.py FILE
+python tests/security/record_ops.py FILE
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Writes `skyproxy_server/allowed_ops.txt`: the operators that a client may name.
 
-    python tools/list_allowed_ops.py [--recorded FILE]
+    python tests/security/list_allowed_ops.py [--recorded FILE]
 
 The list is made of PyTorch's public operators, and of the private ones below, without those that a review took out;
 each of the latter stands here with its reason. `--recorded` names a JSON file with the operators that a client sent
-over the operator database, modules and optimizers (`tools/record_ops.py`): all of them must be on the list.
+over the operator database, modules and optimizers (`tests/security/record_ops.py`): all of them must be on the list.
 Run it for the newest supported torch; a worker ignores names that its own torch does not have.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-TARGET = Path(__file__).parents[1] / "skyproxy_server" / "allowed_ops.txt"
+TARGET = Path(__file__).parents[2] / "skyproxy_server" / "allowed_ops.txt"
 
 PRIVATE = """
     __*__ _adaptive_avg_pool* _addmm_activation _aminmax _amp_* _assert_async _batch_norm_* _cast_* _cdist_* _chunk_cat
@@ -43,7 +43,8 @@ PRIVATE = """
     _sobol_engine_initialize_state_ _sobol_engine_scramble_ _scaled_dot_product_efficient_attention*
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_cudnn_attention* _native_multi_head_attention _transformer_encoder_layer_fwd
-    _nested_compute_contiguous_strides_offsets _philox_* _rowwise_prune _shape_as_tensor
+    _nested_compute_contiguous_strides_offsets _nested_tensor_from_mask _nested_tensor_from_mask_left_aligned
+    _philox_* _rowwise_prune _shape_as_tensor
     _test_serialization_subcmul
 """.split()  # noqa: SIM905
 """Private operators that PyTorch's own formulas, modules and optimizers divide public ones into."""
@@ -82,6 +83,11 @@ REVIEWED_OUT: dict[str, tuple[str, ...]] = {
         "_batch_norm_impl_index*",
     ),
     "crashes for lists of other lengths, and is sent by nobody": ("_foreach_copy",),
+    "crashes for arguments that no formula gives it, and is sent by nobody": (
+        "_weight_norm_interface.out",
+        "range.out",
+        "range.out_",
+    ),
     "is for graphs that are traced": ("sym_constrain_range*", "_functional_sym_*"),
 }
 """Why operators that the rest of this file would let in are left out."""
@@ -105,9 +111,10 @@ def candidates() -> dict[str, torch._ops.OpOverload]:
 
 def reason_against(name: str, function: torch._ops.OpOverload) -> str:
     """Why an operator is not on the list; empty if it is."""
-    packet = name.partition("::")[2].partition(".")[0]
+    overload = name.partition("::")[2]
+    packet = overload.partition(".")[0]
     for reason, patterns in REVIEWED_OUT.items():
-        if any(fnmatch.fnmatchcase(packet, pattern) for pattern in patterns):
+        if any(fnmatch.fnmatchcase(called, pattern) for called in (packet, overload) for pattern in patterns):
             return reason
     if packet.startswith("_") and not any(fnmatch.fnmatchcase(packet, pattern) for pattern in PRIVATE):
         return "private, and nothing that a client sends"
@@ -126,7 +133,7 @@ def allowed() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recorded", type=Path, help="what a client sent, by tools/record_ops.py")
+    parser.add_argument("--recorded", type=Path, help="what a client sent, by tests/security/record_ops.py")
     arguments = parser.parse_args()
     names = allowed()
     if arguments.recorded is not None:
