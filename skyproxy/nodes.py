@@ -200,6 +200,7 @@ def connect(
     ssl_context: ssl.SSLContext | None = None,
     certificate: str | None = None,
     server_name: str | None = None,
+    insecure: bool = False,
     source: str = "skyproxy.connect",
     on_close: Callable[[], None] | None = None,
 ) -> Node:
@@ -211,6 +212,7 @@ def connect(
         ssl_context: for "wss://"; the system's certificates by default.
         certificate: PEM text of the only authorities to trust, in place of an ssl_context.
         server_name: the name that the worker's certificate has, where it is not the url's host.
+        insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
         source: how to name the origin of this connection to people.
         on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
 
@@ -226,7 +228,7 @@ def connect(
                 "both ssl_context= and certificate= were given; each says whom to trust. Give one."
             )
         ssl_context = _trust(certificate)
-    return _connect(url, token, ssl_context, source, server_name=server_name, on_close=on_close)
+    return _connect(url, token, ssl_context, source, server_name=server_name, insecure=insecure, on_close=on_close)
 
 
 def _trust(certificate: str) -> ssl.SSLContext:
@@ -237,9 +239,9 @@ def _trust(certificate: str) -> ssl.SSLContext:
         raise ConfigurationError(f"the certificate to trust cannot be read ({error}). It must be PEM text.") from error
 
 
-async def connect_async(url: str, *, token: str | None = None, ssl_context: ssl.SSLContext | None = None) -> Node:
-    """`connect`, without blocking the event loop."""
-    return await asyncio.to_thread(connect, url, token=token, ssl_context=ssl_context)
+async def connect_async(url: str, **options: Any) -> Node:
+    """`connect` with its options, without blocking the event loop."""
+    return await asyncio.to_thread(connect, url, **options)
 
 
 def launch_local(device: str = "auto") -> Node:
@@ -275,6 +277,7 @@ def _connect(
     *,
     worker: LocalWorker | None = None,
     server_name: str | None = None,
+    insecure: bool = False,
     on_close: Callable[[], None] | None = None,
 ) -> Node:
     activate()
@@ -283,9 +286,13 @@ def _connect(
         raise ConfigurationError(
             f"no token for {url}. Pass token=..., or set SKYPROXY_TOKEN; the worker was started with --token-file."
         )
-    operations, welcome = _open(url, token, ssl_context, server_name, "operations", "")
+
+    def open_connection(role: str, session: str) -> tuple[Transport, Welcome]:
+        return _open(url, token, ssl_context, server_name, insecure, role, session)
+
+    operations, welcome = open_connection("operations", "")
     try:
-        bulk, _ = _open(url, token, ssl_context, server_name, "bulk", welcome.session)
+        bulk, _ = open_connection("bulk", welcome.session)
     except BaseException:
         operations.close()
         raise
@@ -293,7 +300,7 @@ def _connect(
     _check_torch(welcome)
 
     def open_functions() -> Transport:
-        return _open(url, token, ssl_context, server_name, "functions", welcome.session)[0]
+        return open_connection("functions", welcome.session)[0]
 
     node = Node(url, source, Session(operations, bulk, welcome, SETTINGS), worker, on_close, open_functions)
     logger.info("skyproxy: connected to %r", node)
@@ -301,12 +308,20 @@ def _connect(
 
 
 def _open(
-    url: str, token: str, ssl_context: ssl.SSLContext | None, server_name: str | None, role: str, session: str
+    url: str,
+    token: str,
+    ssl_context: ssl.SSLContext | None,
+    server_name: str | None,
+    insecure: bool,
+    role: str,
+    session: str,
 ) -> tuple[Transport, Welcome]:
     from skyproxy.transport.websocket import connect_websocket
 
     hello = Hello(list(SUPPORTED), role, session, _software())
-    return connect_websocket(url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name)
+    return connect_websocket(
+        url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name, insecure=insecure
+    )
 
 
 def _software() -> dict[str, str]:

@@ -16,6 +16,8 @@ from skyproxy.errors import ConfigurationError
 class Settings:
     """The values in force in this process; `load()` reads the environment once."""
 
+    insecure: bool = False
+    """Whether the token may travel to other machines without encryption, by "ws://"."""
     max_batch_commands: int = 64
     """Commands recorded before a batch is sent without being asked for, the first time after a wait."""
     max_loop_batch_commands: int = 512

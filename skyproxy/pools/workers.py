@@ -124,6 +124,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             token=endpoint.token,
             certificate=endpoint.certificate,
             server_name=endpoint.server_name,
+            insecure=endpoint.insecure,
             source=f"rank {endpoint.rank} of {spec.name}",
         )
     )

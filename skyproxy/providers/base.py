@@ -147,6 +147,7 @@ class Endpoint:
         address: the node as its peers reach it: a host name or an IP address, without a port.
         certificate: the certificate (PEM) to trust, and no other, for "wss://"; None for the system's.
         server_name: the name that the certificate is for, where the url says another.
+        insecure: whether "ws://" may go to another machine.
     """
 
     url: str
@@ -157,6 +158,7 @@ class Endpoint:
     address: str = "127.0.0.1"
     certificate: str | None = field(default=None, repr=False)
     server_name: str | None = None
+    insecure: bool = False
 
 
 Phase = Literal["provisioning", "bootstrapping", "running", "failed"]

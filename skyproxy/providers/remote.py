@@ -30,6 +30,7 @@ class Remote:
         token: str | Sequence[str] | None = None,
         certificate: str | None = None,
         server_name: str | None = None,
+        insecure: bool = False,
     ) -> None:
         """Says where; connects to nothing yet.
 
@@ -38,6 +39,7 @@ class Remote:
             token: of all workers, or one for each; the variable SKYPROXY_TOKEN by default.
             certificate: PEM text of the only authority to trust, for "wss://".
             server_name: the name in the workers' certificate, where it is not the host of the url.
+            insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
 
         Raises:
             ConfigurationError: an url is none, or there are not as many tokens.
@@ -62,6 +64,7 @@ class Remote:
             )
         self._certificate = certificate
         self._server_name = server_name
+        self._insecure = insecure
 
     @property
     def process_count(self) -> int:
@@ -106,6 +109,7 @@ class Remote:
                 address=urlsplit(url).hostname or "127.0.0.1",
                 certificate=self._certificate,
                 server_name=self._server_name,
+                insecure=self._insecure,
             )
             for rank, (url, token) in enumerate(zip(self.urls, tokens))
         ]

@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyproxy.errors import AuthenticationError, ConnectError
+from skyproxy.settings import SETTINGS
+from skyproxy.transport.websocket import check_confidential
 
 _MAX_BYTES = 1 << 20
 
@@ -32,6 +34,7 @@ def ask_worker(
         timeout_seconds: for each step.
 
     Raises:
+        ConfigurationError: the token would travel unencrypted.
         AuthenticationError: it refused the token.
         ConnectError: nobody answers there, or no worker.
     """
@@ -39,6 +42,8 @@ def ask_worker(
     secure = parts.scheme == "wss"
     host, port = parts.hostname or "", parts.port or (443 if secure else 80)
     shown = f"{parts.scheme}://{host}:{port}"
+    if not secure:
+        check_confidential(host, shown, insecure=SETTINGS.insecure)
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:
         connection.sock = socket.create_connection((host, port), timeout_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import re
 import socket
 import ssl
@@ -30,9 +29,8 @@ from skyproxy.transport.stream import PlainStream, Stream, remaining, write_all
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 
-__all__ = ["WebSocketTransport", "connect_websocket", "is_loopback"]
+__all__ = ["WebSocketTransport", "check_confidential", "connect_websocket", "is_loopback"]
 
-logger = logging.getLogger("skyproxy.transport")
 
 _SECRET_NAMES = re.compile(r"token|secret|passw|auth|key|credential", re.IGNORECASE)
 _PORTS = {"ws": 80, "wss": 443}
@@ -56,6 +54,7 @@ def connect_websocket(
     settings: Settings = SETTINGS,
     ssl_context: ssl.SSLContext | None = None,
     server_name: str | None = None,
+    insecure: bool = False,
 ) -> tuple[WebSocketTransport, Welcome]:
     """Opens a connection to a worker and makes the whole handshake.
 
@@ -66,22 +65,21 @@ def connect_websocket(
         settings: limits and timeouts.
         ssl_context: trust for `wss`; by default the system's certificate authorities.
         server_name: the name that the certificate must have, where it is not the url's host: behind a tunnel.
+        insecure: whether `ws` may go to other machines.
 
     Returns:
         The open transport and the worker's welcome.
 
     Raises:
-        ConfigurationError: the url or the token cannot be used.
+        ConfigurationError: the url or the token cannot be used, or would travel unencrypted.
         AuthenticationError: the worker refused the token.
         VersionMismatchError: the worker speaks no version that we speak.
         ConnectError: no connection came about for another reason; says which and what to do.
     """
     address = _parse_url(url, token)
     _check_token(token)
-    if not address.secure and not is_loopback(address.host):
-        logger.warning(
-            "the connection to %s is not encrypted; use wss:// where the network is not yours", address.shown
-        )
+    if not address.secure:
+        check_confidential(address.host, address.shown, insecure=insecure or settings.insecure)
     sock = _connect_tcp(address, settings)
     deadline = time.monotonic() + settings.handshake_timeout_seconds
     transport: WebSocketTransport | None = None
@@ -95,6 +93,26 @@ def connect_websocket(
             transport.close()
         sock.close()
         raise
+
+
+def check_confidential(host: str, shown: str, *, insecure: bool) -> None:
+    """Refuse to send a token, and whatever follows it, to another machine without encryption.
+
+    Args:
+        host: where it would go.
+        shown: the address, for people.
+        insecure: whether somebody allowed it.
+
+    Raises:
+        ConfigurationError: nobody did. Nothing was sent.
+    """
+    if insecure or is_loopback(host):
+        return
+    raise ConfigurationError(
+        f"the connection to {shown} would not be encrypted: whoever is on the way could read the token and all "
+        "tensors. Use wss://, or a tunnel (skyproxy port-forward, ssh -L). Where the network between is trusted: "
+        "skyproxy.connect(url, insecure=True), or SKYPROXY_INSECURE=1"
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -386,7 +386,7 @@ def test_bad_tokens_are_refused(bad: str) -> None:
 
 def test_an_unknown_name_is_explained() -> None:
     with pytest.raises(ConnectError, match=r"name 'no-such-host\.invalid' is unknown.*Check the url"):
-        connect_websocket("ws://no-such-host.invalid/path?x=1", TOKEN, OPERATIONS_HELLO, settings=FAST)
+        connect_websocket("ws://no-such-host.invalid/path?x=1", TOKEN, OPERATIONS_HELLO, settings=FAST, insecure=True)
 
 
 @contextmanager
