@@ -27,6 +27,7 @@ exception, so `except` clauses written for local PyTorch keep working; see `remo
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 
 
@@ -177,6 +178,24 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 def visible(text: object) -> str:
     """Text of a peer with its control characters as escapes, tabs and line ends aside: a terminal would obey them."""
     return str(text).translate(_CONTROLS)
+
+
+_OUTPUT_CONTROLS = {code: text for code, text in _CONTROLS.items() if code not in (8, 13)}
+_DRAWING = re.compile(r"(\x1b\[(?:[0-9;:]*[A-HJKSTfm]|\?25[hl]))")
+"""Colours, and what progress bars move the cursor and clear lines with (ECMA-48)."""
+
+
+def visible_output(text: str) -> str:
+    """Text that a function printed, with what draws left as it is, and every other control character as an escape.
+
+    Colours, carriage returns and the cursor's moves stay. Titles, the clipboard (OSC 52), questions that a terminal
+    would answer by typing, and other modes of it do not. Half a sequence is shown as an escape.
+    """
+    if text.isprintable():
+        return text
+    parts = _DRAWING.split(text)
+    parts[::2] = [part.translate(_OUTPUT_CONTROLS) for part in parts[::2]]
+    return "".join(parts)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
+from skyproxy_server.log_limits import RepetitionFilter
 from skyproxy_server.processes import run_processes, wait_for_ports
 
 logger = logging.getLogger("skyproxy.server")
@@ -176,6 +177,7 @@ def _log_to_stderr(level: str) -> None:
     """The worker's own log. Not the root logger's, which belongs to the functions that clients run here."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(RepetitionFilter())
     own = logging.getLogger("skyproxy")
     own.handlers[:] = [handler]
     own.propagate = False

@@ -24,7 +24,7 @@ from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleets import Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
 from skyproxy.cli.output import age_text, bytes_text, console, note, show_json, show_table, warn
 from skyproxy.contexts import ContextStore
-from skyproxy.errors import ClusterError, ConfigurationError
+from skyproxy.errors import ClusterError, ConfigurationError, visible_output
 from skyproxy.kubernetes.address import ClusterAddress
 
 _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices", "idle", "age")
@@ -158,7 +158,7 @@ def logs(
         if await fleet.row(worker) is None:
             raise not_found(worker, fleet.provider)
         async for line in fleet.logs(worker, follow=follow, tail=tail, node=node):
-            typer.echo(json.dumps({"name": worker, "line": line}) if as_json else line)
+            typer.echo(json.dumps({"name": worker, "line": line}) if as_json else visible_output(line))
 
     asyncio.run(work())
 

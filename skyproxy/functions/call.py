@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skyproxy.errors import LimitExceededError, RemoteFunctionError, RemoteTraceback
+from skyproxy.errors import LimitExceededError, RemoteFunctionError, RemoteTraceback, visible_output
 from skyproxy.functions.items import Items
 from skyproxy.payloads.pickling import Unpickler
 from skyproxy.protocol import commands
@@ -364,5 +364,5 @@ class _Streams:
         if target is None or getattr(target, "closed", False):
             target = getattr(sys, stream)
         if target is not None:
-            target.write(text)
+            target.write(visible_output(text))
             target.flush()

@@ -7,6 +7,8 @@ import sys
 import threading
 from typing import Any
 
+from skyproxy.errors import visible_output
+
 _COLOURS = (36, 35, 33, 32, 34, 31, 96, 95, 93, 92, 94, 91)
 _lock = threading.Lock()
 
@@ -30,6 +32,7 @@ class TaskOutput:
         """Shows text that came on "stdout" or "stderr"."""
         # Found now and not earlier: notebooks and tests exchange these.
         target: Any = getattr(sys, stream)
+        text = visible_output(text)
         if self._rank is None:
             target.write(text)
             target.flush()

@@ -9,7 +9,7 @@ import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyproxy.errors import AuthenticationError, ConnectError
+from skyproxy.errors import AuthenticationError, ConnectError, visible
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.websocket import check_confidential
 
@@ -57,7 +57,7 @@ def ask_worker(
             raise AuthenticationError(f"the worker at {shown} refused the token. Connect anew: skyproxy connect NAME")
         if answer.status != 200:
             raise ConnectError(f"the worker at {shown} does not tell what it does (HTTP {answer.status}). Is it one?")
-        report: dict[str, Any] = json.loads(body)
+        report: dict[str, Any] = _shown(json.loads(body))
         return report
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, ConnectError):
@@ -67,3 +67,12 @@ def ask_worker(
         ) from error
     finally:
         connection.close()
+
+
+def _shown(value: Any) -> Any:
+    """A worker's words, so that whoever shows them need not think of what they could do to a terminal."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {visible(key): _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list) else value

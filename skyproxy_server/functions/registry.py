@@ -20,6 +20,7 @@ from skyproxy_server.functions.events import Listener
 
 logger = logging.getLogger("skyproxy.server")
 
+_LONGEST_NAME = 64
 _REMEMBERED = 100_000
 """Names of calls that are gone, so that none is ever begun twice; and of sessions, which begin none."""
 _NEVER_BEGUN = "never begun"
@@ -153,6 +154,8 @@ class Calls:
             call.discard()
 
     def _remember(self, identity: str) -> None:
+        if len(identity) > _LONGEST_NAME:
+            return  # no client of ours: theirs are 32 characters long
         self._gone[identity] = None
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)

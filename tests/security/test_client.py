@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - before our modules that import it: the device is registered with it
 
-from skyproxy.errors import RemoteError, visible
+from skyproxy.errors import RemoteError, visible, visible_output
 from skyproxy.session.session import Session
 
 
@@ -56,3 +57,52 @@ def test_a_workers_words_do_not_command_the_terminal() -> None:
     assert not any(character in text for character in "\x1b\x07\x9d\r")
     assert "\\x1b]52;c;ZXZpbA==\\x07" in str(error)
     assert visible("a\tb\nc") == "a\tb\nc"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        "tab\tand\nlines\r\n",
+        "50%\r100%",
+        "\x1b[31mred\x1b[0m",
+        "\x1b[1;38;5;208mx\x1b[m",
+        "\x1b[2K\x1b[1A\x1b[?25l",
+        "\b",
+    ],
+)
+def test_what_draws_reaches_the_terminal(text: str) -> None:
+    assert visible_output(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b]52;c;ZXZpbA==\x07",  # writes to the clipboard
+        "\x1b]0;title\x1b\\\\",
+        "\x1bP+q544e\x1b\\\\",
+        "\x1b_G\x1b\\\\",
+        "\x1b[6n",  # asks where the cursor is; the answer is typed
+        "\x1b[c",
+        "\x1b[21t",
+        "\x1b[?1049h",
+        "\x1b",
+        "\x1b[31",
+        "\x9d52;c;x\x9c",
+        "\x07",
+        "\x00",
+    ],
+)
+def test_what_commands_the_terminal_is_shown_instead(text: str) -> None:
+    shown = visible_output(f"a{text}b")
+    assert not any(character in shown for character in "\x1b\x07\x00\x9c\x9d")
+    assert shown.startswith("a\\x")
+
+
+def test_half_a_sequence_does_not_meet_its_other_half() -> None:
+    whole = "\x1b]52;c;ZXZpbA==\x07"
+    for cut in range(len(whole)):
+        assert "\x1b]" not in visible_output(whole[:cut]) + visible_output(whole[cut:])
+    drawing = "\x1b[31m"
+    for cut in range(1, len(drawing)):
+        assert "\x1b" not in visible_output(drawing[:cut])
