@@ -42,6 +42,16 @@ def sky1(sky_devices: tuple[str, str]) -> str:
     return sky_devices[1]
 
 
+@pytest.fixture
+def _settable_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's global flags may be set: its operator database, which any test of this process may have imported, forbids
+    it. Not by way of `torch.backends`, which is a stand-in for the module whose variable this is."""
+    import torch
+
+    variables = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(variables, "__allow_nonbracketed_mutation_flag", True)
+
+
 @pytest.fixture(scope="session")
 def authority() -> trustme.CA:
     return trustme.CA()

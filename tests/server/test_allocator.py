@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.tensor.devices import DEVICES
 
 _MIB = 1 << 20
 
@@ -64,15 +63,15 @@ def test_memory_that_was_freed_costs_no_page_faults_and_can_be_given_back() -> N
 def test_a_worker_gives_its_memory_back_when_asked() -> None:
     node = skyproxy.launch_local("cpu")
     try:
-        device = DEVICES.existing()[-1]
+        (device,) = node.devices
         worker = psutil.Process(node.run(os.getpid))
-        held = torch.ones(64 * _MIB, dtype=torch.uint8, device=device.torch_device)
-        torch.sky.synchronize(device.index)
+        held = torch.ones(64 * _MIB, dtype=torch.uint8, device=device)
+        torch.sky.synchronize(device)
         full = worker.memory_info().rss
         del held
-        torch.sky.synchronize(device.index)
+        torch.sky.synchronize(device)
         torch.sky.empty_cache()
-        torch.sky.synchronize(device.index)
+        torch.sky.synchronize(device)
         assert full - worker.memory_info().rss >= 60 * _MIB
     finally:
         node.close()

@@ -102,6 +102,7 @@ def test_synchronize_waits_for_bytes_that_are_still_arriving() -> None:
     target = transfers.sink(Chunk(7, 0, 16))
     assert target is not None
     target[:16] = bytes(range(16))
+    arrival.pieces.append((0, 16))
     arrival.count(16)
     thread.join(10)
     assert ended.is_set()

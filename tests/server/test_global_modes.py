@@ -24,7 +24,7 @@ FLUSHING: Record = (("flush_denormal", True),)
 
 
 @pytest.fixture(autouse=True)
-def values() -> Iterator[dict[str, Any]]:
+def values(_settable_flags: None) -> Iterator[dict[str, Any]]:
     """All modes of this process, which are the same after each test."""
     before = values_in_force()
     yield before

@@ -125,9 +125,7 @@ SETTERS: dict[str, tuple[Setter, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def usual(sky_devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # PyTorch's operator database, which another test may have imported in this process, forbids to set flags.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+def usual(sky_devices: tuple[str, str], _settable_flags: None) -> Iterator[None]:
     before = values_in_force()
     torch.set_flush_denormal(False)
     yield
