@@ -44,8 +44,8 @@ def sky1(sky_devices: tuple[str, str]) -> str:
 
 @pytest.fixture
 def _settable_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's global flags may be set: its operator database, which any test of this process may have imported, forbids
-    it. Not by way of `torch.backends`, which is a stand-in for the module whose variable this is."""
+    """PyTorch's global flags may be set: its operator database, which any test of this process may have imported,
+    forbids it. Not by way of `torch.backends`, which is a stand-in for the module whose variable this is."""
     import torch
 
     variables = torch.backends.disable_global_flags.__globals__
