@@ -74,3 +74,11 @@ def test_a_forbidden_import_is_found(module: str, line: str, contract: str, tmp_
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(contract in row and "BROKEN" in row for row in done.stdout.splitlines()), done.stdout
+
+
+def test_the_page_of_the_architecture_has_every_part_in_the_order_of_the_layers() -> None:
+    page = (ROOT / "docs" / "topics" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| part | task |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    rows = [re.split(r" [:|] ", row) for row in CONTRACTS["layers"]["layers"]]
+    assert listed == [layer.strip("()").removeprefix("skyproxy.") for row in rows for layer in row]
