@@ -29,10 +29,14 @@ help:
 
 environment: $(READY)
 
+define check_python
+@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer, and none was found. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "skyproxy needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+endef
+
 $(READY): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer, and none was found. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "skyproxy needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(check_python)
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact number, so that nothing below can choose another one.
 	$(BIN)/python -m pip install "$(TORCH)"
@@ -47,8 +51,19 @@ $(READY): pyproject.toml
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
-demo: $(READY)
-	$(BIN)/python examples/train_digits.py
+# An environment of its own, with what a user of the device needs and nothing else; the large one, where it is there.
+DEMO := $(VENV)-demo
+DEMO_READY := $(DEMO)/$(notdir $(READY))
+
+$(DEMO_READY): pyproject.toml
+	$(check_python)
+	test -x $(DEMO)/bin/python || "$(PYTHON)" -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install "$(TORCH)" -e ".[torch,examples]"
+	@rm -f $(DEMO)/.ready-*
+	@touch $@
+
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY))
+	$(dir $<)bin/python examples/train_digits.py
 
 test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test: $(READY)
