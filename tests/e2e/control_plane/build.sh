@@ -6,13 +6,14 @@
 #
 #   build.sh [DIRECTORY]    prints DIRECTORY/bin when all binaries are there
 #
-# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default. DEBIAN_MIRROR names another mirror.
+# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default. Packages come from where this machine's
+# own apt has Debian's from; DEBIAN_MIRROR names another place.
 set -euo pipefail
 
 version=1.20.2
 source_version="1.20.5+really1.20.2-1.1+deb12u1"
 binaries=(etcd kube-apiserver kube-controller-manager kube-scheduler kubectl)
-mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 2>/dev/null | grep '/debian/*$' | head -n 1 || true)}
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 target=$(realpath -m "${1:-${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}/kubernetes-$version}")
 
@@ -27,6 +28,10 @@ require() {
     command -v "$command" >/dev/null || missing+=("$command")
   done
   [[ -e $keyring ]] || missing+=("$keyring")
+  [[ -n $mirror ]] || {
+    echo "this machine's apt has no source of Debian. Name one: DEBIAN_MIRROR=URL" >&2
+    exit 1
+  }
   ((${#missing[@]} == 0)) || {
     echo "building Kubernetes needs ${missing[*]}. On Debian: apt-get install dpkg-dev make gcc xz-utils debian-archive-keyring" >&2
     exit 1
