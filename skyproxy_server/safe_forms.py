@@ -116,15 +116,19 @@ def _batch_norm(given: dict[str, Any]) -> None:
     tensor: Tensor = given["input"]
     _require(tensor.dim() >= 2, f"batch_norm takes at least 2 dimensions, got {tensor.dim()}")
     channels = tensor.shape[1]
+    training = given.get("train", given.get("training", given.get("update")))
     for name in _CHANNEL_VECTORS:
         vector = given.get(name)
+        if vector is not None and name.startswith("save_") and "grad_out" not in given:
+            if training and vector.shape != (channels,):
+                vector.resize_(channels)  # what `out=` is to fill: of any size before
+            continue
         # In evaluation mode nothing is saved.
         unused = (
             name.startswith("save_") and vector is not None and vector.numel() == 0 and not given.get("train", True)
         )
         if vector is not None and not unused:
             _require(tuple(vector.shape) == (channels,), f"{name} has {list(vector.shape)} elements for {channels}")
-    training = given.get("train", given.get("training", given.get("update")))
     if training is not None:
         backward = "grad_out" in given
         needed = ("save_mean", "save_invstd", "save_var") if training else ("running_mean", "running_var")
@@ -201,7 +205,6 @@ def _embedding_bag(given: dict[str, Any]) -> None:
 
 @_checks("segment_reduce", "_segment_reduce_backward")
 def _segments(given: dict[str, Any]) -> None:
-    _require(not given.get("unsafe"), "segment_reduce(unsafe=True) is not run for a client")
     data, axis = given["data"], int(given.get("axis", 0))
     _require(0 <= axis < max(data.dim(), 1), f"the data have no dimension {axis}")
     count = data.shape[axis] if data.dim() else 1
@@ -268,8 +271,8 @@ def _loss(given: dict[str, Any]) -> None:
 @_checks("multi_margin_loss_backward")
 def _margins(given: dict[str, Any]) -> None:
     tensor, target, weight, grad = given["self"], given["target"], given.get("weight"), given["grad_output"]
-    _require(tensor.dim() in (1, 2) and tensor.numel() > 0, "margins are of a list of classes, or of a batch of lists")
-    rows, classes = (1, *tensor.shape)[-2:]
+    _require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
+    rows, classes = (1, 1, *tensor.shape)[-2:]
     _require(target.dim() <= 1 and target.numel() == rows, f"{target.numel()} targets for {rows} rows")
     _require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
     _require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
@@ -289,7 +292,7 @@ def _pivots(given: dict[str, Any]) -> None:
         f"the pivots {list(pivots.shape)} do not belong to the factors {list(matrix.shape)}",
     )
     if "LD" in given:
-        for row in pivots.reshape(-1, rows).tolist():
+        for row in pivots.reshape(-1, rows).tolist() if pivots.numel() else ():
             _require(_are_block_pivots(row), "the pivots of LDL do not come in blocks")
     else:
         given[name] = pivots.clamp(1, max(rows, 1))
