@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,20 @@ class Installation:
         if cluster.local:
             made = yaml.safe_dump_all(gateway_definitions())
             cluster.kubectl("apply", "--server-side", "-f", "-", text=made)
-            cluster.kubectl("wait", "--for=condition=Established", "crd", "--all")
+            self._wait_established("crd", "--all")
         cluster.kubectl("apply", "--server-side", "-k", str(self.overlay))
-        cluster.kubectl("wait", "--for=condition=Established", "crd/computes.skyproxy.dev")
+        self._wait_established("crd/computes.skyproxy.dev")
+
+    def _wait_established(self, *which: str) -> None:
+        """Waits until custom resources are served. `kubectl wait` fails for one that has no conditions at all yet."""
+        deadline = time.monotonic() + 60
+        while True:
+            ended = self.cluster.try_kubectl("wait", "--for=condition=Established", *which)
+            if ended.returncode == 0:
+                return
+            assert "accessor error" in ended.stderr, ended.stdout + ended.stderr
+            assert time.monotonic() < deadline, ended.stdout + ended.stderr
+            time.sleep(0.2)
 
     def wait_available(self, seconds: float = 120) -> None:
         """Waits until the operator works."""
