@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def installed_by_the_makefile() -> list[Requirement]:
     """Return the requirements of the extras that the Makefile installs."""
-    (extras,) = re.findall(r'-e "\.\[([a-z,]+)\]"', (ROOT / "Makefile").read_text(encoding="utf-8"))
+    extras = re.findall(r'-e "\.\[([a-z,]+)\]"', (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert len(extras) == 2, "that of the demo, and that of the tests"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = list(project["dependencies"])
-    for extra in extras.split(","):
+    for extra in {name for names in extras for name in names.split(",")}:
         lines += project["optional-dependencies"][extra]
     return [Requirement(line) for line in lines]
 
