@@ -53,6 +53,14 @@ class Settings:
     """Connections that did not show the token yet; when one more comes, the oldest of them ends."""
     max_pending_connections_per_address: int = 32
     """The same for those that come from one address."""
+    max_sessions_per_client: int = 48
+    """The same for those that have one token and come from one address."""
+    max_connections_per_client: int = 192
+    """The same for connections."""
+    token_poll_seconds: float = 2.0
+    """How often a worker looks whether its tokens have changed."""
+    token_overlap_seconds: float = 600.0
+    """How long a token that was replaced is accepted beside its successor."""
     max_signatures: int = 65_536
     """Op signatures that one session may define."""
     max_cached_shapes: int = 65_536

@@ -10,7 +10,7 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from skyproxy_server import auth
 from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
+from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.log_limits import RepetitionFilter
 from skyproxy_server.processes import run_processes, wait_for_ports
+from skyproxy_server.tokens import Tokens
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -35,7 +37,8 @@ _CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
 _EPILOG = """\
 The token comes from --token-file, or from SKYPROXY_TOKEN, or with --embedded from the first line of standard input;
 without any of these a new one is made and written to a file whose name is printed. It is never an argument, for the
-arguments of a process are visible to everyone on the machine.
+arguments of a process are visible to everyone on the machine. Where --token-file is a directory, each of its files
+holds a token of that name and says what it allows.
 """
 
 
@@ -55,7 +58,13 @@ def parser() -> argparse.ArgumentParser:
     # Of --processes: who finds the first worker finds all of them.
     add("--after-port", type=_port, action="append", default=[], help=argparse.SUPPRESS)
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
-    add("--token-file", type=Path, metavar="PATH", help="file with the token that clients must know")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="PATH",
+        help="file with the token that clients must know, or a directory with a file for each named token; read again "
+        "when it changes",
+    )
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
     add("--tls-cert", type=Path, metavar="PATH", help="certificate chain (PEM); with it clients use wss://")
     add("--tls-key", type=Path, metavar="PATH", help="private key of the certificate (PEM)")
@@ -211,10 +220,10 @@ def _stop_event(embedded: bool) -> threading.Event:
     return stop
 
 
-def _token(arguments: argparse.Namespace) -> tuple[str, Path | None]:
-    """The token, and the file that was made for it if one was."""
+def _token(arguments: argparse.Namespace) -> tuple[str | Tokens, Path | None]:
+    """The token, or several, and the file that was made for it if one was."""
     if arguments.token_file is not None:
-        return auth.token_from_file(arguments.token_file), None
+        return Tokens(arguments.token_file, SETTINGS.token_overlap_seconds), None
     if arguments.embedded:
         token = auth.token_from_stream(sys.stdin.buffer)
         parent = threading.Thread(
@@ -224,7 +233,7 @@ def _token(arguments: argparse.Namespace) -> tuple[str, Path | None]:
         return token, None
     # Taken out of the environment: processes that are started here have no use for it.
     given = auth.token_from_environment(os.environ)
-    os.environ.pop(auth.TOKEN_VARIABLE, None)
+    auth.erase_from_environment()
     if given is not None:
         return given, None
     token, path = auth.new_token_file()
@@ -250,18 +259,12 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl.SSLContext] | None:
     if certificate is None and key is None:
         return None
     if certificate is None:
         raise ConfigurationError("--tls-key was given without --tls-cert. Give both, or a --tls-cert that holds both.")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as exc:
-        raise ConfigurationError(f"The certificate {certificate} cannot be used: {exc.strerror or exc}.") from exc
-    return context
+    return Certificate(certificate, key).context
 
 
 def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> SessionHost:
@@ -270,7 +273,9 @@ def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Ses
     from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
     from skyproxy_server.worker_session import WorkerHost
 
-    open_ops([*arguments.allow_ops, *(() if arguments.no_functions else WITH_FUNCTIONS)])
+    # In a directory there may be tokens that do not allow functions, now or later.
+    everybody_runs_code = not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
+    open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if everybody_runs_code else ())])
     logger.info("devices: %s", ", ".join(_named(row) for row in devices))
     host: SessionHost = WorkerHost(
         devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions

@@ -30,8 +30,9 @@ from skyproxy.transport.stream import PlainStream, Stream, remaining
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket import is_loopback
 from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server import audit
 from skyproxy_server.addresses import listen
-from skyproxy_server.auth import TokenCheck
+from skyproxy_server.auth import Authenticator, Identity, TokenCheck
 from skyproxy_server.upgrade import Upgrader
 
 logger = logging.getLogger("skyproxy.server")
@@ -89,10 +90,10 @@ class Listener:
     def __init__(
         self,
         listening: Sequence[socket.socket],
-        token: str,
+        token: str | Authenticator,
         host: SessionHost,
         *,
-        ssl_context: ssl.SSLContext | None,
+        ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None,
         allowed_origins: Sequence[str],
         settings: Settings,
     ) -> None:
@@ -102,8 +103,9 @@ class Listener:
         self._ssl_context = ssl_context
         self._settings = settings
         self._stopping = threading.Event()
+        self._tokens: Authenticator = TokenCheck(token) if isinstance(token, str) else token
         self._upgrader = Upgrader(
-            TokenCheck(token),
+            self._tokens,
             allowed_origins,
             is_ready=self._is_ready,
             activity=host.activity,
@@ -121,6 +123,8 @@ class Listener:
         _listeners.add(self)
         self._acceptor = threading.Thread(target=self._accept, name="skyproxy-listener", daemon=True)
         self._acceptor.start()
+        if not isinstance(token, str):
+            threading.Thread(target=self._watch_tokens, name="skyproxy-tokens", daemon=True).start()
 
     @property
     def connections(self) -> int:
@@ -185,22 +189,45 @@ class Listener:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
+    def _watch_tokens(self) -> None:
+        """Takes note of new tokens, and ends the connections of those that are revoked or have expired."""
+        while not self._stopping.wait(self._settings.token_poll_seconds):
+            self._tokens.refresh()
+            with self._lock:
+                transports = list(self._transports)
+            for transport in transports:
+                reason = self._tokens.refusal(transport.identity)
+                if reason:
+                    audit.note(transport.identity, "ended", reason=reason)
+                    # Not here: a peer that does not answer keeps whoever closes waiting.
+                    threading.Thread(target=transport.close, args=("bad-token", reason), daemon=True).start()
+                    with self._lock:
+                        self._transports.discard(transport)
+
     # --- one connection ----------------------------------------------------------------------------------------------
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + self._settings.handshake_timeout_seconds
         try:
             stream = self._stream(sock, deadline)
-            received = self._upgrader.upgrade(stream, peer, deadline)
+            admitted: list[Identity] = []
+            received = self._upgrader.upgrade(stream, peer, deadline, admitted.append)
             with self._lock:
                 self._pending.pop(sock, None)
             if received is None:
                 return
             transport = WebSocketTransport(stream, WORKER, self._settings, received)
+            identity = transport.identity = dataclasses.replace(admitted[0], address=peer.rpartition(":")[0])
             with self._lock:
+                others = [item.identity for item in self._transports if item.identity.name == identity.name]
                 self._transports.add(transport)
             try:
+                self._refuse_too_many(identity, others)
                 self._greet(transport, peer, deadline)
+            except LimitExceededError as exc:
+                audit.note(identity, "refused", reason=str(exc))
+                transport.recv(remaining(deadline))  # its greeting, so that it reads our answer
+                transport.close("too-many-sessions", str(exc))
             finally:
                 transport.close()
                 with self._lock:
@@ -218,10 +245,25 @@ class Listener:
                 self._sockets.discard(sock)
                 self._threads.discard(threading.current_thread())
 
+    def _refuse_too_many(self, identity: Identity, others: Sequence[Identity]) -> None:
+        """Raises:
+        LimitExceededError: so many connections have this token, or come with it from this address.
+        """
+        most = identity.bounds.connections
+        if most is not None and len(others) >= most:
+            raise LimitExceededError(f"the token {identity.name} has {len(others)} connections already, its limit")
+        most = self._settings.max_connections_per_client
+        if sum(other.address == identity.address for other in others) >= most:
+            raise LimitExceededError(
+                f"{identity.address} has {most} connections already, its limit; SKYPROXY_MAX_CONNECTIONS_PER_CLIENT "
+                "raises it"
+            )
+
     def _stream(self, sock: socket.socket, deadline: float) -> Stream:
-        if self._ssl_context is None:
+        context = self._ssl_context() if callable(self._ssl_context) else self._ssl_context
+        if context is None:
             return PlainStream(sock)
-        return TlsStream(sock, self._ssl_context, server_side=True, server_hostname=None, deadline=deadline)
+        return TlsStream(sock, context, server_side=True, server_hostname=None, deadline=deadline)
 
     def _greet(self, transport: WebSocketTransport, peer: str, deadline: float) -> None:
         hello = transport.recv(remaining(deadline))
@@ -240,6 +282,7 @@ class Listener:
         except VersionMismatchError as exc:
             transport.close("version", str(exc))
         except LimitExceededError as exc:
+            audit.note(transport.identity, "refused", reason=str(exc))
             transport.close("too-many-sessions", str(exc))
         except LookupError:
             transport.close("no-such-session", "The worker has no such session; it may have ended.")
@@ -322,9 +365,9 @@ if hasattr(os, "register_at_fork"):
 def serve(
     host: str,
     port: int,
-    token: str,
+    token: str | Authenticator,
     session_host: SessionHost,
-    ssl_context: ssl.SSLContext | None = None,
+    ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
     on_ready: Callable[[int], None] | None = None,
     *,
     insecure: bool = False,
@@ -336,9 +379,9 @@ def serve(
     Args:
         host: the address to listen on; a name may stand for several.
         port: the port, 0 for a free one.
-        token: what clients must know.
-        session_host: makes sessions of connections.
-        ssl_context: the certificate; without one the connections are not encrypted.
+        token: what clients must know; or what knows several tokens, and tells who has which.
+        session_host: makes sessions of connections. Its transports have an attribute `identity`.
+        ssl_context: the certificate, or what gives the present one; without one the connections are not encrypted.
         on_ready: is told the port once connections are accepted.
         insecure: allows unencrypted connections from other machines.
         allowed_origins: web pages that may connect; without, no browser may.

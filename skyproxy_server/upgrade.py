@@ -14,7 +14,8 @@ from websockets.typing import Origin
 from skyproxy.errors import ProtocolError
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import Stream, remaining, write_all
-from skyproxy_server.auth import TokenCheck
+from skyproxy_server import audit
+from skyproxy_server.auth import ADMIN, OPERATIONS, Authenticator, Identity
 from skyproxy_server.health import activity_response, answer, http_response, is_activity
 
 logger = logging.getLogger("skyproxy.server")
@@ -29,7 +30,7 @@ class Upgrader:
 
     def __init__(
         self,
-        token: TokenCheck,
+        token: Authenticator,
         allowed_origins: Sequence[str],
         *,
         is_ready: Callable[[], bool],
@@ -50,13 +51,20 @@ class Upgrader:
         self._activity = activity
         self._pause = pause
 
-    def upgrade(self, stream: Stream, peer: str, deadline: float) -> bytes | None:
+    def upgrade(
+        self,
+        stream: Stream,
+        peer: str,
+        deadline: float,
+        admit: Callable[[Identity], object] = lambda identity: None,
+    ) -> bytes | None:
         """Reads the request and answers it.
 
         Args:
             stream: the fresh stream.
             peer: who it is, for the log.
             deadline: when the request must be there, in the time of `time.monotonic`.
+            admit: told who it is, once the request has become a WebSocket.
 
         Returns:
             What came in behind the request when it is a WebSocket now, None when the connection is over.
@@ -77,7 +85,11 @@ class Upgrader:
             logger.warning("%s: malformed HTTP request", peer)
             _end(stream, http_response(HTTPStatus.BAD_REQUEST, "malformed request"), deadline)
             return None
-        response = answer(request.path, ready=self._is_ready()) or self._answer(request, peer)
+        identity: Identity | None = None
+        response = answer(request.path, ready=self._is_ready())
+        if response is None:
+            identity = self._token.identify(request.headers.get_all("Authorization"))
+            response = self._answer(request, peer, identity)
         if response is not None:
             _end(stream, response, deadline)
             return None
@@ -88,16 +100,22 @@ class Upgrader:
             logger.warning("%s: not a WebSocket request (HTTP %d)", peer, accepted.status_code)
             _end(stream, data, deadline)
             return None
+        assert identity is not None
+        admit(identity)
         write_all(stream, data)
         return received
 
-    def _answer(self, request: Request, peer: str) -> bytes | None:
+    def _answer(self, request: Request, peer: str, identity: Identity | None) -> bytes | None:
         """The response to a request that becomes no WebSocket: one without the token, say; None for the others."""
-        if not self._token.accepts(request.headers.get_all("Authorization")):
+        if identity is None:
             logger.warning("%s was refused: no token or a wrong one", peer)
             self._pause(_REFUSAL_SECONDS)
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
-        if is_activity(request.path):
+        scope = ADMIN if is_activity(request.path) else OPERATIONS
+        if not identity.may(scope):
+            audit.note(identity, "refused", peer=peer, reason=f"the token has no scope {scope}")
+            return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} does not have the scope {scope!r}")
+        if scope == ADMIN:
             return activity_response(self._activity())
         if not self._is_ready():
             logger.warning("%s was refused: no new sessions", peer)

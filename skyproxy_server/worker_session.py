@@ -15,7 +15,9 @@ from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
+from skyproxy_server import audit
 from skyproxy_server.activity import Activity
+from skyproxy_server.auth import FUNCTIONS, Identity, client_of
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
@@ -44,8 +46,36 @@ def software() -> dict[str, str]:
     return {"skyproxy": own, "python": platform.python_version(), "torch": torch.__version__}
 
 
+def refuse_session(client: Identity, others: list[Identity], settings: Settings) -> None:
+    """Refuse a session where there are too many.
+
+    Args:
+        client: who wants one.
+        others: who have those that there are.
+        settings: limits.
+
+    Raises:
+        LimitExceededError: the worker, the token, or the token at this address has as many as it may.
+    """
+    if len(others) >= settings.max_sessions:
+        raise LimitExceededError(f"this worker serves {len(others)} sessions already, its limit")
+    own = [other for other in others if other.name == client.name]
+    if client.bounds.sessions is not None and len(own) >= client.bounds.sessions:
+        raise LimitExceededError(f"the token {client.name} has {len(own)} sessions already, its limit")
+    if sum(other.address == client.address for other in own) >= settings.max_sessions_per_client:
+        raise LimitExceededError(
+            f"{client.address or 'this client'} has {settings.max_sessions_per_client} sessions already, its limit; "
+            "SKYPROXY_MAX_SESSIONS_PER_CLIENT on the worker raises it"
+        )
+
+
 class WorkerSession:
-    """One client's session: its values, and the thread that executes."""
+    """One client's session: its values, and the thread that executes.
+
+    Attributes:
+        client: whose it is.
+        calls: where its functions run; None for a client that may run none.
+    """
 
     def __init__(
         self,
@@ -57,12 +87,13 @@ class WorkerSession:
         calls: Calls | None = None,
     ) -> None:
         self.identity = secrets.token_hex(16)
+        self.client = client_of(transport)
         self._transport = transport
         self._activity = activity
         self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity)
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.session, self._executor.calls = self.identity, calls
-        self._calls = calls
+        self.calls = calls
         self._executing = 0
         self._bulk: Transport | None = None
         self._functions: FunctionsConnection | None = None
@@ -158,8 +189,8 @@ class WorkerSession:
     def end(self) -> None:
         """Forgets every value. The session's calls go on for a while."""
         self._ended = True
-        if self._calls is not None:
-            self._calls.session_ended(self.identity)
+        if self.calls is not None:
+            self.calls.session_ended(self.identity)
         self._transfers.end()
         self._executor.end()
         if self._bulk is not None:
@@ -251,15 +282,17 @@ class WorkerHost:
         Raises:
             LimitExceededError: there are too many sessions.
         """
-        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, self.calls)
+        client = client_of(transport)
+        calls = self.calls if client.may(FUNCTIONS) else None
+        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, calls)
         with self._lock:
-            if len(self._sessions) >= self._settings.max_sessions:
-                raise LimitExceededError(f"this worker serves {len(self._sessions)} sessions already, its limit")
+            refuse_session(client, [other.client for other in self._sessions.values()], self._settings)
             self._sessions[session.identity] = session
             self._sessions_ever += 1
-            only_one_session(self._sessions_ever == 1 and self.calls is not None)
+            only_one_session(self._sessions_ever == 1 and calls is not None)
         self._activity.touch()
         logger.info("session %s opened by %s", session.identity[:8], hello.software)
+        audit.note(client, "session-begin", session=session.identity[:8])
         return _Operations(self._welcome(session), session, lambda: self._forget(session.identity))
 
     def join_bulk(self, session_id: str, transport: Transport) -> _Bulk:
@@ -269,7 +302,7 @@ class WorkerHost:
             LookupError: there is no such session, or it has one already.
         """
         with self._lock:
-            session = self._sessions.get(session_id)
+            session = self._own_session(session_id, transport)
             if session is None or not session.take_bulk(transport):
                 raise LookupError("no session of this name waits for a bulk connection")
         return _Bulk(self._welcome(session), session, transport)
@@ -296,15 +329,20 @@ class WorkerHost:
             LookupError: there is no such session, or this worker runs no functions.
         """
         with self._lock:
-            session = self._sessions.get(session_id)
-        if session is None or self.calls is None:
+            session = self._own_session(session_id, transport)
+        if session is None or session.calls is None:
             raise LookupError("no session of this name, or no functions")
-        connection = FunctionsConnection(self.calls, session_id, transport, self._settings)
+        connection = FunctionsConnection(session.calls, session_id, transport, self._settings)
         session.take_functions(connection)
         return _Functions(self._welcome(session), connection)
 
+    def _own_session(self, session_id: str, transport: Transport) -> WorkerSession | None:
+        """The session of this name, if it belongs to the client at the other end."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and session.client.name == client_of(transport).name else None
+
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(self.calls is not None)}
+        limits = {"functions": int(session.calls is not None)}
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         return Welcome(0, session.identity, self._software, self._devices, limits)
@@ -314,3 +352,5 @@ class WorkerHost:
             ended = self._sessions.pop(identity, None)
             self._commands_of_the_past += ended.commands_done if ended is not None else 0
         logger.info("session %s closed", identity[:8])
+        if ended is not None:
+            audit.note(ended.client, "session-end", session=identity[:8])

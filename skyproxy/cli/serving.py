@@ -44,7 +44,12 @@ def serve_command(
     device: Annotated[Device, typer.Option(help="Devices to offer; auto: CUDA if any, then the CPU.")] = Device.AUTO,
     token_file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="File with the token that clients must know."),
+        typer.Option(
+            exists=True,
+            readable=True,
+            help="File with the token that clients must know, or a directory with a file for each named token; read "
+            "again when it changes.",
+        ),
     ] = None,
     port_file: Annotated[
         Path | None, typer.Option(dir_okay=False, help="File to write the port to, once the worker listens.")

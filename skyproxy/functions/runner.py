@@ -94,8 +94,9 @@ class Runner:
         self.session.check()
         if not self.session.welcome.limits.get("functions"):
             raise ConfigurationError(
-                "this worker runs no functions: it was started with --no-functions, or is older than they are. Tensor "
-                "operations work; for functions, start the worker without that option."
+                "this worker runs no functions for us: it was started with --no-functions, or our token does not allow "
+                "them (scope 'functions'). Tensor operations work; for functions, start the worker without that option "
+                "and use a token that has the scope."
             )
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

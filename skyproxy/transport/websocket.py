@@ -224,7 +224,12 @@ def _upgrade(stream: Stream, address: _Address, token: str, deadline: float) -> 
 
 
 def _refusal(address: _Address, status: str) -> ConnectError:
-    if status in ("401", "403"):
+    if status == "403":
+        return AuthenticationError(
+            f"The worker at {address.shown} refused the token for sessions (HTTP 403): it does not have the scope "
+            "'operations'. Use one that has."
+        )
+    if status == "401":
         return AuthenticationError(
             f"The worker at {address.shown} refused the token (HTTP {status}). "
             "Set SKYPROXY_TOKEN to the token that the worker was started with."

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from skyproxy.errors import ConfigurationError, ProtocolError, SessionLostError
 from skyproxy.interrupts import raised_by_handler
@@ -30,7 +31,13 @@ _REASON_BYTES = 512
 
 
 class WebSocketTransport(Transport):
-    """One end of a WebSocket, after its HTTP upgrade."""
+    """One end of a WebSocket, after its HTTP upgrade.
+
+    Attributes:
+        identity: who is at the other end, on a worker: what its listener knows of the client's token.
+    """
+
+    identity: Any = None
 
     def __init__(self, stream: Stream, role: str, settings: Settings = SETTINGS, received: bytes = b"") -> None:
         """Args:

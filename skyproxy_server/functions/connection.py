@@ -12,6 +12,8 @@ from skyproxy.payloads.pieces import Assembly, send_payload
 from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
+from skyproxy_server import audit
+from skyproxy_server.auth import client_of
 from skyproxy_server.functions.events import Event
 from skyproxy_server.functions.registry import Calls
 
@@ -68,6 +70,7 @@ class FunctionsConnection:
         allocate = memory_for(task, len(message.sizes))
         assembly = Assembly(message.sizes, message.buffers, allocate, self._settings.max_payload_bytes)
         self._coming[message.call] = message, assembly
+        audit.note(client_of(self._transport), "call", session=self._session[:8], function=task["name"])
         self._begin_if_complete(message.call)
 
     def _on_data(self, data: CallData) -> None:

@@ -13,7 +13,7 @@ from skyproxy_server.functions.registry import Calls
 
 def _calls(executor: Executor) -> Calls:
     if executor.calls is None:
-        raise ConfigurationError("this worker runs no functions: it was started with --no-functions")
+        raise ConfigurationError("this session runs no functions: --no-functions, or its token's scopes")
     return executor.calls
 
 
