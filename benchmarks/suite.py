@@ -27,6 +27,7 @@ from pathlib import Path
 
 import _cuda
 import _decode
+import _first_line
 import _growth
 import _new_shapes
 import _report
@@ -47,6 +48,7 @@ RESULTS = FOLDER / "results"
 Benchmark = Callable[[Bench], None]
 
 BENCHMARKS: dict[str, Benchmark] = {
+    "first-line": _first_line.first_line,
     "enqueue": _small_ops.enqueue,
     "end-to-end": _small_ops.end_to_end,
     "never-seen": _small_ops.never_seen,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from skyproxy.collector import collector_paused
 from skyproxy.import_watcher import when_imported
 
 if TYPE_CHECKING:
@@ -140,9 +141,10 @@ def _load_device() -> None:
         raise ImportError(
             "skyproxy needs PyTorch 2.11 or newer, and it is not installed here. Try: pip install torch"
         ) from error
-    nodes: Any = importlib.import_module("skyproxy.nodes")
-    nodes.open_saved = _open_saved
-    importlib.import_module("skyproxy.tensor.activation").activate()
+    with collector_paused():
+        nodes: Any = importlib.import_module("skyproxy.nodes")
+        nodes.open_saved = _open_saved
+        importlib.import_module("skyproxy.tensor.activation").activate()
 
 
 def _open_saved() -> Node | None:

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import html
+import importlib
 import logging
 import os
 import platform
@@ -29,7 +30,7 @@ from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.devices import DEVICES, SkyDevice
-from skyproxy.tensor.inference import fake_mode
+from skyproxy.tensor.inference import prepare
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy")
@@ -261,7 +262,8 @@ def _launch_local(device: str, source: str) -> Node:
         raise ConfigurationError(f"device={device!r} is none of 'auto', 'cpu', 'cuda'.")
     worker = LocalWorker(device, SETTINGS, wait=False)
     try:
-        fake_mode()  # while the worker starts
+        importlib.import_module("skyproxy.transport.websocket")  # while the worker starts, as all that follows
+        prepare(until=lambda: worker.has_answered)
         worker.wait_until_it_listens(SETTINGS.worker_start_timeout_seconds)
         return _connect(worker.url, worker.token, None, source, worker=worker)
     except BaseException:
@@ -296,7 +298,6 @@ def _connect(
     except BaseException:
         operations.close()
         raise
-    fake_mode()  # now rather than at some operation
     _check_torch(welcome)
 
     def open_functions() -> Transport:

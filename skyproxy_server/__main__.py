@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy import import_watcher
+from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError, visible
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
@@ -268,10 +269,12 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl
 
 
 def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> SessionHost:
-    devices = inventory(arguments.device)
-    # Late: it loads torch, and a wrong argument should not wait for that.
-    from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
-    from skyproxy_server.worker_session import WorkerHost
+    with collector_paused():
+        devices = inventory(arguments.device)
+        # Late: it loads torch, and a wrong argument should not wait for that.
+        from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
+        from skyproxy_server.worker_session import WorkerHost
+    set_loaded_aside()
 
     # In a directory there may be tokens that do not allow functions, now or later.
     everybody_runs_code = not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())

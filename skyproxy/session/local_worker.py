@@ -80,6 +80,10 @@ class LocalWorker:
         except OSError as error:
             raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
         _workers.add(self)
+        self._first_line: list[bytes] = []
+        # A thread, because only sockets can be waited for on every system.
+        self._reader = threading.Thread(target=self._read_first_line, daemon=True)
+        self._reader.start()
         self._watcher = threading.Thread(target=_end_group, args=(self._process,), name="skyproxy-worker", daemon=True)
         self._watcher.start()
         try:
@@ -107,21 +111,20 @@ class LocalWorker:
             raise
 
     def _read_port(self, timeout_seconds: float) -> int:
-        lines: list[bytes] = []
-        assert self._process.stdout is not None
-        stdout = self._process.stdout
-
-        def read() -> None:
-            with contextlib.suppress(OSError, ValueError):  # stopped meanwhile
-                lines.append(stdout.readline())
-
-        # A thread, because only sockets can be waited for on every system.
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(timeout_seconds)
-        if not lines:
+        self._reader.join(timeout_seconds)
+        if not self._first_line:
             raise ValueError(f"no answer within {timeout_seconds:.0f} s")
-        return int(json.loads(lines[0])["port"])
+        return int(json.loads(self._first_line[0])["port"])
+
+    def _read_first_line(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # stopped meanwhile
+            self._first_line.append(self._process.stdout.readline())
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether `wait_until_it_listens` would return at once, or raise."""
+        return not self._reader.is_alive()
 
     def _explain(self) -> str:
         status = self._process.poll()

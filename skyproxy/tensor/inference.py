@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_codec
+from skyproxy.collector import collector_paused
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.kernel_strides import corrected
 from skyproxy.tensor.metadata import Meta, intern_meta, meta_of
@@ -285,10 +287,48 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
 _NOTHING = contextlib.nullcontext()
 
 
+_LOADED_BY_FAKE_MODE = (
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+)
+"""What PyTorch loads for its first fake mode, which takes nearly as long as torch itself; in pieces, the deepest first.
+
+Its dispatcher imports the third at the first operation on any tensor class, so those three are needed in any case.
+"""
+
+
 @functools.cache
 def fake_mode() -> FakeTensorMode:
-    """The mode in which shapes are inferred. The first call loads PyTorch's compiler, which takes a while."""
-    return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    """The mode in which shapes are inferred. The first call loads PyTorch's compiler, unless `prepare` did."""
+    with _neutral_loading():
+        return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+
+
+def prepare(until: Callable[[], bool]) -> None:
+    """Load what the first fake tensor needs, piece by piece, while something else is waited for.
+
+    Args:
+        until: asked before each piece: there is nothing to wait for any more. What is left is loaded when it is needed.
+    """
+    with _neutral_loading():
+        for name in _LOADED_BY_FAKE_MODE:
+            if until():
+                return
+            with contextlib.suppress(ImportError):  # another version of PyTorch, or one built without it
+                importlib.import_module(name)
+    if not until():
+        fake_mode()
+
+
+@contextlib.contextmanager
+def _neutral_loading() -> Iterator[None]:
+    """Let modules of PyTorch make their tensors as at the top of a program, whatever runs when they are loaded."""
+    modes_off = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+    with collector_paused(), modes_off, torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        yield
 
 
 def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:

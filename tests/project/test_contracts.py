@@ -17,6 +17,7 @@ CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]
 SHARED_WITH_SERVER = {
     "errors",
     "extras",
+    "collector",
     "import_watcher",
     "interrupts",
     "payloads",
