@@ -76,6 +76,8 @@ class Node(NodeModels):
         worker: LocalWorker | None = None,
         on_close: Callable[[], None] | None = None,
         open_functions: Callable[[], Transport] | None = None,
+        *,
+        shares_files: bool = False,
     ) -> None:
         self.url = url
         self.source = source
@@ -87,7 +89,7 @@ class Node(NodeModels):
         for chosen in self._devices:
             seed = torch.initial_seed()
             session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
-        self._runner = Runner(session, self._devices, open_functions or _no_functions)
+        self._runner = Runner(session, self._devices, open_functions or _no_functions, shares_files=shares_files)
         _nodes.append(self)
 
     @property
@@ -204,6 +206,7 @@ def connect(
     insecure: bool = False,
     source: str = "skyproxy.connect",
     on_close: Callable[[], None] | None = None,
+    shares_files: bool = False,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -216,6 +219,8 @@ def connect(
         insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
         source: how to name the origin of this connection to people.
         on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
+        shares_files: whether the worker sees this program's folders under the same paths; otherwise functions find
+            copies of its modules there.
 
     Raises:
         ConfigurationError: no token, or a url that cannot work.
@@ -229,7 +234,16 @@ def connect(
                 "both ssl_context= and certificate= were given; each says whom to trust. Give one."
             )
         ssl_context = _trust(certificate)
-    return _connect(url, token, ssl_context, source, server_name=server_name, insecure=insecure, on_close=on_close)
+    return _connect(
+        url,
+        token,
+        ssl_context,
+        source,
+        server_name=server_name,
+        insecure=insecure,
+        on_close=on_close,
+        shares_files=shares_files,
+    )
 
 
 def _trust(certificate: str) -> ssl.SSLContext:
@@ -265,7 +279,7 @@ def _launch_local(device: str, source: str) -> Node:
         importlib.import_module("skyproxy.transport.websocket")  # while the worker starts, as all that follows
         prepare(until=lambda: worker.has_answered)
         worker.wait_until_it_listens(SETTINGS.worker_start_timeout_seconds)
-        return _connect(worker.url, worker.token, None, source, worker=worker)
+        return _connect(worker.url, worker.token, None, source, worker=worker, shares_files=True)
     except BaseException:
         worker.stop()
         raise
@@ -281,6 +295,7 @@ def _connect(
     server_name: str | None = None,
     insecure: bool = False,
     on_close: Callable[[], None] | None = None,
+    shares_files: bool = False,
 ) -> Node:
     activate()
     token = token or os.environ.get("SKYPROXY_TOKEN")
@@ -303,7 +318,8 @@ def _connect(
     def open_functions() -> Transport:
         return open_connection("functions", welcome.session)[0]
 
-    node = Node(url, source, Session(operations, bulk, welcome, SETTINGS), worker, on_close, open_functions)
+    session = Session(operations, bulk, welcome, SETTINGS)
+    node = Node(url, source, session, worker, on_close, open_functions, shares_files=shares_files)
     logger.info("skyproxy: connected to %r", node)
     return node
 

@@ -41,6 +41,12 @@ class Settings:
     """What a worker keeps of uploads; in memory, at most a quarter of what it may use. 0: nothing."""
     prompt_release_bytes: int = 256 << 10
     """Tensors from this size on are released in the very place where they die, smaller ones with the next batch."""
+    sync_project: bool = True
+    """Whether workers import the user's own modules from the program's folders, or from copies of their files."""
+    max_project_files: int = 5_000
+    """Files of one folder that are copied to a worker; of a larger one, only what the program itself has loaded."""
+    max_project_bytes: int = 32 << 20
+    """The same for their size."""
     max_queued_calls: int = 100_000
     """Calls that may wait in one pool for a free process."""
     max_handles: int = 4_000_000

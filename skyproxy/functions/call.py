@@ -238,6 +238,7 @@ class Call:
             self._items.put(came)
         else:
             self._ended = True
+            self._channel.remove(self)  # before anybody learns of it, who may make the next call in the same breath
             if not self._settle(came):
                 self._items.put(came)
         if came.kind in ("result", "error"):

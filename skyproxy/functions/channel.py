@@ -86,6 +86,11 @@ class Channel:
             head = partial(_start_message, call)
             send_payload(transport.send, head, call.id, 0, payload.pickled.pieces, self._settings.chunk_bytes)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are under way."""
+        return bool(self._calls)
+
     def find(self, identity: str) -> Call | None:
         """The call of this name that this session waits for; None if it waits for none."""
         return self._calls.get(identity)

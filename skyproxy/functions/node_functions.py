@@ -30,8 +30,8 @@ class NodeFunctions:
         """Begins to run a function on the worker; does not wait for it.
 
         Remote tensors among the arguments, also inside modules and containers, arrive there as real tensors without a
-        copy, in their state after everything recorded before. Everything else is pickled; code of your project travels
-        along.
+        copy, in their state after everything recorded before. Everything else is pickled; your own modules are imported
+        there.
 
         Args:
             fn: any callable: a function, nested or not, a lambda, an async function, a generator function.

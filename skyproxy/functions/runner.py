@@ -16,6 +16,7 @@ from skyproxy.functions.adoption import Adopter
 from skyproxy.functions.call import Call, OnOutput
 from skyproxy.functions.channel import Channel
 from skyproxy.functions.payload import Payload
+from skyproxy.functions.project_sync import ProjectSync
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import SkyDevice
@@ -31,14 +32,21 @@ class Runner:
         session: the session.
         devices: its devices.
         open_connection: makes a functions connection for it.
+        shares_files: whether the worker sees this program's folders under the same paths.
     """
 
     def __init__(
-        self, session: Session, devices: Sequence[SkyDevice], open_connection: Callable[[], Transport]
+        self,
+        session: Session,
+        devices: Sequence[SkyDevice],
+        open_connection: Callable[[], Transport],
+        *,
+        shares_files: bool = False,
     ) -> None:
         self.session = session
         self.devices = devices
         self._channel = Channel(session, open_connection)
+        self._project = ProjectSync(self._run_own, session.settings, shares_files=shares_files)
 
     def submit(
         self,
@@ -57,6 +65,22 @@ class Runner:
         if timeout is not None and not timeout > 0:
             raise ConfigurationError(f"timeout={timeout!r} is not a positive number of seconds. None waits forever.")
         payload.check(self.session, platform.python_version())
+        self._project.update(hurry=self._channel.is_busy)
+        return self._begin(payload, on_output, timeout, name, results, context)
+
+    def _run_own(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of this package on the worker, which needs nothing of the program for it."""
+        return self._begin(Payload.of(function, args), None, None, None, "value", None).result()
+
+    def _begin(
+        self,
+        payload: Payload,
+        on_output: OnOutput | None,
+        timeout: float | None,
+        name: str | None,
+        results: Results,
+        context: Mapping[str, Any] | None,
+    ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output)
         call.payload = payload
         call.task = {

@@ -23,7 +23,7 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
 from skyproxy.payloads.exceptions import reduce_exception
-from skyproxy.payloads.projects import project_by_value
+from skyproxy.payloads.projects import project_by_value, reduce_decorated
 from skyproxy.protocol.messages import Buffer
 from skyproxy.torch_codec import Description
 
@@ -90,8 +90,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     Args:
         refer: for a tensor that goes by reference, what its row ends with; None for one that goes by value.
         refer_device: the same for a device that only one side knows; what stands for it.
-        sends_projects: whether the user's own modules travel as code, as they must to a worker. What comes back names
-            them: who sent a class gets that very class, and who can import one gets that.
+        sends_projects: whether those of the user's own modules travel as code that a worker cannot import. What comes
+            back names them: who sent a class gets that very class, and who can import one gets that.
     """
 
     def __init__(
@@ -142,6 +142,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return importlib.import_module, (obj.__name__,)
         if isinstance(obj, BaseException):
             reduced = reduce_exception(obj)
+            if reduced is not NotImplemented:
+                return reduced
+        if self._sends_projects and isinstance(obj, types.FunctionType):
+            reduced = reduce_decorated(obj)
             if reduced is not NotImplemented:
                 return reduced
         reduced = super().reducer_override(obj)

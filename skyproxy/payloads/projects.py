@@ -1,28 +1,42 @@
-"""Which modules are the user's own: a worker cannot import those, so what they define travels as code."""
+"""Which modules are the user's own, how they travel, and where workers find them.
+
+A worker imports them by name from the program's folders, or from copies of these. What it could not find there under
+that name travels as code.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.machinery
 import operator
+import os
 import site
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-_OWN = frozenset({"__main__", "__mp_main__", "skyproxy", "skyproxy_server", "skyproxy_operator", "torch"})
-_LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
+from skyproxy.runtime.project_code import LIBRARY_FOLDERS, OWN_PACKAGES, Folder, undecorated
+from skyproxy.settings import SETTINGS
+
+_OWN = frozenset({"__main__", "__mp_main__", "torch"}) | OWN_PACKAGES
+_MAX_DECORATORS = 16
 _lock = threading.RLock()
 _verdicts: dict[tuple[str, str], bool] = {}
 _seen: dict[str, object] = {}
 """The modules of the program when it was last looked through: it has thousands, and they seldom change."""
 _projects: list[ModuleType] = []
 """The user's among them."""
+_by_value: tuple[tuple[Folder, ...], list[ModuleType]] = (), []
+"""Those of them that travel as code, given these folders."""
+_roots_of_projects: list[str] = []
+"""The folders that they were imported from."""
 
 
 def _library_roots() -> tuple[str, ...]:
@@ -34,6 +48,15 @@ def _library_roots() -> tuple[str, ...]:
 
 
 _roots = _library_roots()
+_scripts = str(Path(sysconfig.get_path("scripts")).resolve())
+"""Where programs are installed: the "script's folder" of each of them."""
+
+
+@functools.lru_cache(4096)
+def _is_library(path: str) -> bool:
+    """Whether a file or folder belongs to what is installed."""
+    resolved = Path(path).resolve()
+    return str(resolved).startswith(_roots) or not LIBRARY_FOLDERS.isdisjoint(resolved.parts)
 
 
 def is_project_module(module: object) -> bool:
@@ -45,15 +68,92 @@ def is_project_module(module: object) -> bool:
         return False
     verdict = _verdicts.get((name, file))
     if verdict is None:
-        path = Path(file).resolve()
-        inside = str(path).startswith(_roots) or not _LIBRARY_FOLDERS.isdisjoint(path.parts)
-        verdict = _verdicts[name, file] = path.suffix == ".py" and not inside
+        verdict = _verdicts[name, file] = file.endswith(".py") and not _is_library(file)
     return verdict
+
+
+# --- where they are found --------------------------------------------------------------------------------------------
+
+
+def project_folders() -> tuple[Folder, ...]:
+    """Return the folders that this program imports its own modules from, in the order of the search.
+
+    These are the entries of `sys.path` that hold nothing installed (the script's folder, or the working directory in
+    notebooks and with `python -m`), and what editable installs and loaded modules of the user lie in.
+    """
+    found: dict[str, bool] = {}
+    first = True
+    for entry in list(sys.path):
+        folder = os.path.abspath(entry or os.curdir)
+        if _is_library(folder):
+            first = False
+        elif folder not in found and _is_folder_of_modules(folder):
+            found[folder] = first
+    with _lock:
+        _project_modules()
+        for folder in (*_editable_folders(), *_roots_of_projects):
+            found.setdefault(folder, False)
+    return tuple(found.items())
+
+
+@functools.lru_cache(256)
+def _is_folder_of_modules(folder: str) -> bool:
+    return os.path.isdir(folder) and str(Path(folder).resolve()) != _scripts
+
+
+def _editable_folders() -> Iterator[str]:
+    """Where editable installs lie that have no entry in `sys.path`: setuptools gives them finders of their own."""
+    for finder in list(sys.meta_path):
+        module = getattr(finder, "__module__", None)
+        if isinstance(module, str) and module.startswith("__editable__"):
+            mapping = getattr(sys.modules.get(module), "MAPPING", None)
+            for name, place in mapping.items() if isinstance(mapping, dict) else ():
+                if name not in _OWN and Path(place).name == name.rpartition(".")[2]:
+                    yield str(Path(place).parents[name.count(".")])
+
+
+def _root_of(module: ModuleType) -> str | None:
+    """The folder from which a module's name leads to its file; None where it does not."""
+    path = Path(os.path.abspath(str(module.__file__)))
+    path = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    for part in reversed(module.__name__.split(".")):
+        if path.name != part:
+            return None
+        path = path.parent
+    return str(path)
+
+
+def _travels_by_name(module: ModuleType, folders: tuple[Folder, ...]) -> bool:
+    """Whether `import` of the module's name gives a worker this very file."""
+    root, top = _root_of(module), module.__name__.partition(".")[0]
+    if root is None or not SETTINGS.sync_project or _is_installed(top):
+        return False
+    for folder, _ in folders:
+        if folder == root:
+            return True
+        if os.path.isfile(os.path.join(folder, top + ".py")) or os.path.isfile(
+            os.path.join(folder, top, "__init__.py")
+        ):
+            return False  # found first
+    return False
+
+
+@functools.lru_cache(4096)
+def _is_installed(name: str) -> bool:
+    """Whether something installed has this name, too: a worker may have loaded that."""
+    if name in sys.stdlib_module_names:
+        return True
+    places = [entry for entry in sys.path if entry and _is_library(os.path.abspath(entry))]
+    spec = importlib.machinery.PathFinder.find_spec(name, places)
+    return spec is not None and spec.loader is not None
+
+
+# --- how they travel -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def project_by_value() -> Iterator[None]:
-    """Functions and classes of the user's modules are pickled as code inside the `with` block.
+    """Functions and classes of the user's modules that no worker can import are pickled as code in the `with` block.
 
     cloudpickle knows this for the whole process only, hence the lock: one thread pickles at a time, and what the user
     pickles elsewhere is as it was before.
@@ -62,7 +162,7 @@ def project_by_value() -> Iterator[None]:
         known = cloudpickle.list_registry_pickle_by_value()
         added: list[ModuleType] = []
         try:
-            for module in _project_modules():
+            for module in _modules_by_value():
                 if module.__name__ not in known:
                     cloudpickle.register_pickle_by_value(module)
                     added.append(module)
@@ -73,8 +173,39 @@ def project_by_value() -> Iterator[None]:
                     cloudpickle.unregister_pickle_by_value(module)
 
 
+def reduce_decorated(function: FunctionType) -> Any:
+    """Return what pickle needs to find a function that its module has under decorators; NotImplemented for others."""
+    name, module = function.__qualname__, sys.modules.get(function.__module__ or "")
+    if module is None or "<" in name or not is_project_module(module):
+        return NotImplemented
+    found: Any = module
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return NotImplemented
+    depth = 0
+    while found is not function and found is not None and depth < _MAX_DECORATORS:
+        found = getattr(found, "__wrapped__", None)
+        depth += 1
+    if found is not function or not depth or module in _modules_by_value():
+        return NotImplemented  # cloudpickle's own ways
+    return undecorated, (module.__name__, name, depth)
+
+
+def _modules_by_value() -> list[ModuleType]:
+    """The user's modules that travel as code."""
+    global _by_value
+    folders = project_folders()
+    with _lock:
+        if _by_value[0] != folders or not _by_value[0]:
+            _by_value = folders, [module for module in _project_modules() if not _travels_by_name(module, folders)]
+        return _by_value[1]
+
+
 def _project_modules() -> list[ModuleType]:
     """The user's modules that are loaded now."""
+    global _by_value
     if not _same(list(sys.modules.values()), list(_seen.values())):
         _seen.clear()
         _seen.update(sys.modules)
@@ -84,6 +215,8 @@ def _project_modules() -> list[ModuleType]:
             for name, module in list(_seen.items())
             if isinstance(module, ModuleType) and is_project_module(module) and module.__name__ == name
         ]
+        _roots_of_projects[:] = dict.fromkeys(root for root in map(_root_of, _projects) if root is not None)
+        _by_value = (), []
     return _projects
 
 

@@ -125,6 +125,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             certificate=endpoint.certificate,
             server_name=endpoint.server_name,
             insecure=endpoint.insecure,
+            shares_files=endpoint.shares_files,
             source=f"rank {endpoint.rank} of {spec.name}",
         )
     )

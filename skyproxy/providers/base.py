@@ -148,6 +148,7 @@ class Endpoint:
         certificate: the certificate (PEM) to trust, and no other, for "wss://"; None for the system's.
         server_name: the name that the certificate is for, where the url says another.
         insecure: whether "ws://" may go to another machine.
+        shares_files: whether the worker sees this program's folders under the same paths.
     """
 
     url: str
@@ -159,6 +160,7 @@ class Endpoint:
     certificate: str | None = field(default=None, repr=False)
     server_name: str | None = None
     insecure: bool = False
+    shares_files: bool = False
 
 
 Phase = Literal["provisioning", "bootstrapping", "running", "failed"]

@@ -194,7 +194,7 @@ class LocalWorkers:
         worker = self._workers[rank]
         assert worker is not None
         node, local_rank = divmod(rank, self._spec.procs_per_node)
-        return Endpoint(worker.url, worker.token, node, rank, local_rank, _ADDRESS)
+        return Endpoint(worker.url, worker.token, node, rank, local_rank, _ADDRESS, shares_files=True)
 
     def process_ids(self) -> list[int]:
         """The processes, in the order of ranks."""

@@ -16,6 +16,7 @@ import torch
 
 from skyproxy.payloads.pickling import Row, Unpickler, dressed
 from skyproxy.runtime.calls import CallContext, entered_call
+from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
@@ -187,13 +188,11 @@ class FunctionCall:
             given[number] = dressed(arguments[number].detach(), row)
             return given[number]
 
+        PROJECT_CODE.enter(self.session)
         try:
             function, args, kwargs = Unpickler(pieces, task, referred, _device).unpickle()
         except (ImportError, AttributeError) as error:
-            error.add_note(
-                f"{self.name} could not be loaded on the worker. What it imports must be installed there; modules of "
-                "your own project travel along only if they are files outside of site-packages."
-            )
+            error.add_note(f"{self.name} could not be loaded on the worker.")
             raise
         del pieces
         returning = Returning(self._devices, task["results"] == REMOTE, given)
@@ -247,7 +246,18 @@ class FunctionCall:
             self._has_run()
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
+    def _explain_import(self, error: BaseException) -> None:
+        """Say what workers import, where something was not found."""
+        if isinstance(error, ModuleNotFoundError):
+            folders = PROJECT_CODE.folders(self.session)
+            error.add_note(
+                f"The worker finds no module {error.name}. What is installed there comes from Image(pip=[...]), "
+                f"modules of your own from the program's folders ({', '.join(folders) or 'none'}), or from those of "
+                "Image(includes=[...]). Put the module's folder on sys.path of the program, or name it in includes."
+            )
+
     def _fail(self, error: BaseException) -> None:
+        self._explain_import(error)
         words, pickled = describe_error(error, hidden_frames=2)
         if pickled is not None:
             words.update(pickled.tables)

@@ -13,6 +13,7 @@ import torch
 
 from skyproxy.protocol.messages import CallEvent
 from skyproxy.runtime.lifecycle import LIFECYCLE
+from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
@@ -201,7 +202,7 @@ class Calls:
             if session not in self._ended_sessions or any(call.running for call in orphans if call not in given_up):
                 return
             self._ended_sessions.discard(session)
-        LIFECYCLE.abandon(session, [call.identity for call in given_up if call.running])
+        _abandon(session, [call.identity for call in given_up if call.running])
 
     def _leave_hooks_if_over(self, session: str) -> None:
         """What plugins hold open for a pool is closed when its session has ended, and its functions have."""
@@ -210,4 +211,10 @@ class Calls:
                 return
             self._ended_sessions.discard(session)
         # On a thread of its own: a hook may take its time, and this one has a connection to close or a call to end.
-        threading.Thread(target=LIFECYCLE.abandon, args=(session,), name="skyproxy-hooks", daemon=True).start()
+        threading.Thread(target=_abandon, args=(session,), name="skyproxy-hooks", daemon=True).start()
+
+
+def _abandon(session: str, *calls: list[str]) -> None:
+    """Leave what a session holds in this process that will not come back."""
+    LIFECYCLE.abandon(session, *calls)
+    PROJECT_CODE.forget(session)
