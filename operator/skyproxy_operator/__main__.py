@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ClusterError, ConfigurationError
+from skyproxy_operator.options import Options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from skyproxy_operator.options import load
 
     try:
-        load()
+        options = load()
     except ConfigurationError as exc:
         print(f"skyproxy_operator: {exc}", file=sys.stderr)
         return 2
@@ -54,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         quiet=arguments.log_level == "warning",
         log_format=kopf.LogFormat[arguments.log_format.upper()],
     )
+    try:
+        asyncio.run(_check_cluster(options))
+    except (ClusterError, ConfigurationError) as exc:
+        # Before kopf begins: it would try again and again, and no cluster gets newer by that.
+        print(f"skyproxy_operator: {exc}", file=sys.stderr)
+        return 2
     asyncio.run(
         kopf.operator(
             registry=handlers.REGISTRY,
@@ -65,6 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     return 0
+
+
+async def _check_cluster(options: Options) -> None:
+    """Find out whether there is a cluster that we can work on; one that does not answer yet is waited for later.
+
+    Raises:
+        ConfigurationError: the credentials cannot be used.
+        ClusterError: it is too old.
+    """
+    from kubernetes_asyncio.config import ConfigException
+
+    from skyproxy_operator.cluster import Cluster
+
+    try:
+        cluster = await Cluster.connect(options.request_timeout_seconds)
+    except (ConfigException, OSError) as exc:
+        raise ConfigurationError(f"the credentials for the cluster cannot be used: {exc}") from exc
+    try:
+        await cluster.check_version()
+    finally:
+        await cluster.close()
 
 
 def kopf_identity() -> Any:

@@ -14,11 +14,16 @@ Object = Mapping[str, Any]
 
 _INSUFFICIENT = re.compile(r"Insufficient ([\w.\-]+(?:/[\w.\-]+)?)")
 _MAX_LOG_CHARACTERS = 1000
+NAMESPACE_TERMINATING = "NamespaceTerminating"
+"""Nothing can be made any more where a Compute is; that is never taken back."""
 LOG_MARK = " Its last lines: "
 """Between why a worker ended and the end of its log."""
 _BINDING_SECONDS = 30.0
 """How long a claim may take to get its volume before somebody should look."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+# All that some kubelets say from the second time on; newer ones repeat the cause behind it.
+_BACK_OFF = re.compile(r'Back-off pulling image "[^"]*"|ImagePullBackOff')
+_PULL_EVENTS = ("Failed to pull image", "Failed to inspect image", "Failed to apply default image tag")
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError"}
 _VOLUME_EVENTS = {"FailedMount", "FailedAttachVolume", "FailedBinding", "ProvisioningFailed", "FailedMapVolume"}
 _NORMAL_EXIT = {"Completed", "Error", ""}
@@ -83,13 +88,50 @@ def node_lost_seconds(pod: Object, now: datetime.datetime) -> float | None:
     return (now - datetime.datetime.fromisoformat(since.replace("Z", "+00:00"))).total_seconds() if since else 0.0
 
 
-def waiting_cause(pod: Object, now: datetime.datetime, events: Iterable[Object] = ()) -> Cause:
+def pull_failures(
+    pods: Iterable[Object], events: Mapping[str, Sequence[Object]], before: Mapping[str, str]
+) -> dict[str, str]:
+    """What registries said against images that pods cannot pull, by the image.
+
+    A kubelet says so once, and from then on in its status that it waits before it tries again; its event goes after an
+    hour. So who wants to know it later must keep it.
+
+    Args:
+        pods: of a Compute.
+        events: those about each pod, oldest first, by the pod's name.
+        before: what was found the last time; what is still waited for is kept.
+    """
+    found: dict[str, str] = {}
+    for pod in pods:
+        for status in _container_statuses(pod):
+            waiting, image = (status.get("state") or {}).get("waiting") or {}, status.get("image") or ""
+            if waiting and image in before:
+                found.setdefault(image, before[image])
+            if waiting.get("reason") not in _IMAGE_REASONS:
+                continue
+            said = str(waiting.get("message") or "")
+            if not said or _BACK_OFF.fullmatch(said.strip()):
+                told = [
+                    str(event.get("message", ""))
+                    for event in events.get(pod["metadata"]["name"], ())
+                    if event.get("reason") in ("Failed", "InspectFailed") and image in str(event.get("message", ""))
+                ]
+                said = next((text for text in reversed(told) if text.startswith(_PULL_EVENTS)), "")
+            if said:
+                found[image] = said[:_MAX_LOG_CHARACTERS]
+    return found
+
+
+def waiting_cause(
+    pod: Object, now: datetime.datetime, events: Iterable[Object] = (), pull_failure: Mapping[str, str] | None = None
+) -> Cause:
     """Why a pod that has not ended is not ready.
 
     Args:
         pod: the pod.
         now: the time.
         events: those about it, oldest first; they tell about volumes, which a pod's status does not.
+        pull_failure: what `pull_failures` found, now or before.
     """
     name = pod["metadata"]["name"]
     if not is_scheduled(pod):
@@ -98,10 +140,12 @@ def waiting_cause(pod: Object, now: datetime.datetime, events: Iterable[Object] 
         waiting = (status.get("state") or {}).get("waiting") or {}
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
         if reason in _IMAGE_REASONS:
+            image = status.get("image") or ""
+            why = str((pull_failure or {}).get(image) or message or reason).rstrip(".")
             return Cause(
                 "ImagePullFailed",
-                f"Pod {name} cannot pull the image {status.get('image') or '(unknown)'}: {message or reason}. Check "
-                "its name and tag, and imagePullSecrets if the registry is private.",
+                f"Pod {name} cannot pull the image {image or '(unknown)'}: {why}. Check its name and tag, and "
+                "imagePullSecrets if the registry is private.",
                 actionable=True,
             )
         if reason in _CONFIG_REASONS:
@@ -208,6 +252,11 @@ def _container_statuses(pod: Object) -> Sequence[Object]:
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
+def namespace_cause() -> Cause:
+    """Why nothing is made any more for a Compute whose namespace is being deleted."""
+    return Cause(NAMESPACE_TERMINATING, "Its namespace is being deleted, and it goes with it.")
+
+
 def refusal_cause(what: str, status: int, message: str) -> Cause:
     """Why the API server refused what we asked for.
 
@@ -216,6 +265,8 @@ def refusal_cause(what: str, status: int, message: str) -> Cause:
         status: the HTTP status.
         message: the server's own words.
     """
+    if status == 403 and "because it is being terminated" in message:
+        return namespace_cause()
     if status == 403 and "exceeded quota" in message:
         return Cause("QuotaExceeded", f"{what} exceeds a quota of its namespace: {message}", actionable=True)
     if status == 403 and "violates PodSecurity" in message:

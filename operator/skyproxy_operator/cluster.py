@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from skyproxy.kubernetes.versions import check_version
 from skyproxy_operator.causes import Cause, refusal_cause
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL, FIELD_MANAGER, PLURAL
@@ -153,6 +154,19 @@ class Cluster:
             raise ApiError(what, response.status, str(answer.get("reason", "")), message)
         return answer
 
+    async def check_version(self) -> None:
+        """Find out whether we can work on this cluster; where it does not tell its version, we try.
+
+        Raises:
+            ClusterError: it is too old.
+        """
+        try:
+            answer = await self.request("GET", "/version", what="version")
+        except ApiError as exc:
+            logger.warning("the cluster does not tell its version: %s", exc)
+        else:
+            logger.info("Kubernetes %s", check_version(answer))
+
     # --- objects -----------------------------------------------------------------------------------------------------
 
     async def read(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
@@ -191,7 +205,8 @@ class Cluster:
                 "POST",
                 path_of(wanted["apiVersion"], wanted["kind"], metadata["namespace"]),
                 what=f"{wanted['kind']} {metadata['name']}",
-                query={"fieldManager": FIELD_MANAGER},
+                # Strict: a field that the server does not know is an error and not left out, but on old ones.
+                query={"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"},
                 body=wanted,
             )
         except ApiError as exc:

@@ -12,9 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyproxy_operator import status as state
-from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled
+from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, namespace_cause
 from skyproxy_operator.cluster import ApiError, Cluster
-from skyproxy_operator.decisions import Announcement, Picture, Plan, decide, node_of, owned, refuse
+from skyproxy_operator.decisions import (
+    Announcement,
+    Picture,
+    Plan,
+    decide,
+    namespace_is_going,
+    node_of,
+    owned,
+    refuse,
+)
 from skyproxy_operator.family import Family, FamilyKeeper
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
@@ -182,6 +191,8 @@ class Controller:
         compute = picture.compute
         if "deletionTimestamp" in compute["metadata"]:
             return decide(picture, spec, self._options)
+        if namespace_is_going(compute):
+            return decide(replace(picture, refusals=(namespace_cause(),)), spec, self._options)
         family = await self._families.bring_up(compute, spec, picture.now)
         refusals = [*([family.blocking] if family.blocking else ()), *family.refusals]
         reports = await self._reports(picture, spec, family, memory)
@@ -274,6 +285,8 @@ class Controller:
         try:
             await self._cluster.create(event)
         except ApiError as exc:
+            if exc.cause == namespace_cause():
+                return
             # An event is for people; what it says is in the status, too.
             logger.warning("%s/%s: an event could not be written: %s", *_key(compute), exc)
 

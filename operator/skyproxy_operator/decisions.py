@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator import status as state
-from skyproxy_operator.causes import LOG_MARK, Cause, ended_cause, has_ended, node_lost_seconds
+from skyproxy_operator.causes import (
+    LOG_MARK,
+    NAMESPACE_TERMINATING,
+    Cause,
+    ended_cause,
+    has_ended,
+    namespace_cause,
+    node_lost_seconds,
+    pull_failures,
+)
 from skyproxy_operator.children import gateway_host
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
@@ -152,6 +161,8 @@ class _Decision:
     def plan(self) -> Plan:
         if "deletionTimestamp" in self._compute["metadata"]:
             return self._stopped(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
+        if any(cause.reason == NAMESPACE_TERMINATING for cause in self._picture.refusals):
+            return self._stopped(state.TERMINATING, namespace_cause(), delete=())
         if self._carried.get("endedFor") not in (None, current_key(self._compute)):
             self._start_over()
         if "endedFor" in self._carried:
@@ -301,7 +312,10 @@ class _Decision:
         taken = {pod["metadata"]["name"] for pod in current}
         missing = [node for node in range(self._spec.nodes) if pod_name(metadata["name"], node) not in taken]
         create = [build_pod(self._compute, self._spec, node, self._attempt, self._options) for node in missing]
-        verdict = state.judged(self._spec, current, self._picture.events, self._now)
+        failures = pull_failures(current, self._picture.events, self._carried.get("pullFailures", {}))
+        self._forget("pullFailures")
+        self._carried |= {"pullFailures": failures} if failures else {}
+        verdict = state.judged(self._spec, current, self._picture.events, self._now, failures)
         refusal = self._first_refusal()
         if verdict.ready:
             now = state.timestamp(self._now)
@@ -374,6 +388,11 @@ def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Annou
     if news and new["phase"] != state.FAILED and after["reason"] != "BackOff":
         result.append(Announcement("Warning", after["reason"], after["message"]))
     return tuple(result)
+
+
+def namespace_is_going(compute: Object) -> bool:
+    """Whether the status remembers that the API server refused new objects because the namespace is being deleted."""
+    return bool(_condition(compute.get("status") or {}, "Ready").get("reason") == NAMESPACE_TERMINATING)
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from skyproxy_operator.names import (
@@ -64,19 +65,30 @@ def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
         spec.pod_template,
     )
     # By these we know our pods again, so no template may change them.
-    metadata = built["metadata"]
+    metadata = built["metadata"] = built.get("metadata") or {}
     metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
-    metadata["labels"] = {**metadata.get("labels", {}), **labels(name), NODE_LABEL: str(node)}
+    metadata["labels"] = {**(metadata.get("labels") or {}), **labels(name), NODE_LABEL: str(node)}
     metadata["annotations"] = {
-        **metadata.get("annotations", {}),
+        **(metadata.get("annotations") or {}),
         SPEC_HASH: spec.pod_hash(),
         ATTEMPT: str(attempt),
     }
+    worker = [item for item in _rows(built.get("spec"), "containers") if item.get("name") == CONTAINER]
+    if not worker or not worker[0].get("image"):
+        raise ValueError(
+            f"spec.podTemplate leaves the Pod without its container {CONTAINER!r}, or that without an image"
+        )
     built["spec"]["restartPolicy"] = "Never"
     refused = list(violations(built, options, own_secrets=(token_secret(name), tls_secret(name))))
     if refused:
         raise ValueError("\n".join(f"the Pod's {line}" for line in refused))
     return built
+
+
+def _rows(holder: Any, key: str) -> list[Mapping[str, Any]]:
+    """The objects in a list of a pod that a template may have made into anything."""
+    found = holder.get(key) if isinstance(holder, Mapping) else None
+    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
 
 
 def _pod_spec(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:

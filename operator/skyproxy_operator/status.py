@@ -30,6 +30,7 @@ _PAST = (
     "endedReason",
     "endedMessage",
     "lastActivityTime",
+    "pullFailures",
     "worker",
 )
 """What cannot be seen in the cluster as it is now, so that the status itself is where it is kept."""
@@ -70,7 +71,11 @@ class Verdict:
 
 
 def judged(
-    spec: WorkerSpec, pods: Sequence[Object], events: Mapping[str, Sequence[Object]], now: datetime.datetime
+    spec: WorkerSpec,
+    pods: Sequence[Object],
+    events: Mapping[str, Sequence[Object]],
+    now: datetime.datetime,
+    pull_failures: Mapping[str, str] | None = None,
 ) -> Verdict:
     """How a Compute is that should run.
 
@@ -79,6 +84,7 @@ def judged(
         pods: its pods of the current start.
         events: those about pods, by the pod's name.
         now: the time.
+        pull_failures: what registries said against images, now or before.
     """
     ready = sum(is_ready(pod) for pod in pods)
     scheduled = sum(is_scheduled(pod) for pod in pods) == spec.nodes
@@ -86,7 +92,7 @@ def judged(
         what = "The worker takes sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes take sessions."
         return Verdict(RUNNING, True, Cause("Ready", what), False, True)
     waiting = [pod for pod in pods if not is_ready(pod) and not has_ended(pod)]
-    causes = [waiting_cause(pod, now, events.get(pod["metadata"]["name"], ())) for pod in waiting]
+    causes = [waiting_cause(pod, now, events.get(pod["metadata"]["name"], ()), pull_failures) for pod in waiting]
     # What somebody has to see to goes before what will pass.
     causes.sort(key=lambda item: not item.actionable)
     cause = causes[0] if causes else Cause("CreatingPods", "The pods are being made.")

@@ -65,6 +65,9 @@ def _merged_value(key: str, original: Any, patch: Any) -> Any:
             return _merged_list(key, _MERGE_KEYS[key], original or [], patch)
         if key in _LIST_OF_TEXTS:
             return [*(original or []), *(item for item in patch if item not in (original or []))]
+    elif isinstance(original, Mapping | list):
+        kind = "list" if isinstance(original, list) else "object"
+        raise ValueError(f"{key} is a {kind}, and {patch!r} cannot take its place")
     return copy.deepcopy(patch)
 
 
@@ -76,7 +79,9 @@ def _merged_list(name: str, key: str, original: list[Any], patch: list[Any]) -> 
     for item in patch:
         if not isinstance(item, Mapping) or key not in item:
             raise ValueError(f"an element of {name} has no {key}, so it cannot be told which one it changes")
-        place = next((index for index, old in enumerate(result) if old.get(key) == item[key]), None)
+        place = next(
+            (index for index, old in enumerate(result) if isinstance(old, Mapping) and old.get(key) == item[key]), None
+        )
         if item.get(_DIRECTIVE) == "delete":
             if place is not None:
                 del result[place]

@@ -15,6 +15,7 @@ from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy_operator.names import claim_name
+from skyproxy_operator.pod_schema import form_problems
 from skyproxy_operator.quantities import duration_seconds, quantity
 
 MAX_NAME = 50
@@ -28,6 +29,7 @@ _ACCELERATOR = re.compile(
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
 _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
+_MAX_LIMIT_SECONDS = 10 * 365 * 86400
 _RESERVED_VOLUMES = ("home", "shm", "tls", "tmp", "token")
 
 
@@ -173,8 +175,22 @@ def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
     yield from _variable_problems(spec.get("env") or ())
     yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
     for key in ("idleTimeout", "maxLifetime"):
-        yield from _problem(f"spec.{key}", duration_seconds, spec.get(key) or "")
+        yield from _problem(f"spec.{key}", _limit_seconds, spec.get(key) or "")
     yield from _template_problems(spec.get("podTemplate") or {})
+
+
+def _limit_seconds(text: str) -> int | None:
+    """The seconds of a duration that something can take.
+
+    Raises:
+        ValueError: it is none, or none that a worker could live to see.
+    """
+    seconds = duration_seconds(text)
+    if text and seconds is None:
+        raise ValueError(f"{text!r} is over before it begins; leave it out for no limit")
+    if seconds is not None and seconds > _MAX_LIMIT_SECONDS:
+        raise ValueError(f"{text!r} is longer than ten years; leave it out for no limit")
+    return seconds
 
 
 def _problem(where: str, check: Callable[[Any], object], value: object) -> Iterator[str]:
@@ -223,9 +239,11 @@ def _variable_problems(variables: Any) -> Iterator[str]:
 def _template_problems(template: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(template.keys() - {"metadata", "spec"}):
         yield f"spec.podTemplate.{key}: a pod template has metadata and spec only"
-    for key in ("metadata", "spec"):
-        if not isinstance(template.get(key) or {}, Mapping):
-            yield f"spec.podTemplate.{key}: it must be an object"
+    wrong = [key for key in ("metadata", "spec") if not isinstance(template.get(key, {}), Mapping | None)]
+    for key in wrong:
+        yield f"spec.podTemplate.{key}: it must be an object"
+    if template and not wrong:
+        yield from form_problems(template, "spec.podTemplate")
 
 
 def _volume(item: Mapping[str, Any], nodes: int) -> Volume:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from skyproxy.cli.doctor import Finding
 from skyproxy.errors import ClusterError, ConfigurationError
-from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
 from skyproxy.kubernetes.api_server import GROUP
 from skyproxy.kubernetes.client import PLURAL, ClusterClient
+from skyproxy.kubernetes.versions import check_version
 
 _NEEDED = [
     (GROUP, PLURAL, "", ("create", "get", "list", "watch", "patch", "delete")),
@@ -24,17 +25,19 @@ async def examine_cluster(address: ClusterAddress) -> list[Finding]:
     try:
         async with ClusterClient(address) as client:
             return await _examine(client)
-    except ConfigurationError as error:
+    except (NoClusterError, LibraryMissingError) as error:
         if address.options:
             return [Finding("cluster", "broken", str(error))]
         return [Finding("cluster", "skipped", "none is configured")]
+    except ConfigurationError as error:
+        return [Finding("cluster", "broken", str(error))]
     except ClusterError as error:
         return [Finding("cluster", "broken", str(error), "Check with: kubectl get namespaces")]
 
 
 async def _examine(client: ClusterClient) -> list[Finding]:
-    told = await client.request("GET", "/version")
-    findings = [Finding("cluster", "ok", f"Kubernetes {told.get('gitVersion', 'unknown')}, {client.address}")]
+    version = check_version(await client.request("GET", "/version"))
+    findings = [Finding("cluster", "ok", f"Kubernetes {version}, {client.address}")]
     try:
         count = len(await client.list_computes())
         findings.append(Finding("Compute", "ok", f"known; {count} in {client.namespace}"))

@@ -8,14 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.fleets import Access, Ending, WorkerRow
 from skyproxy.contexts import Context
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
+from skyproxy.kubernetes.ending import end
 from skyproxy.kubernetes.explain import explain
 from skyproxy.kubernetes.reach import reach_by_name
-
-_DELETE_SECONDS = 300.0
 
 
 class ClusterFleet:
@@ -46,10 +45,12 @@ class ClusterFleet:
                 return None
             return _row(compute, client.address, await client.pods(name), await client.events(name))
 
-    async def down(self, name: str, *, wait: bool) -> bool:
+    async def down(self, name: str, ending: Ending) -> bool:
         """Deletes one; whether there was one."""
-        async with ClusterClient(self._address) as client, asyncio.timeout(_DELETE_SECONDS):
-            return await client.delete(name, wait=wait)
+        async with ClusterClient(self._address) as client:
+            if not ending.wait:
+                return await client.delete(name, wait=False)
+            return await end(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines that its Pods wrote; those of several are marked with the node's number."""

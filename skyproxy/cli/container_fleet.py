@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.fleets import Access, Ending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
@@ -62,7 +62,7 @@ class ContainerFleet:
             software=dict(report.get("software", {})),
         )
 
-    async def down(self, name: str, *, wait: bool) -> bool:
+    async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
         return await stop_container(name)
 

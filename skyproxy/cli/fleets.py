@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from skyproxy.cli.arguments import ProviderName
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.contexts import Context, ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, SkyproxyError
-from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
 from skyproxy.providers.worker_report import ask_worker
 
 
@@ -83,6 +83,23 @@ class Access:
         return ask_worker(self.url, self.token, certificate=self.certificate, server_name=self.server_name)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a worker is to be ended; what is on this machine ends at once in any case.
+
+    Attributes:
+        wait: until it is gone.
+        timeout_seconds: for how long.
+        force: takes away what does not end by itself.
+        say: told what is being waited for.
+    """
+
+    wait: bool = True
+    timeout_seconds: float = 300.0
+    force: bool = False
+    say: Callable[[str], None] = lambda _: None
+
+
 class Fleet(Protocol):
     """The workers of one provider."""
 
@@ -96,7 +113,7 @@ class Fleet(Protocol):
     async def row(self, name: str) -> WorkerRow | None:
         """One of them, in all detail; None where there is none."""
 
-    async def down(self, name: str, *, wait: bool) -> bool:
+    async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
 
     def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
@@ -138,10 +155,14 @@ def asks_for_cluster(address: ClusterAddress) -> bool:
 
 
 async def has_cluster(address: ClusterAddress) -> bool:
-    """Whether there is a cluster to ask: it is configured, and the library for it is installed."""
+    """Whether there is a cluster to ask: it is configured, and the library for it is installed.
+
+    Raises:
+        ConfigurationError: one is configured, and cannot work. Who named a cluster must not get another worker instead.
+    """
     try:
         await address.resolved()
-    except ConfigurationError:
+    except (NoClusterError, LibraryMissingError):
         return False
     return True
 
@@ -172,17 +193,17 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
         return name, fleet_of(ProviderName.KUBERNETES, address)
     if context is not None:
         return name, fleet_of(context.provider, ClusterAddress.of_options(context.options))
-    fleets = [fleet_of(ProviderName.LOCAL, address)]
-    if await has_cluster(address):
-        fleets.append(fleet_of(ProviderName.KUBERNETES, address))
     asked = []
-    for fleet in fleets:
+    for kind in (ProviderName.LOCAL, ProviderName.KUBERNETES):
         try:
+            if kind is ProviderName.KUBERNETES and not await has_cluster(address):
+                continue
+            fleet = fleet_of(kind, address)
             if await fleet.row(name) is not None:
                 return name, fleet
-            asked.append(fleet.provider)
+            asked.append(kind.value)
         except SkyproxyError as error:
-            asked.append(f"{fleet.provider} (which could not be asked: {error})")
+            asked.append(f"{kind.value} (which could not be asked: {error})")
     raise not_found(name, " nor ".join(asked))
 
 

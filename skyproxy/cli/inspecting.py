@@ -59,7 +59,13 @@ def list_command(
         }
         for row in rows
     ]
-    show_table(_COLUMNS, shown, "There are no workers. Make one: skyproxy up NAME")
+    show_table(
+        _COLUMNS,
+        shown,
+        "There are no workers. Make one: skyproxy up NAME",
+        shorten=("where", "devices", "provider"),
+        unnamed=("current",),
+    )
 
 
 async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_namespaces: bool) -> list[WorkerRow]:
@@ -71,12 +77,13 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
         rows += await fleet_of("remote", address).rows()
     if provider is ProviderName.CONTAINER or (provider is None and _knows_containers()):
         rows += await fleet_of(ProviderName.CONTAINER, address).rows()
-    if wants_cluster or (provider is None and await has_cluster(address)):
+    if wants_cluster or provider is None:
         from skyproxy.cli.cluster_fleet import ClusterFleet
 
         try:
-            rows += await ClusterFleet(address, all_namespaces=all_namespaces).rows()
-        except ClusterError as error:
+            if wants_cluster or await has_cluster(address):
+                rows += await ClusterFleet(address, all_namespaces=all_namespaces).rows()
+        except (ClusterError, ConfigurationError) as error:
             # Nobody asked for the cluster by name, so the others are worth showing.
             if wants_cluster:
                 raise
@@ -249,7 +256,7 @@ def gpus(
     except ClusterError as error:
         if error.status != 403:
             raise
-        raise ConfigurationError(
+        raise ClusterError(
             f"{error} Listing nodes is a right of its own: kubectl auth can-i list nodes. Without it, ask for a GPU "
             "and see: skyproxy status NAME"
         ) from error
@@ -260,6 +267,7 @@ def gpus(
         {**row, "memory": bytes_text(row["memory_mib"] << 20) if row["memory_mib"] else "", "used": row["used"]}
         for row in rows
     ]
-    show_table(("node", "product", "memory", "resource", "total", "used", "free"), shown, "No node has GPUs.")
+    columns = ("node", "product", "memory", "resource", "total", "used", "free")
+    show_table(columns, shown, "No node has GPUs.", shorten=("product", "resource"))
     if any(not row["schedulable"] for row in rows):
         note("Nodes that take no new Pods have nothing free.")

@@ -1,4 +1,4 @@
-"""`skyproxy install`: puts the operator and its custom resource into a cluster."""
+"""`skyproxy install` and `uninstall`: put the operator and its custom resource into a cluster, and take them away."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of
-from skyproxy.cli.output import note, progress
+from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of, duration_seconds
+from skyproxy.cli.output import note, progress, warn
+from skyproxy.errors import ConfigurationError
 
 
 class Overlay(StrEnum):
@@ -48,3 +49,47 @@ def install(
 
     asyncio.run(work())
     note(f"Applied {len(objects)} objects of {overlay.value}. See: skyproxy doctor")
+
+
+def uninstall(
+    overlay: Annotated[
+        Overlay, typer.Option(help="What was installed: base; with a Gateway API controller; or for OpenShift.")
+    ] = Overlay.BASE,
+    delete_computes: Annotated[
+        bool, typer.Option("--delete-computes", help="End all workers of the cluster, of every namespace, first.")
+    ] = False,
+    keep_computes: Annotated[
+        bool, typer.Option("--keep-computes", help="Leave Computes and their workers as they are, without an operator.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and change nothing.")
+    ] = False,
+    timeout: Annotated[str, typer.Option(help="How long workers may take to end.")] = "5m",
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Take skyproxy out of a cluster. Needs an administrator's rights.
+
+    While there are Computes, nothing is deleted unless you say what becomes of them.
+    """
+    from skyproxy.kubernetes.manifests import manifests_folder, remove_manifests, render
+
+    if delete_computes and keep_computes:
+        raise ConfigurationError("--delete-computes and --keep-computes exclude one another. Leave one out.")
+    objects = render(manifests_folder(overlay.value))
+    if dry_run:
+        for item in reversed(objects):
+            typer.echo(f"{item['kind']} {item['metadata']['name']}")
+        return
+    fate = "delete" if delete_computes else "keep" if keep_computes else "refuse"
+    seconds = duration_seconds(timeout)
+    assert seconds is not None
+
+    async def work() -> list[str]:
+        with progress("Uninstalling") as say:
+            address = address_of(None, context, kubeconfig)
+            return await remove_manifests(address, objects, computes=fate, timeout_seconds=seconds, say=say)
+
+    for line in asyncio.run(work()):
+        warn(f"left in the cluster: {line}")
+    note(f"skyproxy ({overlay.value}) was taken out of the cluster.")

@@ -22,7 +22,7 @@ from skyproxy.cli.arguments import (
     volume_of,
 )
 from skyproxy.cli.connecting import connection_files
-from skyproxy.cli.fleets import Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
+from skyproxy.cli.fleets import Ending, Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
 from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, WorkerStartError
@@ -87,10 +87,12 @@ def up(
     if chosen is not ProviderName.KUBERNETES:
         impossible = {key: value for key, value in given.items() if value and key not in _POSSIBLE[chosen]}
         _refuse(chosen, impossible | ({"nodes": nodes} if nodes > 1 else {}))
+    # What a worker of this machine got when it was started: one that runs keeps what it has.
+    asked = {"gpus": gpus, "cpu": cpu, "memory": memory, "image": image, "volume": volume, "env": env}
     if chosen is ProviderName.LOCAL:
-        fleet = _up_local(name, gpus, cpu, variables, wait)
+        fleet = _up_local(name, gpus, cpu, variables, wait, asked)
     elif chosen is ProviderName.CONTAINER:
-        fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables))
+        fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
     else:
         manifest_options: dict[str, Any] = {
             "image": image,
@@ -125,17 +127,29 @@ def down(
     name: WorkerName = None,
     provider: Provider = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is gone.")] = True,
+    timeout: Annotated[str, typer.Option(help="How long to wait for that.")] = "5m",
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Remove Pods whose machine does not answer at once, and others after --timeout."),
+    ] = False,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """End a worker. Its tensors are gone; volumes go or stay as their reclaimPolicy says."""
+    """End a worker. Its tensors are gone; volumes go or stay as their reclaimPolicy says.
+
+    A Pod that is removed by force may go on running on its machine until that answers again.
+    """
+    if force and not wait:
+        raise ConfigurationError("--force has something to do only while it waits. Leave out --no-wait.")
     address = address_of(namespace, context, kubeconfig)
+    seconds = duration_seconds(timeout)
+    assert seconds is not None
 
     async def work() -> str:
         worker, fleet = await locate(name, provider, address)
-        with progress(f"Ending {worker}"):
-            there = await fleet.down(worker, wait=wait)
+        with progress(f"Ending {worker}") as say:
+            there = await fleet.down(worker, Ending(wait, seconds, force, say))
         forgotten = _forget(worker, await fleet.context(worker))
         if not there and not forgotten:
             raise not_found(worker, fleet.provider)
@@ -180,13 +194,33 @@ def _refuse(provider: ProviderName, given: dict[str, Any]) -> None:
         )
 
 
-def _up_local(name: str, gpus: int | None, cpu: str | None, env: dict[str, str], wait: bool) -> Fleet:
+def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -> None:
+    """Tell of a worker that runs already which of the options given now it does not get."""
+    given = [
+        f"--{key} {part.partition('=')[0] if key == 'env' else part}"
+        for key, value in asked.items()
+        if value is not None
+        for part in (value if isinstance(value, list) else [value])
+    ]
+    if not given:
+        note(f"{name} runs already; nothing was changed.")
+        return
+    again = f"skyproxy up {name} --provider {provider.value} ..."
+    note(
+        f"{name} runs already, and a worker of this machine keeps what it was started with: {', '.join(given)} "
+        f"changed nothing. To start it anew, without its tensors: skyproxy down {name}; {again}"
+    )
+
+
+def _up_local(
+    name: str, gpus: int | None, cpu: str | None, env: dict[str, str], wait: bool, asked: dict[str, Any]
+) -> Fleet:
     from skyproxy.providers.detached import find, start_detached
 
     fleet = fleet_of(ProviderName.LOCAL, ClusterAddress())
     existing = find(name)
     if existing is not None and existing.alive and existing.url:
-        note(f"{name} runs already; its arguments stay as they are.")
+        _note_what_stays(name, ProviderName.LOCAL, asked)
         return fleet
     variables = dict(env)
     if gpus:
@@ -210,13 +244,14 @@ async def _up_container(
     image: str | None,
     volumes: list[dict[str, str]],
     env: dict[str, str],
+    asked: dict[str, Any],
 ) -> Fleet:
     from skyproxy.providers.detached_container import start_container
 
     fleet = fleet_of(ProviderName.CONTAINER, ClusterAddress())
     existing = await fleet.row(name)
     if existing is not None and existing.ready:
-        note(f"{name} runs already; its arguments stay as they are.")
+        _note_what_stays(name, ProviderName.CONTAINER, asked)
         return fleet
     with progress(f"Starting {name} in a container"):
         await start_container(name, image=image, gpus=gpus, cpu=cpu, memory=memory, volumes=volumes, env=env, wait=wait)

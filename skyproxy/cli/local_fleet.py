@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
-from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.fleets import Access, Ending, WorkerRow
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
@@ -33,7 +33,7 @@ class LocalFleet:
         worker = find(name)
         return await asyncio.to_thread(_row, worker) if worker is not None else None
 
-    async def down(self, name: str, *, wait: bool) -> bool:
+    async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
         worker = find(name)
         if worker is None:

@@ -54,6 +54,7 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
     "Cluster": [
         ("gpus", inspecting.gpus),
         ("install", installing.install),
+        ("uninstall", installing.uninstall),
     ],
     "This machine": [
         ("serve", serving.serve_command),

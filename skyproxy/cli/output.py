@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from skyproxy.cli.exit_codes import ExitCode
 
 Row = dict[str, Any]
+
+_GAP = 2
+_SHORTEST = 5
 
 
 def console() -> Console:
@@ -43,23 +48,58 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Row], empty: str) -> None:
-    """The result for people.
+def show_table(
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    empty: str,
+    *,
+    shorten: Sequence[str] = (),
+    unnamed: Sequence[str] = (),
+) -> None:
+    """The result for people: a line for each row where the terminal is wide enough for that.
 
     Args:
         columns: keys of the rows, which are the headings too.
         rows: what to show; a key that is missing shows as nothing.
         empty: what to say in place of an empty table.
+        shorten: columns whose texts are cut where the terminal is narrow, the widest first. What they cannot give up
+            makes the other columns take several lines.
+        unnamed: columns without a heading.
     """
     if not rows:
         note(empty)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    headings = {column: "" if column in unnamed else column.replace("_", " ").upper() for column in columns}
+    texts = [{column: "" if row.get(column) is None else str(row[column]) for column in columns} for row in rows]
+    target = console()
+    widths = _fitted(
+        {
+            column: max(cell_len(text) for text in [headings[column], *(row[column] for row in texts)])
+            for column in columns
+        },
+        {column: max(cell_len(headings[column]), _SHORTEST) for column in shorten},
+        target.width - _GAP * (len(columns) - 1),
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False, padding=(0, _GAP, 0, 0))
     for column in columns:
-        table.add_column(column.replace("_", " ").upper(), overflow="fold")
-    for row in rows:
-        table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
-    console().print(table)
+        if column in shorten:
+            table.add_column(headings[column], width=widths[column], no_wrap=True, overflow="ellipsis")
+        else:
+            table.add_column(headings[column], overflow="fold")
+    for row in texts:
+        table.add_row(*(Text(text) for text in row.values()))
+    target.print(table)
+
+
+def _fitted(widths: dict[str, int], shortest: dict[str, int], room: int) -> dict[str, int]:
+    """Return `widths` with the widest of the columns in `shortest` made narrower until all fit in `room`."""
+    result = dict(widths)
+    while sum(result.values()) > room:
+        candidates = [column for column, least in shortest.items() if result[column] > least]
+        if not candidates:
+            break
+        result[max(candidates, key=lambda column: result[column])] -= 1
+    return result
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from skyproxy.cli.fleets import Access, WorkerRow
+from skyproxy.cli.fleets import Access, Ending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context, ContextStore
 from skyproxy.errors import ConfigurationError, ConnectError
@@ -53,7 +53,7 @@ class RemoteFleet:
             software=dict(report.get("software", {})),
         )
 
-    async def down(self, name: str, *, wait: bool) -> bool:
+    async def down(self, name: str, ending: Ending) -> bool:
         """Refuses: whoever started it ends it."""
         raise ConfigurationError(
             f"{name} was not started by skyproxy up, so it is not ended from here. "

@@ -38,7 +38,8 @@ def list_contexts(as_json: Json = False) -> None:
         }
         for row in rows
     ]
-    show_table(("current", "name", "provider", "details"), shown, "No context is saved. Make one: skyproxy up NAME")
+    columns = ("current", "name", "provider", "details")
+    show_table(columns, shown, "No context is saved. Make one: skyproxy up NAME", unnamed=("current",))
 
 
 @app.command("current")

@@ -14,6 +14,19 @@ from skyproxy.extras import install_command
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
+class NoClusterError(ConfigurationError):
+    """Nobody has configured a cluster here: no kubeconfig, no Pod around us, no context that is the current one."""
+
+
+class LibraryMissingError(ConfigurationError):
+    """The package that talks to clusters is not installed."""
+
+
+_HOW_TO_NAME_ONE = (
+    "Set KUBECONFIG or pass --kubeconfig; for a worker on this machine: skyproxy up NAME --provider local"
+)
+
+
 @dataclass(frozen=True)
 class ClusterAddress:
     """A cluster as this machine knows it; whatever is None is decided as kubectl does.
@@ -48,30 +61,31 @@ class ClusterAddress:
         """The same with every choice made, so that it means the same tomorrow and in another folder.
 
         Raises:
-            ConfigurationError: there is no kubeconfig, or it does not have that context.
+            NoClusterError: none is configured.
+            ConfigurationError: the kubeconfig that somebody named is not there, cannot be read, or does not have that
+                context.
         """
         kubernetes = load_library()
         file = self._kubeconfig_file()
         if file is None:
             if not self.in_cluster:
-                raise ConfigurationError(
-                    "no Kubernetes cluster is configured: there is no kubeconfig. Set KUBECONFIG or pass --kubeconfig; "
-                    "for a worker on this machine: skyproxy up NAME --provider local"
-                )
+                raise NoClusterError(f"no Kubernetes cluster is configured: there is no kubeconfig. {_HOW_TO_NAME_ONE}")
             own = _SERVICE_ACCOUNT / "namespace"
             namespace = self.namespace or (own.read_text(encoding="ascii").strip() if own.exists() else "default")
             return ClusterAddress(namespace)
+        self._check_files(file)
         try:
             contexts, current = kubernetes.config.list_kube_config_contexts(config_file=file)
+            rows = {row["name"]: row for row in contexts}
+            name = self.context or (current["name"] if current else None)
         except Exception as error:
             raise ConfigurationError(
-                f"the kubeconfig {file} cannot be used: {error}. See: kubectl config view"
+                f"the kubeconfig {file} cannot be used: {error}. See: kubectl config view --kubeconfig {file}"
             ) from error
-        rows = {row["name"]: row for row in contexts}
-        name = self.context or (current["name"] if current else None)
         if name is None or name not in rows:
             known = ", ".join(sorted(rows)) or "none"
-            raise ConfigurationError(f"the kubeconfig {file} has no context {name!r}. It has: {known}.")
+            lacking = f"context {name!r}" if name else "current context"
+            raise ConfigurationError(f"the kubeconfig {file} has no {lacking}. It has: {known}. Name one: --context")
         namespace = self.namespace or rows[name]["context"].get("namespace") or "default"
         path = os.pathsep.join(str(Path(item).expanduser().absolute()) for item in file.split(os.pathsep) if item)
         return ClusterAddress(namespace, name, path)
@@ -99,6 +113,33 @@ class ClusterAddress:
             raise ConfigurationError(f"the credentials of {where} cannot be used: {error}") from error
         return configuration
 
+    def _check_files(self, named: str) -> None:
+        """Say of a kubeconfig what the library does not: that it is not there, or names no context to use.
+
+        Of several files, as KUBECONFIG may have them, kubectl leaves out those that are not there.
+        """
+        said = "--kubeconfig" if self.kubeconfig else "KUBECONFIG" if os.environ.get("KUBECONFIG") else ""
+        files = [Path(item).expanduser() for item in named.split(os.pathsep) if item]
+        found = [file for file in files if file.exists()]
+        if not found:
+            raise ConfigurationError(
+                f"the kubeconfig {named}, which {said or 'HOME'} names, cannot be used: there is no such file. Correct "
+                "the path, or leave it out; for a worker on this machine: skyproxy up NAME --provider local"
+            )
+        if said or self.context:
+            return
+        # Tools that made a cluster and took it away again leave a file behind in which nothing is current.
+        import yaml
+
+        try:
+            content = yaml.safe_load(found[0].read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigurationError(f"the kubeconfig {found[0]} cannot be read: {error}") from error
+        if content is None or (isinstance(content, Mapping) and not content.get("current-context")):
+            raise NoClusterError(
+                f"no Kubernetes cluster is configured: {found[0]} has no current context. {_HOW_TO_NAME_ONE}"
+            )
+
     def _kubeconfig_file(self) -> str | None:
         if self.kubeconfig:
             return self.kubeconfig
@@ -116,12 +157,12 @@ def load_library() -> Any:
     """The package kubernetes_asyncio.
 
     Raises:
-        ConfigurationError: it is not installed.
+        LibraryMissingError: it is not installed.
     """
     try:
         import kubernetes_asyncio
     except ImportError as error:
-        raise ConfigurationError(
+        raise LibraryMissingError(
             "talking to a Kubernetes cluster needs kubernetes_asyncio, which is not installed here. "
             f"Install it: {install_command('kubernetes')}"
         ) from error

@@ -6,6 +6,7 @@ than `kubectl kustomize`.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.api_server import Manifest
-from skyproxy.kubernetes.client import APPLY, ClusterClient
+from skyproxy.kubernetes.api_server import GROUP, Manifest
+from skyproxy.kubernetes.client import APPLY, PLURAL, VERSION, ClusterClient
+from skyproxy.kubernetes.versions import check_version
 
 _KNOWN_FIELDS = {"apiVersion", "kind", "resources", "patches"}
 _FIRST = ("Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "Role")
+_LOOK_SECONDS = 1.0
+_SHOWN = 5
 _LIST_KEYS = ("name", "containerPort", "mountPath", "port", "ip")
 
 
@@ -118,14 +122,133 @@ async def apply_manifests(
     """Server-side apply of objects, in order.
 
     Raises:
-        ClusterError: the cluster refused one; those before it are applied.
+        ClusterError: the cluster is too old, and nothing is applied; or it refused one, and those before it are there.
     """
     async with ClusterClient(address) as client:
+        check_version(await client.request("GET", "/version"))
         for item in objects:
             say(f"{item['kind']} {item['metadata']['name']}")
             path = await _path_of(client, item)
             query = [("fieldManager", "skyproxy-install"), ("force", "true")]
             await client.request("PATCH", path, body=item, query=query, content_type=APPLY)
+
+
+async def remove_manifests(
+    address: ClusterAddress,
+    objects: list[Manifest],
+    *,
+    computes: str = "refuse",
+    timeout_seconds: float = 300.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[str]:
+    """Delete what `apply_manifests` made, the last first.
+
+    Args:
+        address: the cluster.
+        objects: those that were applied.
+        computes: what happens to Computes that are there, for without their definition they cannot be: "refuse" deletes
+            nothing, "delete" ends them and their workers first, "keep" leaves them, their workers and the definition.
+        timeout_seconds: how long Computes may take to go.
+        say: told what is being done.
+
+    Returns:
+        What was left in the cluster, and why, a line each.
+
+    Raises:
+        ConfigurationError: there are Computes, and `computes` is "refuse".
+        ClusterError: the cluster refused, or Computes did not go in time; what was not deleted yet stays.
+    """
+    left = []
+    async with ClusterClient(address) as client:
+        found = await _computes_anywhere(client)
+        names = [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in found]
+        if found and computes == "refuse":
+            raise ConfigurationError(
+                f"there are Computes, and they and their workers cannot stay without skyproxy: {_listed(names)}. End "
+                "them with skyproxy down, or all of them now with --delete-computes. --keep-computes takes away the "
+                "operator alone"
+            )
+        if found and computes == "delete":
+            await _delete_computes(client, found, timeout_seconds, say)
+        keeps = computes == "keep" and bool(found)
+        for item in reversed(objects):
+            what = f"{item['kind']} {item['metadata']['name']}"
+            if keeps and item["kind"] == "CustomResourceDefinition":
+                left.append(f"{what}: {_listed(names)}")
+                continue
+            if item["kind"] == "Namespace":
+                own = ("skyproxy",) if keeps else ("skyproxy", "skyproxy-worker")
+                if others := await _foreign_pods(client, item["metadata"]["name"], own):
+                    left.append(f"{what}: other Pods are in it: {_listed(others)}")
+                    continue
+            say(what)
+            await _delete(client, item)
+    return left
+
+
+async def _computes_anywhere(client: ClusterClient) -> list[Manifest]:
+    try:
+        return await client.list_computes(all_namespaces=True)
+    except ClusterError as error:
+        if error.status == 404:  # their definition is gone already
+            return []
+        raise
+
+
+async def _delete_computes(
+    client: ClusterClient, found: list[Manifest], timeout_seconds: float, say: Callable[[str], None]
+) -> None:
+    for item in found:
+        namespace, name = item["metadata"]["namespace"], item["metadata"]["name"]
+        say(f"Compute {namespace}/{name}")
+        path = f"/apis/{item.get('apiVersion') or f'{GROUP}/{VERSION}'}/namespaces/{namespace}/{PLURAL}/{name}"
+        try:
+            await client.request("DELETE", path, body={"propagationPolicy": "Foreground"})
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while rest := await _computes_anywhere(client):
+                say(f"waiting for {len(rest)} Computes to end")
+                await asyncio.sleep(_LOOK_SECONDS)
+    except TimeoutError:
+        names = [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in rest]
+        raise ClusterError(
+            f"Computes are still there after {timeout_seconds:.0f} s: {_listed(names)}. The operator stays. "
+            "See what they wait for: skyproxy status NAME"
+        ) from None
+
+
+async def _foreign_pods(client: ClusterClient, namespace: str, own: tuple[str, ...]) -> list[str]:
+    """The Pods in a namespace that bear none of the names which are our own."""
+    rows = (await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")).get("items", [])
+    return [
+        row["metadata"]["name"]
+        for row in rows
+        if (row["metadata"].get("labels") or {}).get("app.kubernetes.io/name") not in own
+    ]
+
+
+async def _delete(client: ClusterClient, item: Manifest) -> None:
+    """Delete an object; one that is not there, or of a kind that the cluster does not know, is fine."""
+    try:
+        path = await _path_of(client, item)
+    except _UnknownKindError:
+        return
+    try:
+        await client.request("DELETE", path, body={"propagationPolicy": "Foreground"})
+    except ClusterError as error:
+        if error.status != 404:
+            raise
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+class _UnknownKindError(ClusterError):
+    """The cluster does not know a kind of object."""
 
 
 async def _path_of(client: ClusterClient, item: Manifest) -> str:
@@ -139,7 +262,7 @@ async def _path_of(client: ClusterClient, item: Manifest) -> str:
         resources = []
     row = next((row for row in resources if row["kind"] == item["kind"] and "/" not in row["name"]), None)
     if row is None:
-        raise ClusterError(
+        raise _UnknownKindError(
             f"the cluster knows no {item['kind']} of {version}. Install what defines it, or choose another --overlay."
         )
     namespace = item["metadata"].get("namespace", client.namespace)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
+from skyproxy.providers.container_engine import CONFINEMENT
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
 from skyproxy.providers.local import devices_of_node
@@ -166,7 +167,7 @@ class Containers:
         spec = self._spec
         node, local_rank = divmod(rank, spec.procs_per_node)
         command = [self._cli, "run", "--rm", "--interactive", "--init", "--name", self._container(rank)]
-        command += ["--label", f"skyproxy.pool={spec.name}"]
+        command += ["--label", f"skyproxy.pool={spec.name}", *CONFINEMENT]
         if local_rank:
             first = self._container(rank - local_rank)
             command += ["--network", f"container:{first}", "--ipc", f"container:{first}"]
@@ -260,7 +261,7 @@ class Containers:
         await asyncio.to_thread(worker.stop)
         # It has ended with its standard input, unless it was frozen; then its client is gone, and it is not.
         with contextlib.suppress(WorkerStartError):
-            await run_command([self._cli, "rm", "--force", self._container(rank)], "remove a container")
+            await run_command([self._cli, "rm", "-fv", self._container(rank)], "remove a container")
 
     async def close(self) -> None:
         """Ends and removes all containers, and their network; idempotent."""

@@ -21,6 +21,21 @@ _SECONDS = 600.0
 """For one command: the first start of an image pulls it."""
 
 
+HOME_FOLDER = "/home/worker"
+CONFINEMENT = (
+    "--cap-drop=ALL",
+    "--security-opt=no-new-privileges",
+    "--read-only",
+    # Volumes without a name, which go with the container: on disk, and files in them can be executed, as compiled
+    # graphs need. A tmpfs would take memory, and engines forbid to execute what is in it.
+    "--volume=/tmp",
+    f"--volume={HOME_FOLDER}",
+    f"--env=HOME={HOME_FOLDER}",
+)
+"""Options of every container, so that a function in it can do no more than one in a Pod of the operator: no
+capabilities, nothing that gives more of them, and nothing to write but a home, temporary files and volumes."""
+
+
 @dataclass(frozen=True)
 class ContainerEngine:
     """An engine on this machine.
@@ -143,7 +158,8 @@ class ContainerEngine:
         """Ends a container and removes it; whether there was one."""
         if await self.inspect(name) is None:
             return False
-        await self.call("rm", "--force", name)
+        # With its volumes that have no name; others stay.
+        await self.call("rm", "-fv", name)
         return True
 
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from skyproxy.providers.commands import run_command
+from skyproxy.providers.container_engine import HOME_FOLDER
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image, PipIndex, requirement_name
 
@@ -57,7 +58,9 @@ def containerfile(image: Image) -> str:
         lines.append(f"RUN {install} {' '.join(sorted(image.apt))} && rm -rf /var/lib/apt/lists/*")
     for arguments in install_steps(image, isolated=True):
         lines.append("RUN " + json.dumps(["python3", "-m", "pip", "install", *arguments]))
-    lines += [f"COPY skyproxy-source {_SOURCE}", f"ENV PYTHONPATH={_SOURCE}"]
+    # Whoever the user in the container is: all else is read-only there.
+    lines.append(f"RUN mkdir -p -m 1777 {HOME_FOLDER}")
+    lines += [f"COPY skyproxy-source {_SOURCE}", f"ENV PYTHONPATH={_SOURCE} PYTHONDONTWRITEBYTECODE=1"]
     return "\n".join(lines) + "\n"
 
 

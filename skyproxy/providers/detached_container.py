@@ -12,7 +12,7 @@ from typing import Any
 
 from skyproxy.contexts import checked_name, state_folder, write_private
 from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
-from skyproxy.providers.container_engine import LABEL, ContainerEngine, published_port
+from skyproxy.providers.container_engine import CONFINEMENT, LABEL, ContainerEngine, published_port
 from skyproxy.providers.worker_report import ask_worker
 from skyproxy.settings import SETTINGS
 
@@ -81,7 +81,7 @@ async def start_container(
     engine, container = ContainerEngine.find(), container_name(name)
     if await engine.inspect(container) is not None:
         raise ConfigurationError(f"a container {container!r} exists already. End it first: skyproxy down {name}")
-    options = ["--label", f"{LABEL}={name}", "--publish", f"127.0.0.1::{PORT}", "--init"]
+    options = ["--label", f"{LABEL}={name}", "--publish", f"127.0.0.1::{PORT}", "--init", *CONFINEMENT]
     options += ["--gpus", str(gpus)] if gpus else []
     options += ["--cpus", f"{plain_number(cpu):g}"] if cpu else []
     options += ["--memory", f"{plain_number(memory):.0f}b"] if memory else []

@@ -27,9 +27,12 @@ def main(verb: str, *rest: str) -> None:
 def create(*rest: str) -> None:
     options, arguments = {"--env": [], "--label": [], "--volume": []}, list(rest)
     while arguments[0].startswith("--"):
-        option = arguments.pop(0)
-        value = "" if option == "--init" else arguments.pop(0)
-        options.setdefault(option, []).append(value)
+        option, given, value = arguments.pop(0).partition("=")
+        if not given:
+            value = "" if option in ("--init", "--read-only") else arguments.pop(0)
+        # A variable with its value is not one of ours.
+        if not (option == "--env" and "=" in value):
+            options.setdefault(option, []).append(value)
     image, *command = arguments
     if image == "no/such:image":
         sys.exit("Unable to find image 'no/such:image' locally\npull access denied")
@@ -89,7 +92,8 @@ def logs(*rest: str) -> None:
     print((STATE / rest[-1] / "log").read_text(), end="")
 
 
-def rm(_force: str, name: str) -> None:
+def rm(*rest: str) -> None:
+    name = rest[-1]
     pid = load(STATE / name)["pid"]
     if pid is not None and runs(pid):
         os.killpg(pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from skyproxy.contexts import ContextStore
 from skyproxy.errors import ConfigurationError
+from skyproxy.providers.container_engine import CONFINEMENT
 from skyproxy.providers.detached_container import plain_number
 
 pytestmark = [
@@ -80,6 +81,20 @@ def test_up_then_a_program_then_down(run: Run, read: Read, engine: Path) -> None
     assert read("list", "--provider", "container") == []
     assert list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.token")) == []
     assert ContextStore().names() == []
+
+
+def test_a_container_has_no_capabilities_and_nothing_to_write_but_its_volumes(run: Run, engine: Path) -> None:
+    assert run("up", "box", "--provider", "container", "--env", "HOME=/elsewhere").exit_code == 0
+    (create,) = [call for call in calls(engine) if call[0] == "create"]
+    assert set(CONFINEMENT) <= set(create)
+    assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--read-only"} <= set(CONFINEMENT)
+    # What the user says of the home comes later, and wins.
+    assert create.index("--env=HOME=/home/worker") < create.index("HOME")
+    # The token's folder is one that can be written.
+    assert "--volume=/tmp" in create
+    assert run("down", "box").exit_code == 0
+    (remove,) = [call for call in calls(engine) if call[0] == "rm"]
+    assert remove == ["rm", "-fv", "skyproxy-box"]
 
 
 def test_the_token_is_in_no_command_and_no_description(run: Run, engine: Path) -> None:

@@ -98,6 +98,16 @@ def test_up_again_keeps_the_worker(run: Run, dev: str) -> None:
     assert find(dev) == before
 
 
+def test_up_of_a_running_worker_says_which_options_change_nothing(run: Run, dev: str) -> None:
+    before = find(dev)
+    result = run("up", dev, "--provider", "local", "--gpus", "1", "--env", "TOKEN=hidden", "--env", "HOME")
+    assert result.exit_code == 0, result.output
+    assert "--gpus 1, --env TOKEN, --env HOME changed nothing" in " ".join(result.stderr.split())
+    assert "skyproxy down dev; skyproxy up dev --provider local" in " ".join(result.stderr.split())
+    assert "hidden" not in result.output
+    assert find(dev) == before
+
+
 def test_run_binds_a_script_to_a_worker_that_is_not_the_current_one(run: Run, dev: str, home: Path) -> None:
     assert run("context", "clear").exit_code == 0
     told = python("-m", "skyproxy.cli.main", "run", "--on", dev, program(home), "--on", "mine")

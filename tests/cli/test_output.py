@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from skyproxy.cli.arguments import duration_seconds, variables_of, volume_of
-from skyproxy.cli.output import age_text, bytes_text
+from skyproxy.cli.output import age_text, bytes_text, show_table
 from skyproxy.errors import ConfigurationError
 
 WAIT = """
@@ -75,6 +75,14 @@ def test_what_is_no_duration(text: str) -> None:
         duration_seconds(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"), [("0", "over before"), ("0s", "over before"), ("99999999999d", "longer than ten years")]
+)
+def test_durations_that_nothing_can_take_are_refused(text: str, fault: str) -> None:
+    with pytest.raises(ConfigurationError, match=fault):
+        duration_seconds(text)
+
+
 def test_volumes_and_variables_are_read() -> None:
     assert volume_of("cache:10Gi:/cache:reclaimPolicy=Retain") == {
         "name": "cache",
@@ -89,3 +97,41 @@ def test_volumes_and_variables_are_read() -> None:
 def test_what_is_no_volume(text: str) -> None:
     with pytest.raises(ConfigurationError, match="NAME:SIZE:PATH"):
         volume_of(text)
+
+
+WORKERS = [
+    {
+        "current": "*",
+        "name": "training-run-17",
+        "provider": "kubernetes",
+        "where": "research-team (arn:aws:eks:eu-central-1:cluster/production)",
+        "phase": "Provisioning",
+        "nodes": 16,
+        "devices": "8x NVIDIA H100 80GB HBM3",
+        "idle": "119s",
+        "age": "23h",
+    },
+    {"name": "dev", "provider": "local", "where": "this machine", "phase": "Running", "nodes": 1, "devices": "cpu"},
+]
+_COLUMNS = tuple(WORKERS[0])
+
+
+@pytest.mark.parametrize("width", [80, 100, 300])
+def test_a_list_of_workers_has_a_line_each_that_fits(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_table(_COLUMNS, WORKERS, "", shorten=("where", "devices", "provider"), unnamed=("current",))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= width
+    assert "training-run-17" in lines[1]
+    assert "Provisioning" in lines[1]
+    assert ("…" in lines[1]) == (width < 130)
+    assert lines[2].split()[:3] == ["dev", "local", "this"]
+    assert "Running" in lines[2]
+
+
+def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(("name",), [{"name": "[red]a[/red]"}], "")
+    assert "[red]a[/red]" in capsys.readouterr().out

@@ -109,14 +109,32 @@ def pods_of(cluster: Cluster, namespace: str, name: str) -> list[Object]:
     return cluster.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{LABEL}={name}")
 
 
+KILLABLE: Object = {"podTemplate": {"spec": {"shareProcessNamespace": True}}}
+"""For the spec of a worker that `kill_worker` is to kill. The kernel ignores SIGKILL for process 1 of a namespace when
+it comes from inside, and a container's first process is such a one unless its Pod shares one namespace."""
+KILL_FIRST = """
+for folder in /proc/[0-9]*; do
+  number=${folder#/proc/}
+  parent=
+  while read -r key value rest; do
+    if [ "$key" = PPid: ]; then parent=$value; fi
+  done < "$folder/status"
+  if [ "$parent" = 0 ] && [ "$number" != 1 ] && [ "$number" != $$ ]; then kill -9 "$number"; fi
+done
+"""
+"""A script that kills the first process of every other container in its namespace of processes: the parents of such
+processes, and of what `exec` starts, are outside; process 1 is the Pod's pause."""
+
+
 def kill_worker(cluster: Cluster, pod: Object) -> None:
-    """Kills the first process of a Pod's worker, as the kernel would when memory runs out."""
+    """Kills the first process of a Pod's worker, as the kernel would when memory runs out; it has to be KILLABLE."""
     if cluster.local:
         identity = pod["status"]["containerStatuses"][0]["containerID"]
         os.kill(int(identity.removeprefix("process://")), signal.SIGKILL)
     else:
+        assert pod["spec"].get("shareProcessNamespace"), "a worker that cannot be killed from inside"
         where = f"--namespace={pod['metadata']['namespace']}"
-        cluster.try_kubectl("exec", where, pod["metadata"]["name"], "--", "sh", "-c", "kill -9 1")
+        cluster.kubectl("exec", where, pod["metadata"]["name"], "--", "sh", "-c", KILL_FIRST)
 
 
 class User:

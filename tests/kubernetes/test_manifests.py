@@ -16,7 +16,8 @@ from aiohttp import web
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.manifests import apply_manifests, manifests_folder, render
+from skyproxy.kubernetes.manifests import apply_manifests, manifests_folder, remove_manifests, render
+from skyproxy.kubernetes.versions import check_version
 
 OVERLAYS = ("base", "e2e", "openshift")
 
@@ -80,6 +81,7 @@ def test_an_overlay_that_is_not_installed_is_an_error() -> None:
         manifests_folder("moon")
 
 
+NEW = {"major": "1", "minor": "20", "gitVersion": "v1.20.2"}
 RESOURCES = {
     "/api/v1": [{"kind": "Namespace", "name": "namespaces", "namespaced": False}],
     "/apis/apps/v1": [
@@ -93,6 +95,8 @@ def test_each_object_is_applied_at_its_own_place(server: Any, kubeconfig: Path) 
     bodies = []
 
     async def handler(request: Any) -> Any:
+        if request.path == "/version":
+            return web.json_response(NEW)
         if request.method == "GET":
             return web.json_response({"resources": RESOURCES[request.path]})
         bodies.append(json.loads(await request.text()))
@@ -114,9 +118,119 @@ def test_each_object_is_applied_at_its_own_place(server: Any, kubeconfig: Path) 
 
 def test_a_kind_that_the_cluster_does_not_know_is_named(server: Any, kubeconfig: Path) -> None:
     async def handler(request: Any) -> Any:
+        if request.path == "/version":
+            return web.json_response(NEW)
         return web.Response(status=404, text="404 page not found")
 
     server.handler = handler
     objects = [{"apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway", "metadata": {"name": "g"}}]
     with pytest.raises(ClusterError, match="knows no Gateway"):
         asyncio.run(apply_manifests(ClusterAddress(kubeconfig=str(kubeconfig)), objects))
+
+
+@pytest.mark.parametrize(("major", "minor"), [("1", "19"), ("1", "9+"), ("0", "30")])
+def test_a_cluster_that_is_too_old_is_refused_before_anything_is_applied(
+    server: Any, kubeconfig: Path, major: str, minor: str
+) -> None:
+    async def handler(request: Any) -> Any:
+        assert request.path == "/version"
+        return web.json_response({"major": major, "minor": minor, "gitVersion": f"v{major}.{minor}.1"})
+
+    server.handler = handler
+    objects = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "system"}}]
+    with pytest.raises(ClusterError, match=rf"v{major}.{minor[0]}.* needs 1.20 or newer".replace("+", r"\+")):
+        asyncio.run(apply_manifests(ClusterAddress(kubeconfig=str(kubeconfig)), objects))
+    assert server.requests == ["GET /version"]
+
+
+@pytest.mark.parametrize(
+    "answer", [NEW, {"major": "1", "minor": "31+"}, {"major": "2", "minor": "0"}, {}, {"minor": "x"}]
+)
+def test_newer_versions_and_those_that_nobody_can_read_are_tried(answer: dict[str, str]) -> None:
+    assert check_version(answer) == answer.get("gitVersion", "unknown")
+
+
+class Installed:
+    """A cluster in which skyproxy is installed, as far as an uninstallation sees it."""
+
+    def __init__(self, computes: list[str], pods: dict[str, str]) -> None:
+        self.computes = computes
+        self.pods = pods
+        self.deleted: list[str] = []
+
+    async def answer(self, request: Any) -> Any:
+        path = request.path
+        if request.method == "DELETE":
+            self.deleted.append(path.rpartition("/")[2])
+            self.computes = [name for name in self.computes if not path.endswith(f"/computes/{name}")]
+            return web.json_response({})
+        if path.endswith("/computes"):
+            items = [{"metadata": {"namespace": "team", "name": name}} for name in self.computes]
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": items})
+        if path.endswith("/pods"):
+            items = [
+                {"metadata": {"name": name, "labels": {"app.kubernetes.io/name": label}}}
+                for name, label in self.pods.items()
+            ]
+            return web.json_response({"items": items})
+        kinds = {
+            "Namespace": False,
+            "ServiceAccount": True,
+            "Deployment": True,
+            "Role": True,
+            "RoleBinding": True,
+            "ClusterRole": False,
+            "ClusterRoleBinding": False,
+            "CustomResourceDefinition": False,
+        }
+        rows = [{"kind": kind, "name": f"{kind.lower()}s", "namespaced": inside} for kind, inside in kinds.items()]
+        return web.json_response({"resources": rows})
+
+
+def uninstalled(server: Any, kubeconfig: Path, cluster: Installed, computes: str) -> list[str]:
+    server.handler = cluster.answer
+    objects = render(manifests_folder("base"))
+    return asyncio.run(remove_manifests(ClusterAddress(kubeconfig=str(kubeconfig)), objects, computes=computes))
+
+
+OPERATOR = {"skyproxy-operator-1": "skyproxy"}
+
+
+def test_an_uninstallation_deletes_what_an_installation_made_and_the_last_first(server: Any, kubeconfig: Path) -> None:
+    cluster = Installed([], OPERATOR)
+    assert uninstalled(server, kubeconfig, cluster, "refuse") == []
+    made = [item["metadata"]["name"] for item in render(manifests_folder("base"))]
+    assert cluster.deleted == made[::-1]
+    assert cluster.deleted[-2:] == ["computes.skyproxy.dev", "skyproxy-system"]
+
+
+def test_nothing_is_uninstalled_while_there_are_workers(server: Any, kubeconfig: Path) -> None:
+    cluster = Installed(["a", "b"], OPERATOR)
+    with pytest.raises(ConfigurationError, match=r"team/a, team/b\. End them .*--delete-computes"):
+        uninstalled(server, kubeconfig, cluster, "refuse")
+    assert cluster.deleted == []
+
+
+def test_workers_end_before_their_definition_goes(server: Any, kubeconfig: Path) -> None:
+    cluster = Installed(["a", "b"], OPERATOR)
+    assert uninstalled(server, kubeconfig, cluster, "delete") == []
+    assert cluster.deleted[:2] == ["a", "b"]
+    assert cluster.deleted[-1] == "skyproxy-system"
+
+
+def test_workers_that_are_kept_keep_their_definition_and_their_namespace(server: Any, kubeconfig: Path) -> None:
+    cluster = Installed(["a"], {**OPERATOR, "a-0": "skyproxy-worker"})
+    left = uninstalled(server, kubeconfig, cluster, "keep")
+    assert left == [
+        "CustomResourceDefinition computes.skyproxy.dev: team/a",
+        "Namespace skyproxy-system: other Pods are in it: a-0",
+    ]
+    assert "skyproxy-operator" in cluster.deleted
+    assert not {"a", "computes.skyproxy.dev", "skyproxy-system"} & set(cluster.deleted)
+
+
+def test_a_namespace_with_pods_of_others_is_left(server: Any, kubeconfig: Path) -> None:
+    cluster = Installed([], {**OPERATOR, "database-0": "postgres"})
+    left = uninstalled(server, kubeconfig, cluster, "refuse")
+    assert left == ["Namespace skyproxy-system: other Pods are in it: database-0"]
+    assert "skyproxy-system" not in cluster.deleted

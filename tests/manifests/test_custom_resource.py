@@ -107,6 +107,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
         **dict.fromkeys(("restarts", "failuresInARow"), 1),
         **dict.fromkeys(("lastFailure", "formed", "endedFor", "endedReason", "endedMessage"), "x"),
         **dict.fromkeys(("lastFailureTime", "startTime", "readySince", "expiryTime"), status.timestamp(NOW)),
+        "pullFailures": {"registry.example/worker:1": "manifest unknown"},
     }
     carried = status.with_activity(carried, [report], NOW)
     assert set(carried) == set(status._PAST)
@@ -201,6 +202,9 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"env": [{"name": "A", "value": "", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]}, False),
     ({"env": [{"name": "A", "value": ""}]}, True),
     ({"env": [{"name": "COMPUTE_POOL", "value": ""}]}, False),
+    ({"idleTimeout": "", "maxLifetime": "1d"}, True),
+    ({"idleTimeout": "0s"}, False),
+    ({"maxLifetime": "0d0h"}, False),
 ]
 
 

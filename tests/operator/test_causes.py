@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy_operator.causes import ended_cause, refusal_cause, waiting_cause
+from skyproxy_operator.causes import ended_cause, pull_failures, refusal_cause, waiting_cause
 from tests.operator.makers import NOW, at, condition, make_compute, make_pod
 
 COMPUTE = make_compute(resources={"nvidia.com/gpu": "2", "memory": "8Gi"})
@@ -30,6 +30,28 @@ def waits(reason: str, message: str = "") -> dict[str, Any]:
             {"name": "worker", "image": "i:1", "state": {"waiting": {"reason": reason, "message": message}}}
         ]
     )
+
+
+@pytest.mark.parametrize("message", ['Back-off pulling image "i:1"', "", "ImagePullBackOff"])
+def test_what_a_registry_said_is_in_an_event_when_the_kubelet_only_waits(message: str) -> None:
+    pod = waits("ImagePullBackOff", message)
+    said = 'Failed to pull image "i:1": unauthorized: authentication required'
+    events = [
+        {"reason": "Pulling", "message": 'Pulling image "i:1"'},
+        {"reason": "Failed", "type": "Warning", "message": said},
+        {"reason": "Failed", "type": "Warning", "message": "Error: ErrImagePull"},
+    ]
+    found = pull_failures([pod], {"dev-0": events}, {})
+    assert found == {"i:1": said}
+    assert "unauthorized" in waiting_cause(pod, NOW, events, found).message
+    # What was known before stays as long as the image is waited for, and no longer.
+    assert pull_failures([pod], {}, {"i:1": "before", "gone:1": "x"}) == {"i:1": "before"}
+    assert pull_failures([make_pod(COMPUTE, ready=True)], {}, {"i:1": "before"}) == {}
+
+
+def test_a_kubelet_that_repeats_the_cause_is_believed() -> None:
+    message = 'Back-off pulling image "i:1": ErrImagePull: manifest unknown'
+    assert pull_failures([waits("ImagePullBackOff", message)], {}, {"i:1": "old"}) == {"i:1": message}
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,73 @@ def test_a_template_that_does_not_fit_is_told() -> None:
     assert "has no name" in world.status["conditions"][1]["message"]
 
 
+def test_nothing_is_made_again_in_a_namespace_that_is_being_deleted(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(**EVERYTHING)
+    message = "unable to create new content in namespace lab because it is being terminated"
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        gone = ("Pod", "Service", "Secret", "NetworkPolicy", "ConfigMap")
+        world.cluster.objects = {place: item for place, item in world.cluster.objects.items() if place[0] not in gone}
+        for kind in (*gone, "PersistentVolumeClaim", "Event", "HTTPRoute", "BackendTLSPolicy"):
+            world.cluster.refuse[kind] = ApiError(f"{kind} x", 403, "Forbidden", message)
+        world.controller.touch(KEY, children=True)
+        caplog.clear()
+        await world.look()
+        assert world.status["phase"] == "Terminating"
+        count = len(world.cluster.requests)
+        # Neither this operator nor the next one tries again, whatever goes meanwhile.
+        for _ in range(2):
+            world.controller.touch(KEY, children=True)
+            await world.look()
+            world.start_operator()
+        assert {verb for verb, _, _ in world.cluster.requests[count:]} == {"get", "list"}
+
+    run(scenario, world)
+    ready = world.status["conditions"][1]
+    assert (ready["type"], ready["reason"]) == ("Ready", "NamespaceTerminating")
+    assert world.status["conditions"][3]["status"] == "False"  # nobody has to do anything
+    assert caplog.records == []
+
+
+def test_the_first_cause_of_a_failed_pull_stays_in_the_status() -> None:
+    world = World(image="registry.example/worker:typo")
+    image = "registry.example/worker:typo"
+
+    def waits(reason: str, message: str) -> None:
+        (pod,) = world.cluster.all("Pod")
+        pod["spec"]["nodeName"] = "machine"
+        state = {"waiting": {"reason": reason, "message": message}}
+        pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "worker", "image": image, "state": state}]}
+
+    def told() -> str:
+        return str(world.status["conditions"][3]["message"])
+
+    async def scenario(world: World) -> None:
+        await world.look()
+        waits("ErrImagePull", "rpc error: code = NotFound: manifest unknown")
+        await world.look()
+        assert "manifest unknown" in told()
+        waits("ImagePullBackOff", f'Back-off pulling image "{image}"')
+        world.start_operator()
+        await world.look()
+        assert world.status["conditions"][3]["reason"] == "ImagePullFailed"
+        assert "manifest unknown" in told()
+        # Another cause is news.
+        waits("ErrImagePull", "dial tcp: lookup registry.example: no such host")
+        await world.look()
+        assert "no such host" in told()
+        assert "manifest unknown" not in told()
+        world.cluster.make_ready()
+        (pod,) = world.cluster.all("Pod")
+        pod["status"] = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+        await world.look()
+        assert world.status["phase"] == "Running"
+        assert "pullFailures" not in world.status
+
+    run(scenario, world)
+
+
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 

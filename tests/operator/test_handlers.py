@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from skyproxy_operator import handlers
 from skyproxy_operator.__main__ import main, parser
+from skyproxy_operator.cluster import Cluster
 
 
 class Touched:
@@ -91,3 +93,33 @@ def test_a_bad_option_is_told_before_anything_begins(
     monkeypatch.setenv("SKYPROXY_OPERATOR_CONCURRENCY", "many")
     assert main(["-A"]) == 2
     assert "SKYPROXY_OPERATOR_CONCURRENCY='many' is not a number" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_too_old_ends_the_operator_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Old(Cluster):
+        async def request(self, method: str, path: str, **_: Any) -> dict[str, Any]:
+            return {"major": "1", "minor": "18", "gitVersion": "v1.18.20"}
+
+        async def close(self) -> None:
+            pass
+
+    async def connect(_timeout: float) -> Cluster:
+        return Old(None, 1.0)
+
+    monkeypatch.setattr(Cluster, "connect", connect)
+    monkeypatch.setattr(kopf, "operator", None)
+    monkeypatch.setattr(kopf, "configure", lambda **_: None)
+    assert main(["-A"]) == 2
+    assert "Kubernetes v1.18.20, and skyproxy needs 1.20 or newer" in capsys.readouterr().err
+
+
+def test_a_kubeconfig_that_cannot_be_used_ends_the_operator_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "typo"))
+    monkeypatch.setattr(kopf, "operator", None)
+    monkeypatch.setattr(kopf, "configure", lambda **_: None)
+    assert main(["-A"]) == 2
+    assert "the credentials for the cluster cannot be used" in capsys.readouterr().err

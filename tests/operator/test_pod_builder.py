@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy_operator.names import ATTEMPT, SPEC_HASH
@@ -223,6 +225,55 @@ def test_no_template_makes_a_pod_that_we_would_not_know_again() -> None:
     assert pod["metadata"]["labels"] == plain["metadata"]["labels"]
     assert pod["metadata"]["ownerReferences"] == plain["metadata"]["ownerReferences"]
     assert pod["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"spec": {"$patch": "delete"}},
+        {"spec": {"$patch": "replace", "hostname": "x"}},
+        {"spec": {"containers": None}},
+        {"spec": {"containers": [{"name": "worker", "$patch": "delete"}]}},
+        {"spec": {"containers": [{"name": "worker", "image": None}]}},
+        {"spec": {"containers": [{"$patch": "replace"}, {"name": "other", "image": "i"}]}},
+        {"spec": None},
+    ],
+)
+def test_a_template_that_takes_the_worker_away_is_refused(template: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="without its container 'worker'"):
+        pod_of(podTemplate=template)
+
+
+def test_numbers_may_stand_where_kubernetes_has_quantities() -> None:
+    limits = {"limits": {"cpu": 1, "memory": "1Gi"}}
+    pod = pod_of(podTemplate={"spec": {"containers": [{"name": "worker", "resources": limits}]}})
+    assert container(pod)["resources"]["limits"] == {"cpu": 1, "memory": "1Gi"}
+    assert pod_of(podTemplate={"metadata": None, "spec": {"nodeSelector": None}})["metadata"]["name"] == "dev-0"
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-1, 1) | st.sampled_from(["worker", "replace", "delete", "x"]),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["$patch", "name", "image", "labels", "containers", "volumes", "env", "securityContext"]
+                ),
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_no_template_is_an_internal_error(part: Any) -> None:
+    for template in ({"spec": part}, {"metadata": part}, {"spec": {"containers": [part]}}):
+        try:
+            pod = pod_of(podTemplate=template)
+        except ValueError:
+            continue
+        assert container(pod)["image"]
 
 
 def test_a_template_that_does_not_fit_is_refused() -> None:

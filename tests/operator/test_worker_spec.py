@@ -70,7 +70,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sharedMemory": "2 Gi"}, "spec.sharedMemory"),
     ({"idleTimeout": "30"}, "spec.idleTimeout: '30' is no duration"),
     ({"maxLifetime": "tomorrow"}, "spec.maxLifetime"),
+    ({"idleTimeout": "0s"}, "spec.idleTimeout: '0s' is over before it begins"),
+    ({"maxLifetime": "0d0h"}, "spec.maxLifetime: '0d0h' is over before it begins"),
+    ({"idleTimeout": "99999999999d"}, "spec.idleTimeout: '99999999999d' is longer than ten years"),
     ({"podTemplate": {"status": {}}}, "metadata and spec only"),
+    ({"podTemplate": {"spec": {"nodeSelektor": {}}}}, "nodeSelektor: there is no such field; did you mean nodeSel"),
+    ({"podTemplate": {"spec": {"foo": 1}}}, "podTemplate.spec.foo: there is no such field"),
+    (
+        {"podTemplate": {"spec": {"containers": [{"name": "worker", "imagePullPolice": "Always"}]}}},
+        r"containers\[worker\].imagePullPolice: there is no such field; did you mean imagePullPolicy",
+    ),
+    ({"podTemplate": {"spec": {"containers": "x"}}}, "spec.containers: it must be a list, and is a text"),
+    ({"podTemplate": {"spec": {"hostname": ["x"]}}}, "spec.hostname: it must be of the type str, and is a list"),
+    ({"podTemplate": {"spec": {"priority": "high"}}}, "spec.priority: it must be of the type int, and is a text"),
+    ({"podTemplate": {"spec": {"priority": True}}}, "spec.priority: it must be of the type int"),
+    ({"podTemplate": {"metadata": {"labels": "x"}}}, "metadata.labels: it must be an object, and is a text"),
+    ({"podTemplate": {"metadata": {"labels": {"a": ["b"]}}}}, r"labels\[a\]: it must be of the type str"),
+    ({"podTemplate": {"spec": 0}}, "must be an object"),
     ({"podTemplate": {"spec": [1]}}, "must be an object"),
 ]
 

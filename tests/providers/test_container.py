@@ -119,6 +119,23 @@ def test_two_nodes_are_two_containers_in_a_network(engine: Engine) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+def test_containers_are_confined_as_pods_are(engine: Engine) -> None:
+    provider = Container(cli=str(engine.path))
+    with sky.Compute(name="tight", provider=provider, procs_per_node=2, image="worker:1", env={"HOME": "/x"}):
+        pass
+    for run in engine.named("run"):
+        assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--read-only"} <= set(run)
+        assert {"--volume=/tmp", "--volume=/home/worker"} <= set(run)
+        assert run.index("--env=HOME=/home/worker") < run.index("HOME")
+        assert not {"--privileged", "--cap-add"} & {part.partition("=")[0] for part in run}
+    # Volumes without a name go with their container.
+    assert {call[1] for call in engine.named("rm")} == {"-fv"}
+
+
+def test_an_image_that_is_built_has_a_home_for_every_user() -> None:
+    assert "RUN mkdir -p -m 1777 /home/worker" in containerfile(Image(base="debian")).splitlines()
+
+
 def test_processes_of_a_node_share_its_network(engine: Engine) -> None:
     provider = Container(cli=str(engine.path))
     with sky.Compute(name="procs", provider=provider, procs_per_node=2, image="worker:1") as pool:

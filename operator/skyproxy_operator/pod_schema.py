@@ -1,0 +1,97 @@
+"""What a pod's fields are called and which form they have, by the API's own types. Pure.
+
+The API server leaves out what it does not know of a pod, in silence where nobody asks it to be strict, and a template
+is merged long before a server sees it. So what has not the form of a pod is refused here, while the pods that run are
+still there.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_LIST = re.compile(r"list\[(.+)\]")
+_MAP = re.compile(r"dict\(str, (.+)\)")
+_DIRECTIVE = "$patch"
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str, int, float),
+}
+"""Numbers can stand where texts do: quantities are texts for the API's types, and YAML makes numbers of them."""
+
+
+def form_problems(template: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Everything about a pod template that has not the form of one, a line each.
+
+    Args:
+        template: with `metadata` and `spec`; null stands for taking a field away, wherever it is.
+        where: how the lines call it.
+    """
+    for key, kind in (("metadata", "V1ObjectMeta"), ("spec", "V1PodSpec")):
+        if template.get(key) is not None:
+            yield from _problems(template[key], kind, f"{where}.{key}")
+
+
+def _problems(value: Any, kind: str, where: str) -> Iterator[str]:
+    if value is None or kind in ("object", "datetime"):
+        return
+    if found := _LIST.fullmatch(kind):
+        if not isinstance(value, list):
+            yield f"{where}: it must be a list, and is {_name_of(value)}"
+            return
+        for index, item in enumerate(value):
+            name = item.get("name") if isinstance(item, Mapping) else None
+            yield from _problems(item, found[1], f"{where}[{name if isinstance(name, str) else index}]")
+    elif found := _MAP.fullmatch(kind):
+        if not isinstance(value, Mapping):
+            yield f"{where}: it must be an object, and is {_name_of(value)}"
+            return
+        for key, item in value.items():
+            if key != _DIRECTIVE:
+                yield from _problems(item, found[1], f"{where}[{key}]")
+    elif kind in _SCALARS:
+        # bool is an int for Python.
+        if not isinstance(value, _SCALARS[kind]) or (isinstance(value, bool) and kind != "bool"):
+            yield f"{where}: it must be of the type {kind}, and is {_name_of(value)}"
+    elif not isinstance(value, Mapping):
+        yield f"{where}: it must be an object, and is {_name_of(value)}"
+    else:
+        known = _fields(kind)
+        for key, item in value.items():
+            if key in known:
+                yield from _problems(item, known[key], f"{where}.{key}")
+            elif key != _DIRECTIVE:
+                yield f"{where}.{key}: there is no such field{_meant(key, known)}"
+
+
+@functools.cache
+def _fields(kind: str) -> dict[str, str]:
+    """The fields of one of the API's types, as they are written, each with its own type."""
+    # Late: it takes a second, and most Computes have no template.
+    from kubernetes_asyncio.client import models
+
+    model = getattr(models, kind)
+    return {model.attribute_map[name]: held for name, held in model.openapi_types.items()}
+
+
+def _meant(key: Any, known: Mapping[str, str]) -> str:
+    import difflib
+
+    found = difflib.get_close_matches(str(key), known, 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _name_of(value: Any) -> str:
+    kinds = {
+        Mapping: "an object",
+        list: "a list",
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+    }
+    return next(name for kind, name in kinds.items() if isinstance(value, kind))

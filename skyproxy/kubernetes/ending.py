@@ -1,0 +1,156 @@
+"""Ending a Compute: waits until its Pods are gone, says what for, and uses force where Kubernetes never ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from skyproxy.errors import ClusterError
+from skyproxy.kubernetes.api_server import Manifest
+from skyproxy.kubernetes.client import ClusterClient
+
+_LOOK_SECONDS = 0.5
+_OVERDUE_SECONDS = 10.0
+_OWN_FINALIZERS = {"foregroundDeletion", "orphan"}
+
+
+async def end(
+    client: ClusterClient,
+    name: str,
+    timeout_seconds: float,
+    *,
+    force: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> bool:
+    """Delete a Compute and wait until it and its Pods are gone.
+
+    Args:
+        client: for the cluster.
+        name: of the Compute.
+        timeout_seconds: how long to wait.
+        force: removes Pods whose machine does not answer at once, and what is left after the time: their processes may
+            go on there until the machine is back.
+        say: told what is being waited for, whenever that changes.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        ClusterError: it is not gone in time; says what it waits for and what to do.
+    """
+    before = await client.get(name)
+    if before is None or not await client.delete(name, wait=False):
+        return False
+    uid = str(before["metadata"]["uid"])
+    reasons: list[str] = []
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                compute, pods = await _left(client, name, uid)
+                if compute is None and not pods:
+                    return True
+                if force:
+                    await _force(client, [pod for pod in pods if _silent_machine(pod)])
+                now = list(waited_for(compute, pods))
+                if now != reasons:
+                    reasons = now
+                    say(f"{name} is ending. {' '.join(reasons)}")
+                await asyncio.sleep(_LOOK_SECONDS)
+    except TimeoutError:
+        pass
+    if force:
+        compute, pods = await _left(client, name, uid)
+        await _force(client, pods)
+        await asyncio.sleep(_LOOK_SECONDS)
+        compute, pods = await _left(client, name, uid)
+        if compute is None and not pods:
+            return True
+        reasons = list(waited_for(compute, pods))
+    more = "" if force else f" To take it away all the same: skyproxy down {name} --force"
+    raise ClusterError(f"{name} is not gone after {timeout_seconds:g} s, and goes on ending. {' '.join(reasons)}{more}")
+
+
+async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[Manifest]]:
+    """What is left of a Compute, and of its Pods as far as we may look at them."""
+    compute = await client.get(name)
+    if compute is not None and compute["metadata"].get("uid") != uid:
+        compute = None
+    try:
+        pods = await client.pods(name)
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        pods = []
+    return compute, [
+        pod for pod in pods if any(row.get("uid") == uid for row in pod["metadata"].get("ownerReferences") or ())
+    ]
+
+
+async def _force(client: ClusterClient, pods: Sequence[Manifest]) -> None:
+    for pod in pods:
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
+        path = f"/api/v1/namespaces/{client.namespace}/pods/{pod['metadata']['name']}"
+        try:
+            await client.request("DELETE", path, body=body)
+        except ClusterError as error:
+            # It is gone, or another one has its name.
+            if error.status not in (404, 409):
+                raise
+
+
+def waited_for(
+    compute: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: datetime | None = None
+) -> Iterator[str]:
+    """What keeps a Compute that was deleted, a sentence each; pure.
+
+    Args:
+        compute: what the server has of it; None where it is gone.
+        pods: those of it that are left.
+        now: for tests.
+    """
+    now = now or datetime.now(UTC)
+    for pod in pods:
+        yield _pod_text(pod, now)
+    if compute is not None and (foreign := _finalizers(compute)):
+        yield f"The Compute has the finalizer {foreign}, which whoever set it has to take away."
+    elif compute is not None and not pods:
+        yield "Kubernetes has not removed the Compute yet: its controller manager does that."
+
+
+def _pod_text(pod: Mapping[str, Any], now: datetime) -> str:
+    metadata = pod["metadata"]
+    name, due = metadata["name"], metadata.get("deletionTimestamp")
+    machine = (pod.get("spec") or {}).get("nodeName", "")
+    if not due:
+        return f"Pod {name} has not been told to end yet: Kubernetes' controller manager does that."
+    if foreign := _finalizers(pod):
+        return f"Pod {name} has the finalizer {foreign}, which whoever set it has to take away."
+    if _silent_machine(pod):
+        return (
+            f"The machine {machine} of Pod {name} does not answer, and Kubernetes waits for it without end; see: "
+            f"kubectl describe node {machine}."
+        )
+    overdue = (now - datetime.fromisoformat(str(due))).total_seconds()
+    if overdue > _OVERDUE_SECONDS:
+        where = f" on {machine}" if machine else ""
+        return f"Pod {name}{where} should have ended {overdue:.0f} s ago; see: kubectl describe pod {name}."
+    return f"Pod {name} is ending."
+
+
+def _finalizers(item: Mapping[str, Any]) -> str:
+    return ", ".join(set(item["metadata"].get("finalizers") or ()) - _OWN_FINALIZERS)
+
+
+def _silent_machine(pod: Mapping[str, Any]) -> bool:
+    """Whether the node controller has said of a Pod that is being deleted that its machine does not answer.
+
+    It writes Ready=False over what the kubelet said last, and leaves ContainersReady as it was; older ones wrote
+    Unknown.
+    """
+    conditions = {row["type"]: row.get("status") for row in (pod.get("status") or {}).get("conditions") or ()}
+    ready = conditions.get("Ready")
+    gated = bool((pod.get("spec") or {}).get("readinessGates"))
+    silent = ready == "Unknown" or (ready == "False" and conditions.get("ContainersReady") == "True" and not gated)
+    return silent and bool((pod.get("spec") or {}).get("nodeName")) and bool(pod["metadata"].get("deletionTimestamp"))
