@@ -167,6 +167,7 @@ CLOSE_CODES = frozenset(
         "no-such-session",
         "shutdown",
         "idle",
+        "crashed",
     }
 )
 """Why a connection can end, as both sides name it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
-from skyproxy.errors import ConfigurationError, visible
+from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
@@ -26,9 +26,11 @@ from skyproxy_server.blob_shelves import FolderShelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
+from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
+from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds, TemplateSetup
 from skyproxy_server.listener import Listener, SessionHost, serve
-from skyproxy_server.log_limits import RepetitionFilter
 from skyproxy_server.processes import run_processes, wait_for_ports
+from skyproxy_server.program_log import log_to_stderr
 from skyproxy_server.tokens import Tokens
 
 logger = logging.getLogger("skyproxy.server")
@@ -93,6 +95,33 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
+    kind = result.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--session-processes",
+        action="store_true",
+        default=None,
+        help="give each session a process of its own, so that none can harm another (Linux)",
+    )
+    kind.add_argument(
+        "--sessions-in-process",
+        action="store_false",
+        dest="session_processes",
+        help="run all sessions in this process; for clients that trust one another",
+    )
+    add(
+        "--session-memory",
+        type=_byte_count,
+        default=0,
+        metavar="BYTES",
+        help="memory that a session's process may take; 0: no bound of its own",
+    )
+    add(
+        "--session-gpu-fraction",
+        type=_fraction,
+        default=0.0,
+        metavar="F",
+        help="the part of each GPU's memory that a session may take; 0: no bound of its own",
+    )
     add(
         "--embedded",
         action="store_true",
@@ -119,6 +148,16 @@ def _byte_count(text: str) -> int:
     return int(text)
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; use a number from 0 to 1")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a worker until it is told to end.
 
@@ -132,16 +171,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     _leave_no_core_dumps()
     import_watcher.forget_own()  # a worker has the devices, and needs none that stands for them
-    _log_to_stderr(arguments.log_level.upper())
+    log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     blobs: BlobStore | None = None
+    processes: ProcessHost | None = None
     try:
         stop = _stop_event(arguments.embedded)
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
-        blobs = _blob_store(arguments)
-        session_host = _session_host(arguments, blobs)
+        session_host: SessionHost
+        if _wants_processes(arguments):
+            session_host = processes = _process_host(arguments)
+            devices = processes.start(stop)
+        else:
+            blobs = _blob_store(arguments)
+            with collector_paused():
+                devices = inventory(arguments.device)
+            session_host = _session_host(arguments, devices, blobs)
+        logger.info("devices: %s", ", ".join(_named(row) for row in devices))
         if not wait_for_ports(arguments.host, arguments.after_port, stop):
             return 0
         listener = serve(
@@ -159,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"skyproxy_server: {exc}", file=sys.stderr)
         return 2
     finally:
+        if processes is not None:
+            processes.close()
         if blobs is not None:
             blobs.close()
         if made is not None:
@@ -173,25 +223,6 @@ def _leave_no_core_dumps() -> None:
 
         _, most = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, most))
-
-
-class _OneLineFormatter(logging.Formatter):
-    """Escapes control characters of messages: what a peer sent must not look like a line of ours."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = visible(record.message).replace("\n", "\\n")
-        return super().formatMessage(record)
-
-
-def _log_to_stderr(level: str) -> None:
-    """The worker's own log. Not the root logger's, which belongs to the functions that clients run here."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(RepetitionFilter())
-    own = logging.getLogger("skyproxy")
-    own.handlers[:] = [handler]
-    own.propagate = False
-    own.setLevel(level)
 
 
 def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threading.Event) -> int:
@@ -268,18 +299,41 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl
     return Certificate(certificate, key).context
 
 
-def _session_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> SessionHost:
+def _wants_processes(arguments: argparse.Namespace) -> bool:
+    """Whether sessions get processes of their own.
+
+    Raises:
+        ConfigurationError: they cannot here, or an argument makes no sense without.
+    """
+    wanted = bool(arguments.session_processes)
+    if wanted and not are_sessions_separable():
+        raise ConfigurationError("--session-processes needs Linux. Use --sessions-in-process.")
+    if not wanted and (arguments.session_memory or arguments.session_gpu_fraction):
+        raise ConfigurationError("Bounds of a session need a process for each: add --session-processes.")
+    return wanted
+
+
+def _process_host(arguments: argparse.Namespace) -> ProcessHost:
+    hide_memory()
+    setup = TemplateSetup(
+        arguments.device, not arguments.no_functions, tuple(arguments.allow_ops), arguments.log_level.upper()
+    )
+    return ProcessHost(setup, SessionBounds(arguments.session_memory, arguments.session_gpu_fraction))
+
+
+def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
+    """Whether all clients may run functions: in a directory there may be tokens that do not allow it, now or later."""
+    return not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
+
+
+def _session_host(arguments: argparse.Namespace, devices: list[dict[str, Any]], blobs: BlobStore | None) -> SessionHost:
     with collector_paused():
-        devices = inventory(arguments.device)
         # Late: it loads torch, and a wrong argument should not wait for that.
         from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
         from skyproxy_server.worker_session import WorkerHost
     set_loaded_aside()
 
-    # In a directory there may be tokens that do not allow functions, now or later.
-    everybody_runs_code = not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
-    open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if everybody_runs_code else ())])
-    logger.info("devices: %s", ", ".join(_named(row) for row in devices))
+    open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _everybody_runs_code(arguments) else ())])
     host: SessionHost = WorkerHost(
         devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions
     )

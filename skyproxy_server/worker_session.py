@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
+from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.activity import Activity
-from skyproxy_server.auth import FUNCTIONS, Identity, client_of
+from skyproxy_server.admission import refuse_session
+from skyproxy_server.auth import FUNCTIONS, client_of
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
@@ -46,29 +47,6 @@ def software() -> dict[str, str]:
     return {"skyproxy": own, "python": platform.python_version(), "torch": torch.__version__}
 
 
-def refuse_session(client: Identity, others: list[Identity], settings: Settings) -> None:
-    """Refuse a session where there are too many.
-
-    Args:
-        client: who wants one.
-        others: who have those that there are.
-        settings: limits.
-
-    Raises:
-        LimitExceededError: the worker, the token, or the token at this address has as many as it may.
-    """
-    if len(others) >= settings.max_sessions:
-        raise LimitExceededError(f"this worker serves {len(others)} sessions already, its limit")
-    own = [other for other in others if other.name == client.name]
-    if client.bounds.sessions is not None and len(own) >= client.bounds.sessions:
-        raise LimitExceededError(f"the token {client.name} has {len(own)} sessions already, its limit")
-    if sum(other.address == client.address for other in own) >= settings.max_sessions_per_client:
-        raise LimitExceededError(
-            f"{client.address or 'this client'} has {settings.max_sessions_per_client} sessions already, its limit; "
-            "SKYPROXY_MAX_SESSIONS_PER_CLIENT on the worker raises it"
-        )
-
-
 class WorkerSession:
     """One client's session: its values, and the thread that executes.
 
@@ -85,8 +63,9 @@ class WorkerSession:
         activity: Activity,
         blobs: BlobStore | None = None,
         calls: Calls | None = None,
+        identity: str = "",
     ) -> None:
-        self.identity = secrets.token_hex(16)
+        self.identity = identity or secrets.token_hex(16)
         self.client = client_of(transport)
         self._transport = transport
         self._activity = activity
@@ -276,15 +255,20 @@ class WorkerHost:
             controls.install()
             output.install()
 
-    def open_session(self, hello: Hello, transport: Transport) -> _Operations:
+    def open_session(self, hello: Hello, transport: Transport, identity: str = "") -> _Operations:
         """A new session whose operations travel on `transport`.
+
+        Args:
+            hello: the client's first message.
+            transport: the session's operations connection.
+            identity: the session's name, where somebody else has given it one.
 
         Raises:
             LimitExceededError: there are too many sessions.
         """
         client = client_of(transport)
         calls = self.calls if client.may(FUNCTIONS) else None
-        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, calls)
+        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, calls, identity)
         with self._lock:
             refuse_session(client, [other.client for other in self._sessions.values()], self._settings)
             self._sessions[session.identity] = session

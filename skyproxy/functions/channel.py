@@ -276,9 +276,8 @@ class Channel:
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._calls.values()):
-            again = (
-                "" if "node was closed" in reason else f" The call may still run: node.reattach({call.id!r}) finds it."
-            )
+            gone = "node was closed" in reason or "its process on the worker" in reason
+            again = "" if gone else f" The call may still run: node.reattach({call.id!r}) finds it."
             error = SessionLostError(f"{reason.rstrip('.')}.{again}")
             self._to_deliver.put((call, Came("error", 0, {"exception": error})))
 

@@ -61,11 +61,14 @@ class Outbox:
     Attributes:
         bytes_sent: the size of all frames of messages.
         error: what went wrong with the connection, or None.
+        bounds: where the last frame that was begun starts and ends, in bytes since the outbox began. Whoever shares
+            this memory, and knows how much was written, knows whether a frame of theirs would be understood now.
     """
 
     def __init__(self, stream: Stream, connection: Connection, name: str) -> None:
         self.bytes_sent = 0
         self.error: OSError | None = None
+        self.bounds = memoryview(bytearray(16)).cast("Q")
         self._stream = stream
         self._connection = connection
         self._name = name
@@ -140,6 +143,9 @@ class Outbox:
         while frames:
             frame = frames[0]
             if not frame.counts:
+                bounds = self.bounds
+                bounds[0] = bounds[1]
+                bounds[1] += frame.size
                 self._stream.write(frame.parts, frame.counts)
             elif sum(frame.counts) < frame.size:
                 self._stream.write(frame.rest(), frame.counts)
@@ -149,6 +155,15 @@ class Outbox:
                     frame.on_written()
                 if frame.done is not None:
                     frame.done.release()
+
+    def finish(self) -> None:
+        """Write what waits, on the calling thread.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        with self._lock:
+            self._flush()
 
     def post(self, frame: Frame) -> None:
         """Leaves a frame of no message to the outbox's thread; never blocks."""

@@ -90,6 +90,10 @@ class PlainStream(Stream):
     def close(self) -> None:
         self._socket.close()
 
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 after `close`."""
+        return self._socket.fileno()
+
 
 class Readable:
     """Waits until a socket has something to read."""

@@ -162,3 +162,7 @@ class TlsStream(Stream):
 
     def close(self) -> None:
         self._socket.close()
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 after `close`."""
+        return self._socket.fileno()

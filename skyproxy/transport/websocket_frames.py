@@ -97,6 +97,12 @@ class MessageReader:
         self._frame = _Frame(True, BINARY, 0, b"")
         self._left = 0
 
+    def take_rest(self) -> bytes:
+        """What was received beyond the last message; whoever reads the connection from now on begins with it."""
+        rest = bytes(self._view[self._start : self._end])
+        self._start = self._end = 0
+        return rest
+
     def steps(self) -> Steps:
         """The one generator that does the reading."""
         while True:

@@ -28,6 +28,7 @@ _MAX_PARTS = 64
 _KEPT_SCRATCH_BYTES = 4 << 20
 _WAITING_PONGS = 16
 _REASON_BYTES = 512
+_RETIRE_SECONDS = 0.5
 
 
 class WebSocketTransport(Transport):
@@ -39,14 +40,22 @@ class WebSocketTransport(Transport):
 
     identity: Any = None
 
-    def __init__(self, stream: Stream, role: str, settings: Settings = SETTINGS, received: bytes = b"") -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        role: str,
+        settings: Settings = SETTINGS,
+        received: bytes = b"",
+        connection: Connection | None = None,
+    ) -> None:
         """Args:
         stream: the connected stream; it belongs to the transport from now on.
         role: `CLIENT` or `WORKER`.
         settings: limits.
         received: what came in after the upgrade already.
+        connection: how far the connection has come, where somebody else began it.
         """
-        self._connection = Connection(role)
+        self._connection = Connection(role) if connection is None else connection
         self._stream = stream
         self._settings = settings
         self._masks = role == CLIENT
@@ -68,6 +77,7 @@ class WebSocketTransport(Transport):
         self._closed = False
         self._ended: str | None = None
         self._bytes_received = 0
+        self._borrower: Callable[[str, str], object] | None = None
         self._scratch: list[bytearray] = []
         load_numpy()
         if isinstance(stream, TlsStream):
@@ -214,9 +224,47 @@ class WebSocketTransport(Transport):
     def set_sink(self, sink: PayloadSink | None) -> None:
         self._reader.sink = sink
 
+    # --- lending -----------------------------------------------------------------------------------------------------
+
+    def lend(self, on_close: Callable[[str, str], object]) -> bytes:
+        """Leave the stream to somebody else, who goes on with the WebSocket; nothing is read or sent here meanwhile.
+
+        Call it between two messages, on the thread that receives.
+
+        Args:
+            on_close: what `close` does from now on.
+
+        Returns:
+            What was received and not read yet.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        self._outbox.finish()
+        self._borrower = on_close
+        if isinstance(self._stream, TlsStream):
+            self._stream.on_output = lambda: None
+        return self._reader.take_rest()
+
+    def take_back(self) -> None:
+        """Own the stream again, which its borrower left between two frames: `close` says goodbye on it."""
+        self._borrower = None
+
+    def retire(self) -> None:
+        """Let go of a lent stream whose connection is over, without a word to the peer."""
+        self._closed = True
+        self._borrower = lambda code_name, reason: None
+        self._stream.shutdown()
+        self._outbox.stop(_RETIRE_SECONDS)
+        self._stream.close()
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, code_name: str = "done", reason: str = "") -> None:
+        borrower = self._borrower
+        if borrower is not None:
+            borrower(code_name, reason)
+            return
         self._end(code_name, reason)
         # Another thread may be at it already. Its socket must not be taken from it before the goodbye is out.
         self._finished.wait(2 * self._settings.close_timeout_seconds + 1.0)
@@ -276,6 +324,8 @@ class WebSocketTransport(Transport):
 
     def _lost(self, error: OSError | None = None) -> SessionLostError:
         goodbye = self._connection.goodbye
+        if goodbye is not None and goodbye.code_name == "crashed":
+            return SessionLostError(f"The session is lost: {goodbye.reason.rstrip('.')}")
         if goodbye is not None:
             reason = f"it said goodbye ({goodbye.code_name})" + (f": {goodbye.reason}" if goodbye.reason else "")
         elif self._ended is not None:
@@ -285,6 +335,15 @@ class WebSocketTransport(Transport):
         else:
             reason = _reason(error or self._outbox.error or ConnectionResetError("the connection was closed"))
         return SessionLostError(f"The {self._peer} is gone: {reason}")
+
+    @property
+    def stream(self) -> Stream:
+        """The stream below."""
+        return self._stream
+
+    def share_bounds(self, bounds: memoryview) -> None:
+        """Keep the bounds of the frame that is being written in this memory; see `Outbox`."""
+        self._outbox.bounds = bounds
 
     @property
     def connection(self) -> Connection:

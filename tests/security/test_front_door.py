@@ -16,10 +16,10 @@ from skyproxy.protocol import framing
 from skyproxy.protocol.messages import Batch, Hello, NamedBatch, Repeat, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
-from skyproxy_server.__main__ import _OneLineFormatter
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.named_batches import NamedBatches
+from skyproxy_server.program_log import OneLineFormatter
 
 FRAME = 64 << 20
 TOKEN = "a-token-that-nobody-should-see-anywhere"
@@ -165,5 +165,5 @@ def test_who_waits_for_a_client_keeps_nobody_from_other_modes() -> None:
 
 def test_a_peer_writes_no_lines_into_the_log() -> None:
     record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("a\n2026 ERROR forged \x1b]52;c;eA==\x07",), None)
-    line = _OneLineFormatter("%(levelname)s: %(message)s").format(record)
-    assert line == "INFO: said a\\n2026 ERROR forged \\x1b]52;c;eA==\\x07"
+    line = OneLineFormatter().format(record)
+    assert line.split(" ", 2)[2] == "INFO x: said a\\n2026 ERROR forged \\x1b]52;c;eA==\\x07"

@@ -1,0 +1,96 @@
+"""What the kernel is told of a process of a worker: when it ends, who may look into it, what it may use. Linux only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36  # of <linux/prctl.h>
+_OOM_SCORE = 600
+"""Added to a session's badness: where memory ends, the kernel takes the largest session and not the supervisor."""
+
+
+def are_sessions_separable() -> bool:
+    """Whether this system has what a process for each session needs."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    zero = ctypes.c_ulong(0)
+    ctypes.CDLL(None, use_errno=True).prctl(option, argument, zero, zero, zero)
+
+
+def end_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent's main thread ends; at once if the parent has ended.
+
+    The kernel does it, for no thread of ours runs while native code holds the interpreter.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def hide_memory() -> None:
+    """Processes of the same user can neither read this one's memory nor its first environment; no core is dumped."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants whose parent ends become children of this process instead of the system's first."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> None:
+    """What `ps` and `top` call this process; up to 15 characters."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def be_first_to_go() -> None:
+    """Where the machine's memory ends, the kernel takes this process before those that did not say so."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+
+
+def bound_memory(byte_count: int) -> None:
+    """From now on this process can take so much memory in addition to what it has; more is refused to it.
+
+    It counts what is private and writable (`RLIMIT_DATA`), so a tensor that does not fit fails with PyTorch's own error
+    and the session goes on. What a GPU's driver only reserves does not count.
+    """
+    held = 0
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmData:"):
+            held = int(line.split()[1]) << 10
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = held + byte_count
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    # The hard limit, too: code of the client cannot raise it again.
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+
+
+def private_bytes() -> int:
+    """The memory that this process alone holds; 0 where the system does not tell."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith(("Private_Dirty:", "Private_Clean:", "Private_Hugetlb:")):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def children_of_this_process() -> list[int]:
+    """The processes whose parent is this one, ended ones that nobody waited for included."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return found

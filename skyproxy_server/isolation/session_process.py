@@ -1,0 +1,247 @@
+"""The process of one session: its connections come from the supervisor, everything else is a worker's as ever."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Hello, Welcome
+from skyproxy.runtime.lifecycle import LIFECYCLE
+from skyproxy.settings import SETTINGS
+from skyproxy.transport.stream import PlainStream
+from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server import audit
+from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
+from skyproxy_server.auth import Identity
+from skyproxy_server.isolation import limits
+from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation.supervisor import OVER, SLOT_BOUNDS, SLOT_BYTES, SLOTS
+from skyproxy_server.listener import Served
+from skyproxy_server.program_log import log_to_stderr
+from skyproxy_server.worker_session import WorkerHost
+
+logger = logging.getLogger("skyproxy.server")
+
+_LOOK_SECONDS = 0.25
+_PAUSE_SECONDS = 0.002
+_CLOSE_PLUGINS_SECONDS = 0.5
+
+
+class _BorrowedStream(PlainStream):
+    """A connection that the supervisor lent to this process; tells it once this side has said its last word."""
+
+    def __init__(self, sock: socket.socket, mark: memoryview) -> None:
+        super().__init__(sock)
+        self._mark = mark
+
+    def shutdown_write(self) -> None:
+        self._mark[0] = OVER
+        super().shutdown_write()
+
+
+class SessionProcess:
+    """What the supervisor's orders are carried out by.
+
+    Args:
+        control: the channel to the supervisor.
+        marks: memory that both processes share, with a slot for each connection.
+        start: the session's name, the devices, who the client is, and what it may do.
+    """
+
+    def __init__(self, control: Channel, marks: memoryview, start: dict[str, Any]) -> None:
+        self._control = control
+        self._marks = marks
+        self._session: str = start["session"]
+        self._client = Identity.from_plain(start["client"])
+        self._host = WorkerHost(devices=start["devices"], settings=SETTINGS, functions=start["functions"])
+        self._operations_over = threading.Event()
+        self._transports: set[WebSocketTransport] = set()
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._abandon_in_child)
+
+    def _abandon_in_child(self) -> None:
+        """Let go of all connections in a process that a function forks; they would outlive the session in it."""
+        self._control.abandon()
+        for transport in list(self._transports):
+            transport.abandon()
+
+    def run(self) -> None:
+        """Carry out orders until the session is over and no function of it runs; or the supervisor says so."""
+        begun = False
+        while not (self._operations_over.is_set() and not self._runs_functions()):
+            try:
+                order, descriptors = self._control.receive(self._patience(begun))
+            except TimeoutError:
+                if not begun:
+                    return  # the client has left before we got its connection
+                continue
+            except ChannelClosedError:
+                return  # and the kernel ends us with the supervisor
+            if order["order"] == "connection":
+                begun = True
+                self._take(socket.socket(fileno=descriptors[0]), order)
+            elif order["order"] == "report":
+                self._control.send({"report": order["number"], **self._report()})
+            elif order["order"] == "close":
+                self._close(order["code"], order["reason"])
+        self._await_goodbyes()
+
+    def _patience(self, begun: bool) -> float | None:
+        if not begun:
+            return SETTINGS.handshake_timeout_seconds
+        return _LOOK_SECONDS if self._operations_over.is_set() else None
+
+    def _await_goodbyes(self) -> None:
+        """Give connections the time that they have to end in order."""
+        deadline = time.monotonic() + 2 * SETTINGS.close_timeout_seconds
+        while self._transports and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+
+    def _runs_functions(self) -> bool:
+        return self._host.calls is not None and self._host.calls.running > 0
+
+    def _report(self) -> dict[str, Any]:
+        activity = self._host.activity()
+        rows = [
+            {**row, "used_memory_bytes": limits.private_bytes()} if row["type"] == "cpu" else row
+            for row in activity["devices"]
+        ]
+        return {**activity, "devices": rows, "sessions": int(not self._operations_over.is_set())}
+
+    def _take(self, sock: socket.socket, order: dict[str, Any]) -> None:
+        """Begin to serve a connection. In the order in which they come: the others join what the first one opens."""
+        start = order["slot"] * SLOT_BYTES
+        mark = self._marks[start : start + SLOT_BYTES]
+        hello, welcome = Hello(*order["hello"]), Welcome(*order["welcome"])
+        connection = Connection(WORKER)
+        connection.on_receive(hello)
+        connection.on_send(welcome)
+        transport = WebSocketTransport(_BorrowedStream(sock, mark), WORKER, SETTINGS, order["received"], connection)
+        transport.identity = self._client
+        transport.share_bounds(mark[SLOT_BOUNDS].cast("Q"))
+        with self._lock:
+            self._transports.add(transport)
+        served: Served | None = None
+        with contextlib.suppress(LookupError):
+            served = self._served(hello, transport)
+        threading.Thread(
+            target=self._serve, args=(served, transport, hello.role), name="skyproxy-connection", daemon=True
+        ).start()
+
+    def _serve(self, served: Served | None, transport: WebSocketTransport, role: str) -> None:
+        try:
+            if served is not None:
+                served.run()
+            else:
+                transport.close("no-such-session", "The worker has no such session; it may have ended.")
+        except (SessionLostError, ProtocolError) as error:
+            logger.debug("a connection ended: %s", error)
+        except Exception:
+            logger.exception("a connection ended by an internal error")
+        finally:
+            transport.close()
+            with self._lock:
+                self._transports.discard(transport)
+            if role == OPERATIONS:
+                self._operations_over.set()
+                self._wake()
+
+    def _served(self, hello: Hello, transport: WebSocketTransport) -> Served:
+        if hello.role == OPERATIONS:
+            return self._host.open_session(hello, transport, self._session)
+        if hello.role == BULK:
+            return self._host.join_bulk(self._session, transport)
+        return self._host.join_functions(self._session, transport)
+
+    def _wake(self) -> None:
+        """Have the main thread look, which waits for orders: the supervisor sends it one."""
+        try:
+            activity = self._host.activity()
+            self._control.send(
+                {"over": True, "commands": activity["commands"], "idle_seconds": activity["idle_seconds"]}
+            )
+        except ChannelClosedError:
+            pass
+
+    def _close(self, code_name: str, reason: str) -> None:
+        with self._lock:
+            transports = list(self._transports)
+        for transport in transports:
+            threading.Thread(target=transport.close, args=(code_name, reason), daemon=True).start()
+
+
+def main(control: Channel, marks: int, start: dict[str, Any], supervisor: int) -> NoReturn:
+    """Be a session's process, from the fork to its end.
+
+    Args:
+        control: the channel to the supervisor.
+        marks: the descriptor of the shared memory.
+        start: see `SessionProcess`; and its bounds.
+        supervisor: the process that must be our parent.
+    """
+    status = 1
+    try:
+        limits.end_with(supervisor)
+        limits.hide_memory()
+        limits.adopt_orphans()
+        limits.be_first_to_go()
+        limits.set_name(f"skyproxy-{start['session'][:6]}")
+        os.setsid()
+        log_to_stderr(start["log_level"], start["session"])
+        # The supervisor notes when a session begins and ends: it sees the end of every one.
+        logging.getLogger(audit.NAME).addFilter(lambda record: not str(record.args).startswith("('session-"))
+        if start["functions"]:
+            open_ops(WITH_FUNCTIONS)
+        _be_random()
+        _bound(start)
+        shared = memoryview(mmap.mmap(marks, SLOTS * SLOT_BYTES))
+        os.close(marks)
+        process = SessionProcess(control, shared, start)
+        control.send({"up": os.getpid()})
+        process.run()
+        status = 0
+    except BaseException:
+        logging.getLogger("skyproxy.server").exception("the session's process ended by an internal error")
+    finally:
+        closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
+        closing.start()
+        closing.join(_CLOSE_PLUGINS_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.
+        os._exit(status)
+
+
+def _be_random() -> None:
+    """Draw seeds of our own: whatever was loaded before the fork would draw the same numbers in each session."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _bound(start: dict[str, Any]) -> None:
+    if start.get("memory_bytes"):
+        limits.bound_memory(start["memory_bytes"])
+    fraction = start.get("gpu_fraction")
+    if fraction and any(row["type"] == "cuda" for row in start["devices"]):
+        import torch
+
+        indices = [row["index"] for row in start["devices"] if row["type"] == "cuda"]
+
+        # When CUDA is used for the first time: until then the session has no context on the device.
+        def bound() -> None:
+            for index in indices:
+                torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+        torch.cuda._lazy_call(bound)  # type: ignore[no-untyped-call]
