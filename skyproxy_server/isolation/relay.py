@@ -43,7 +43,13 @@ class _Writer:
 
 
 def relay(
-    stream: TlsStream, pair: socket.socket, pidfd: int, on_left: Callable[[], object], goodbye_seconds: float
+    stream: TlsStream,
+    pair: socket.socket,
+    pidfd: int,
+    *,
+    is_over: Callable[[], bool],
+    on_left: Callable[[], object],
+    goodbye_seconds: float,
 ) -> int:
     """Carry bytes both ways until both sides have ended, or the session's process has.
 
@@ -52,6 +58,7 @@ def relay(
             last word, somebody else can say one.
         pair: our end of the socket pair; closed at the end.
         pidfd: readable once the session's process has ended.
+        is_over: whether the process has said its last word on this connection.
         on_left: called when the client has left.
         goodbye_seconds: how long the client may take to end its side after the process has.
 
@@ -67,9 +74,13 @@ def relay(
     )
     incoming.start()
     try:
-        if _carry_out(writer, pair, pidfd) and not _is_readable(pidfd):
-            stream.shutdown_write()
-            incoming.join(goodbye_seconds)
+        if _carry_out(writer, pair, pidfd):
+            if is_over():
+                stream.shutdown_write()
+                incoming.join(goodbye_seconds)
+            else:
+                # The kernel closes what a process had open a little before it tells that the process has ended.
+                _wait_for(pidfd, goodbye_seconds)
     finally:
         shutdown(pair, socket.SHUT_RDWR)  # and the other thread finds it so
         incoming.join()
@@ -115,7 +126,7 @@ def _carry_out(writer: _Writer, pair: socket.socket, pidfd: int) -> bool:
         return False
 
 
-def _is_readable(descriptor: int) -> bool:
+def _wait_for(descriptor: int, timeout_seconds: float) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    poll.poll(timeout_seconds * 1e3)

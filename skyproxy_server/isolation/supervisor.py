@@ -437,7 +437,12 @@ class _LentConnection:
                 with theirs:
                     session.hand_over(theirs.fileno(), slot, self._hello, welcome, received)
                 self._carried = relay(
-                    stream, ours, session.pidfd, self._await_process, self._settings.close_timeout_seconds
+                    stream,
+                    ours,
+                    session.pidfd,
+                    is_over=lambda: session.is_over(slot),
+                    on_left=self._await_process,
+                    goodbye_seconds=self._settings.close_timeout_seconds,
                 )
             else:
                 assert isinstance(stream, PlainStream)

@@ -114,7 +114,7 @@ def sessions(worker: Worker) -> Iterator[Callable[[], skyproxy.Node]]:
     yield make
     for node in made:
         node.close()
-    wait_for(lambda: worker.activity()["sessions"] == 0 and len(worker.children()) == 1, "all sessions end", 8)
+    wait_for(lambda: worker.activity()["sessions"] == 0 and len(worker.children()) == 1, "all sessions end")
 
 
 def ones(node: skyproxy.Node, *shape: int) -> torch.Tensor:
@@ -464,4 +464,4 @@ def test_nothing_is_left_of_many_sessions(worker: Worker, sessions) -> None:
     open_and_close()
     before = wait_for(counts, "they are counted")
     open_and_close()
-    wait_for(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)), "descriptors and threads", 8)
+    wait_for(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)), "descriptors and threads")
