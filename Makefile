@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix e2e fuzz bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix fuzz bench format environment clean"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean"
 
 environment: $(READY)
 
@@ -82,6 +82,12 @@ conformance: $(READY)
 matrix:
 	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer. Name one: make matrix PYTHON=/path/to/python3" >&2; exit 1; }
 	"$(PYTHON)" .ci/matrix.py --jobs $(JOBS) $(ARGS)
+
+# The test suites of timm, peft and accelerate on the CPU and on sky:0, from their source distributions; an environment of
+# 1.5 gigabytes outside of the tree.
+upstream:
+	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer. Name one: make upstream PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" .ci/upstream.py --torch "$(TORCH)" --jobs $(JOBS) $(ARGS)
 
 notebooks: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 notebooks: $(READY)

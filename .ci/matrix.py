@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+
+from environments import cache_folder, make_environment  # noqa: E402
 
 from skyproxy import torch_versions  # noqa: E402
 
@@ -51,18 +52,10 @@ def environment_for(version: str, cache: Path) -> Path:
     Raises:
         subprocess.CalledProcessError: if pip cannot install it.
     """
+    pinned = f"torch=={version}.*" if version.count(".") == 1 else f"torch=={version}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = cache / f"torch-{version}-python-{sys.version_info[0]}.{sys.version_info[1]}"
-    python, ready = folder / "bin" / "python", folder / "ready"
-    if not ready.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pinned = f"torch=={version}.*" if version.count(".") == 1 else f"torch=={version}"
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        # torch by itself: nothing below may choose another one.
-        for packages in ([pinned], [pinned, *project["dependencies"], *TOOLS]):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
-        ready.touch()
-    return python
+    return make_environment(folder, pinned, [*project["dependencies"], *TOOLS])
 
 
 def run_group(python: Path, group: str, jobs: int, limit_seconds: float) -> tuple[dict[str, int], list[str], float]:
@@ -110,7 +103,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="test processes at a time")
     parser.add_argument("--limit-seconds", type=float, default=1800, help="for one group of tests")
     options = parser.parse_args()
-    cache = Path(os.environ.get("SKYPROXY_CACHE") or Path.home() / ".cache" / "skyproxy") / "matrix"
+    cache = cache_folder("matrix")
     rows, problems = [], []
     for version in options.versions:
         try:

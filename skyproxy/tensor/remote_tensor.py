@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 TensorBase = torch._C.TensorBase
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_PLAIN_ATTRIBUTES = frozenset({"_sky"})
+OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
+"""What a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -32,10 +33,11 @@ class RemoteTensor(torch.Tensor):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """`type(tensor)(values)`, as if our tensors and parameters were of PyTorch's own classes.
 
-        Elsewhere a parameter's class is `Parameter`, and code moves one with `type(p)(values, requires_grad=...)`.
+        Elsewhere a parameter's class is `Parameter`, and code moves one with `type(p)(values, requires_grad=...)`, or
+        with all that it finds in `p.__dict__`, as accelerate and peft do.
         """
-        make = torch.nn.Parameter if "requires_grad" in kwargs else torch.Tensor
-        return make(*args, **kwargs)
+        make = torch.nn.Parameter if {"requires_grad", "_is_param"} & kwargs.keys() else torch.Tensor
+        return make(*args, **{name: value for name, value in kwargs.items() if name not in OWN_ATTRIBUTES})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,11 +15,10 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.reading_ahead import READER, reading_ahead
-from skyproxy.tensor.remote_tensor import RemoteTensor, adopt
+from skyproxy.tensor.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
 from skyproxy.tensor.storage import SkyStorage, memory_of, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
-_OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
 _compressed = (torch.sparse_csr, torch.sparse_bsr)
 
 
@@ -66,7 +65,7 @@ def _is_storage(obj: Any) -> bool:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN_ATTRIBUTES}
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
 def _reduce_ex(self: RemoteTensor, protocol: int) -> Any:

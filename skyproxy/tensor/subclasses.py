@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.remote_tensor import OWN_ATTRIBUTES, RemoteTensor
 
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
@@ -44,7 +44,7 @@ class RemoteSubclass(RemoteTensor):
                 item.__class__ = kind
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_sky", "_is_param")}
+        state = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
         rebuild, parts = as_plain(self).__reduce_ex__(protocol)
         return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, state)
 

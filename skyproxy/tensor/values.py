@@ -11,7 +11,7 @@ from torch import _tensor_str
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.copies import download
-from skyproxy.tensor.remote_tensor import RemoteTensor, TensorBase, adopt
+from skyproxy.tensor.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, TensorBase, adopt
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
 # By the size of an element: dtypes that every device can join and cut, for those that not every device can.
@@ -173,7 +173,7 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     """
     if tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # those are in no graph
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
-    attributes = {name: value for name, value in tensor.__dict__.items() if name not in ("_sky", "_is_param")}
+    attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(tensor, fresh)  # type: ignore[attr-defined]
     tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__

@@ -224,6 +224,17 @@ def test_the_class_of_a_parameter_makes_parameters(sky1: str) -> None:
     assert not isinstance(type(weight.detach())(torch.ones(2, device=sky1)), nn.Parameter)
 
 
+def test_a_parameter_is_made_anew_with_all_that_its_dict_has(sky1: str) -> None:
+    """accelerate and peft write `type(p)(values, **p.__dict__)`: that of PyTorch's own parameter is empty."""
+    weight = nn.Linear(2, 3).to(sky1).weight
+    for place in ("cpu", sky1):
+        made = type(weight)(torch.zeros(3, 2, device=place), **weight.__dict__)
+        assert isinstance(made, nn.Parameter)
+        assert (made.device, made.tolist()) == (torch.device(place), [[0, 0], [0, 0], [0, 0]])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'another'"):
+        type(weight)(torch.zeros(1), requires_grad=False, another=1)
+
+
 def test_a_scripted_module_moves_there_trains_and_comes_back(sky1: str) -> None:
     """Its parameters are held by C++."""
     torch.manual_seed(0)
