@@ -56,7 +56,7 @@ LIBRARIES = {
     "timm": Library(
         "1.0.31",
         ["tests/test_models.py", "tests/test_layers.py", "tests/test_layers_pool.py", "tests/test_optim.py"],
-        60,
+        40,
         needs_apart=True,
     ),
     "peft": Library("0.21.2", ["tests/test_custom_models.py"], 600),

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from skyproxy import torch_versions
 from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.plans import Plan, implements
@@ -25,6 +26,8 @@ aten = torch.ops.aten
 _MATH = 0
 _FLASH = 1
 _NONE = -1
+_ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 15)
+"""Whether PyTorch makes four dimensions of three before it chooses, and views three in the result."""
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
     "kernel and the fused kernels."
@@ -95,6 +98,11 @@ def attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for remote tensors; see there for shapes."""
     mask = attn_mask
+    if _ADDS_A_BATCH and query.dim() == key.dim() == value.dim() == 3:
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
@@ -107,34 +115,16 @@ def attention(
         if choice == _NONE:
             raise RuntimeError(_NO_BACKEND)
         if choice == _FLASH:
-            return _flash(query, key, value, mask, dropout_p, is_causal, scale)
+            fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+            )[0]
+            return fused
     elif not enabled[0]:
         raise RuntimeError(_NO_BACKEND + _MATH_ONLY)
     result = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return result
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """Call the fused kernel, which takes four dimensions only; from 2.15 on PyTorch chooses it for three as well."""
-    batched = query.dim() == 4
-    if not batched:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        while mask is not None and mask.dim() < 4:
-            mask = mask.unsqueeze(0)
-    result: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, key, value, dropout, causal, attn_mask=mask, scale=scale
-    )[0]
-    return result if batched else result.squeeze(0)
 
 
 @implements("aten::scaled_dot_product_attention")

@@ -53,3 +53,30 @@ def test_grouped_queries_give_the_bits_of_the_cpu(batch: tuple[int, ...], sky1: 
     theirs = scaled_dot_product_attention(q, k, v, enable_gqa=True)
     ours = scaled_dot_product_attention(q.to(sky1), k.to(sky1), v.to(sky1), enable_gqa=True)
     assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("why", ["dropout", "a mask with gradients", "fewer queries", "empty"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)}d")
+def test_the_math_form_is_a_view_where_that_of_the_cpu_is(shape: tuple[int, ...], why: str, sky1: str) -> None:
+    """From 2.15 on, PyTorch makes four dimensions of three, and views three in the result."""
+
+    def run(device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        sizes = (*shape[:-1], 0) if why == "empty" else shape
+        q, k, v = (torch.randn(sizes, generator=generator).to(device) for _ in range(3))
+        arguments: dict[str, Any] = {}
+        if why == "dropout":
+            torch.manual_seed(0)
+            arguments["dropout_p"] = 0.5
+        elif why == "a mask with gradients":
+            arguments["attn_mask"] = torch.randn(*shape[:-1], 5, generator=generator).to(device).requires_grad_()
+        elif why == "fewer queries" and len(shape) > 2:
+            q = q[..., :1, :, :]
+        return scaled_dot_product_attention(q, k, v, **arguments)
+
+    ours, theirs = run(sky1), run("cpu")
+    assert torch.equal(ours.cpu(), theirs)
+    assert (ours.shape, ours.stride(), ours._is_view()) == (theirs.shape, theirs.stride(), theirs._is_view())
+    if theirs._is_view() and theirs._base is not None:
+        assert ours._base is not None
+        assert ours._base.shape == theirs._base.shape

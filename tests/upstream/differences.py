@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _FP16 = "accelerate allows fp16 on the devices of a list of its own"
 _DEVICES = "accelerate compares with a list of devices of its own"
+_PROGRAM = "starts a program of its own, which does not import skyproxy"
 _CPU_ONLY = "the test is for the CPU only, says its decorator"
 
 DIFFERENCES: dict[str, dict[str, str]] = {
@@ -25,6 +26,7 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "*::KwargsHandlerTester::test_autocast_kwargs": _FP16,
         "*::KwargsHandlerTester::test_grad_scaler_kwargs": _FP16,
         "*::OptimizerTester::test_accelerated_optimizer_step_was_skipped": _FP16,
+        "tests/test_state_checkpointing.py::*::test_map_location": _PROGRAM,
         "*::CPUOptimizerTester::*": _CPU_ONLY,
         "*::SchedulerTester::*": _CPU_ONLY,
     },
