@@ -249,12 +249,15 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     """The strides of a fresh row-major tensor."""
-    stride: list[int] = []
+    rank = len(size)
+    if rank < 2:
+        return (1,) * rank
+    stride = [1] * rank
     running = 1
-    for n in reversed(size):
-        stride.append(running)
-        running *= max(n, 1)
-    return tuple(reversed(stride))
+    for at in range(rank - 1, 0, -1):
+        running *= size[at] or 1
+        stride[at - 1] = running
+    return tuple(stride)
 
 
 def packed_stride(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

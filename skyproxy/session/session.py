@@ -303,6 +303,10 @@ class Session:
             view[:] = waiter.buffers[0]
         return target
 
+    def known_signature(self, structure: Any) -> int | None:
+        """The number of a signature that was defined before; None for others."""
+        return self._signatures.get(structure)
+
     def signature(self, structure: Any, define: Callable[[], list[Any]], width: int) -> int:
         """The number of an op's signature; it is defined for the worker the first time.
 

@@ -335,7 +335,11 @@ def learn(
     looks: list[Any] = []
     templates: list[Any] = []
     for a, how in zip(args, plan.kinds, strict=False):
-        looks.append(_look_and_template(a, how, templates, device))
+        if type(a) is RemoteTensor:
+            looks.append(a._sky.meta)
+            templates.append("t")
+        else:
+            looks.append(_look_and_template(a, how, templates, device))
     named: dict[str, Any] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -345,8 +349,10 @@ def learn(
                 continue
             named[name] = _look_and_template(a, kinds[name], keywords, device)
         keywords = list(zip(named, keywords, strict=True))
-    if any(_has_known(look) for look in (*looks, *named.values())):
-        return None
+    for look in (*looks, *named.values()) if named else looks:
+        kind = type(look)
+        if kind is KnownMeta or (kind is list and KnownMeta in map(type, look)):
+            return None
     assert plan.rule is not None
     found = plan.rule(*looks, **named)
     if found is None:
@@ -356,20 +362,13 @@ def learn(
         return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None
-    operands = sum(template in _ONE_OPERAND for template in templates)
-    operands += sum(template in _ONE_OPERAND for _, template in keywords)
-    outputs = tuple(entry.output_templates)
-    entry.number = _number_of(device, plan.name, tuple(templates), tuple(keywords), outputs, operands)
+    entry.number = _number_of(device, plan.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
     device.misses += 1
     device.remember(key, entry)
     return entry
 
 
 _ONE_OPERAND = frozenset({"t", "T", "v"})
-
-
-def _has_known(look: Any) -> bool:
-    return type(look) is KnownMeta or (type(look) is list and KnownMeta in map(type, look))
 
 
 def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice) -> Any:
@@ -404,13 +403,21 @@ def _makes_a_number(call: Call, entry: Entry) -> bool:
 def _signature(call: Call, entry: Entry) -> int:
     keywords = tuple(call.keyword_templates.items())
     outputs = tuple(entry.output_templates)
-    return _number_of(call.device, call.plan.name, call.templates, keywords, outputs, len(call.wire))
+    return _number_of(call.device, call.plan.name, call.templates, keywords, outputs)
 
 
-def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outputs: Any, operands: int) -> int:
-    """The op's number on the wire; `operands`: how many of its arguments travel."""
+def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outputs: Any) -> int:
+    """The op's number on the wire."""
+    structure = (name, arguments, keywords, outputs)
+    number = device.session.known_signature(structure)
+    if number is not None:
+        return number
+    operands = sum(template in _ONE_OPERAND for template in arguments)
+    operands += sum(template in _ONE_OPERAND for _, template in keywords)
+    # A host tensor's value travels as well.
+    operands += sum(template[0] == "k" for template in (*arguments, *(t for _, t in keywords)))
     return device.session.signature(
-        (name, arguments, keywords, outputs),
+        structure,
         lambda: [name, [_thawed(t) for t in arguments], {key: _thawed(t) for key, t in keywords}, list(outputs)],
         operands + sum(template in ("n", "N") for template in outputs),
     )

@@ -17,13 +17,14 @@ from skyproxy.torch_codec import contiguous_stride
 
 Ints = tuple[int, ...]
 _NO_SIZE: Ints = ()
+_NUMBER: tuple[Ints, Ints] = ((), ())
 NUMBERS = frozenset({int, float, bool, complex})
 
 
 def broadcast_sizes(sizes: Sequence[Ints]) -> Ints | None:
     """The common size of operands; None where they do not broadcast."""
     first = sizes[0]
-    if all(size == first for size in sizes):
+    if sizes.count(first) == len(sizes):
         return first
     rank = max(map(len, sizes))
     result = [1] * rank
@@ -44,9 +45,10 @@ def is_contiguous(size: Ints, stride: Ints) -> bool:
     if 0 in size:
         return True
     expected = 1
-    for n, s in zip(reversed(size), reversed(stride), strict=True):
+    for at in range(len(size) - 1, -1, -1):
+        n = size[at]
         if n != 1:
-            if s != expected:
+            if stride[at] != expected:
                 return False
             expected *= n
     return True
@@ -87,16 +89,19 @@ def is_dense(size: Ints, stride: Ints) -> bool:
     return True
 
 
-def elementwise_stride(size: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Ints:
+def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
     """The strides of a fresh elementwise result.
 
     Args:
         size: the common size.
         operands: size and stride of each operand; numbers have none.
     """
+    usual = contiguous_stride(size)
+    if operands.count((size, usual)) == len(operands):
+        return usual
     if all(own == size for own, _ in operands):
         if all(is_contiguous(size, stride) for _, stride in operands):
-            return contiguous_stride(size)
+            return usual
         if len(size) == 4 and all(is_channels_last(size, stride) for _, stride in operands):
             return channels_last_stride(size)
         first = operands[0][1]
@@ -104,7 +109,7 @@ def elementwise_stride(size: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Int
             return first
     rank = len(size)
     if rank < 2:
-        return contiguous_stride(size)
+        return usual
     rows = []
     for own, stride in operands:
         if own == size:
@@ -115,7 +120,7 @@ def elementwise_stride(size: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Int
             rows.append((0,) * extra + kept)
     order = _order(size, rows)
     if order == list(range(rank - 1, -1, -1)):
-        return contiguous_stride(size)
+        return usual
     result = [0] * rank
     running = 1
     for dim in order:
@@ -215,16 +220,19 @@ def elementwise(operands: Sequence[Any], common: torch.dtype | None = None) -> t
         operands: the tensors, as `Meta`, and numbers that PyTorch makes tensors of.
         common: the dtype that operands are converted to before, if they are.
     """
-    pairs = []
+    pairs: list[tuple[Ints, Ints]] = []
+    sizes: list[Ints] = []
     for a in operands:
         if type(a) is Meta:
             if not a.plain:
                 return None
             converted = common is not None and a.dtype is not common and a.size
             pairs.append((a.size, preserved_stride(a.size, a.stride) if converted else a.stride))
+            sizes.append(a.size)
         elif type(a) in NUMBERS:
-            pairs.append((_NO_SIZE, _NO_SIZE))
+            pairs.append(_NUMBER)
+            sizes.append(_NO_SIZE)
         else:
             return None
-    size = broadcast_sizes([own for own, _ in pairs])
+    size = broadcast_sizes(sizes)
     return None if size is None else (size, elementwise_stride(size, pairs))

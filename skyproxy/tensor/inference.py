@@ -101,6 +101,13 @@ class Entry:
         """
         if found is TARGET:
             return Entry([Output(tensor=0)], [], simple=True, output_templates=["x"])
+        if len(found) == 1 and type(found[0]) is tuple:  # most of them
+            only, shares = found[0]
+            if only is not None:
+                entry = Entry([Output(only, shares)], [], output_templates=["n"], made=[only])
+                if has_tensors and only.plain and not shares:
+                    entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
+                return entry
         outputs = [Output(items=item) if type(item) is list else Output(*item) for item in found]
         looks = [look for item in found for look in (item if type(item) is list else (item,))]
         entry = Entry(outputs, [])
@@ -188,8 +195,8 @@ def infer(call: Call) -> Entry | None:
     """What the results of `call` look like; None where only the worker can tell."""
     if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
         return None
-    if call.plan.rule is not None and not call.has_values:  # rules know of remote tensors and of numbers
-        found = call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+    if call.plan.rule is not None:
+        found = _ask_rule(call)
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
     if call.plan.writes and tuple(call.key) in _refused:
@@ -197,6 +204,20 @@ def infer(call: Call) -> Entry | None:
     if call.plan.columns:
         return _infer_columns(call)
     return _infer_by_fake(call)
+
+
+def _ask_rule(call: Call) -> RuleAnswer | None:
+    assert call.plan.rule is not None
+    if not call.has_values:
+        return call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+    # Tensors of the CPU that travel as values count as what they are, tensors without dimensions. Rules number the
+    # tensors whose memory a result shares, and know of no such ones.
+    if call.kwargs or any(isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() for a in call.args):
+        return None
+    found = call.plan.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
+    if found is None or found is TARGET or any(type(item) is list or item[1] is not None for item in found):
+        return None
+    return found
 
 
 def _infer_columns(call: Call) -> Entry | None:

@@ -31,7 +31,7 @@ _IN_PLACE = (
     "_foreach_mul_.Scalar _foreach_mul_.ScalarList _foreach_mul_.List _foreach_copy_ _foreach_zero_"
 )
 _FRESH = (
-    "clone _to_copy zeros ones full scalar_tensor add.Tensor sub.Tensor rsub.Scalar mul.Tensor neg abs ceil floor "
+    "clone _to_copy zeros ones full add.Tensor sub.Tensor rsub.Scalar mul.Tensor neg abs ceil floor "
     "trunc maximum minimum logical_not logical_and logical_or eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
     "ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar div.Tensor div.Tensor_mode floor_divide "
     "remainder.Scalar"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
+from _weakref import _remove_dead_weakref  # removes it only if it is dead, in one step
+from functools import partial
 
 import torch
 
@@ -52,17 +54,26 @@ class Meta:
         return f"Meta({self.dtype}, {list(self.size)}, stride={list(self.stride)}, offset={self.offset})"
 
 
-_interned: weakref.WeakValueDictionary[Description, Meta] = weakref.WeakValueDictionary()
+_interned: dict[Description, weakref.ref[Meta]] = {}
+"""As a `WeakValueDictionary`, whose methods in Python cost several times as much."""
 
 
 @functools.lru_cache(4096)  # what a loop makes and drops is not made anew each time
 def intern_meta(description: Description) -> Meta:
     """Return the one `Meta` of this description."""
-    meta = _interned.get(description)
-    if meta is None:
+    reference = _interned.get(description)
+    found = reference() if reference is not None else None
+    while found is None:
+        _remove_dead_weakref(_interned, description)
+        made = Meta(description)
         # setdefault, so that two threads that come at once agree on one object.
-        meta = _interned.setdefault(description, Meta(description))
-    return meta
+        found = _interned.setdefault(description, weakref.ref(made, partial(_forget, description)))()
+    return found
+
+
+def _forget(description: Description, reference: weakref.ref[Meta]) -> None:
+    del reference
+    _remove_dead_weakref(_interned, description)
 
 
 def plain_meta(

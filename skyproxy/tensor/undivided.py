@@ -1,7 +1,8 @@
 """Composites that are sent whole where no gradient is wanted: one op instead of the five that `linear` consists of.
 
-PyTorch divides them above autograd, for its derivatives are those of the parts. Where nothing is differentiated, as
-in `torch.no_grad()`, the worker's own kernel does the same work, to the last bit.
+PyTorch divides them above autograd, for its derivatives are those of the parts. Where nothing is differentiated, in
+`torch.no_grad()` or because no argument requires a gradient or has a tangent, the worker's own kernel does the same
+work, to the last bit.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from skyproxy.tensor.hot_path import dispatch_remote
 from skyproxy.tensor.nested_batches import NestedBatch
@@ -16,7 +18,7 @@ from skyproxy.tensor.remote_tensor import RemoteTensor
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_wants_gradients = torch.is_grad_enabled
+_records_graphs = torch.is_grad_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._functorch.maybe_current_level
 
@@ -27,7 +29,7 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
     def kernel(*args: Any) -> Any:
         # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
         # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit.
-        if not (_wants_gradients() or _modes() or args[0].is_complex()) and _function_transforms() is None:
+        if not (_is_differentiated(args) or _modes() or args[0].is_complex()) and _function_transforms() is None:
             if all(type(a) is RemoteTensor for a in args):
                 return dispatch_remote(RemoteTensor, op, (), args)
             if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
@@ -37,6 +39,14 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
         return divide(_COMPOSITE, *args)
 
     return kernel
+
+
+def _is_differentiated(args: tuple[Any, ...]) -> bool:
+    if _records_graphs():
+        for a in args:
+            if a is not None and a.requires_grad:
+                return True
+    return forward_ad._current_level >= 0  # tangents do not care about `no_grad`
 
 
 def install(library: torch.library.Library) -> None:

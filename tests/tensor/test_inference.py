@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.tensor import inference
+from skyproxy.tensor.metadata import Meta
+
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     name: lambda a, b, name=name: getattr(a, name)(b)
     for name in (
@@ -105,3 +108,47 @@ def test_out_of_another_size_is_resized(sky1: str) -> None:
             torch.atan2(torch.ones(3, 4, device=sky1), torch.ones(3, 4, device=sky1), out=remote)
             assert (remote.shape, remote.stride()) == (local.shape, local.stride())
             torch.testing.assert_close((remote + 1).cpu(), local + 1)
+
+
+def _faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that fake tensors are asked about from now on."""
+    asked: list[str] = []
+    by_fake = inference._infer_by_fake
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.append(call.plan.name), by_fake(call)][1])
+    return asked
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, number: x * number,
+        lambda x, number: number - x,
+        lambda x, number: x > number,
+        lambda x, number: torch.where(x > 0, x, number),
+        lambda x, number: torch.maximum(x, number),
+        lambda x, number: x.clone().add_(number),
+    ],
+)
+def test_numbers_in_tensors_of_the_cpu_are_known_to_rules(
+    sky1: str, monkeypatch: pytest.MonkeyPatch, compute: Callable[..., torch.Tensor]
+) -> None:
+    asked = _faked(monkeypatch)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for x in (torch.rand(3, 1, 7), torch.rand(5, 3).t(), torch.ones(3, 4, dtype=torch.int32)):
+            number = torch.tensor(2, dtype=dtype)
+            if dtype.is_floating_point and not x.is_floating_point():
+                continue  # in place it would be refused
+            found, expected = compute(x.to(sky1), number), compute(x, number)
+            assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+            assert torch.equal(found.cpu(), expected)
+    assert not {name for name in asked if not name.endswith("add_.Tensor")}
+
+
+def test_numbers_that_a_choice_makes_tensors_of_take_the_short_way(sky1: str) -> None:
+    x, condition = torch.rand(3, 4, device=sky1), torch.rand(3, 4, device=sky1) > 0.5
+    torch.where(condition, x, 0.0)
+    before = torch.sky.stats()["cache_hits"]
+    result = torch.where(condition, x, 0.0)
+    assert torch.sky.stats()["cache_hits"] - before >= 2
+    assert type(torch.scalar_tensor(0.0, device=sky1)._sky.meta) is Meta
+    assert torch.equal(result.cpu(), torch.where(condition.cpu(), x.cpu(), 0.0))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -70,6 +71,26 @@ def test_weights_that_require_gradients_are_multiplied_as_here(mode: type, sky: 
             assert found.is_inference() == expected.is_inference()
             assert found.stride() == expected.stride()
             assert torch.equal(found.cpu(), expected)
+
+
+def test_nothing_is_divided_where_gradients_could_be_but_no_argument_requires_one(sky: str) -> None:
+    x, weight = torch.randn(2, 3, 8), torch.randn(6, 8)
+    there = x.to(sky), weight.to(sky)
+    before = _ops()
+    results = linear(*there), there[0] @ there[0][0].t()
+    assert _ops() - before == 4  # two products, a select and a transpose
+    assert torch.equal(results[0].cpu(), linear(x, weight))
+    assert torch.equal(results[1].cpu(), x @ x[0].t())
+
+
+def test_tangents_are_those_of_the_parts(sky: str) -> None:
+    x, tangent, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(6, 8)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.to(sky), tangent.to(sky))
+            found = forward_ad.unpack_dual(linear(dual, weight.to(sky))).tangent
+            theirs = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, tangent), weight)).tangent
+        assert torch.equal(found.cpu(), theirs)
 
 
 def test_gradients_are_those_of_the_parts(sky: str) -> None:
