@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.functions.runner import Runner
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.protocol.messages import Hello, Welcome
@@ -207,6 +207,7 @@ def connect(
     source: str = "skyproxy.connect",
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
+    renew: Callable[[], tuple[str, str | None]] | None = None,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -243,6 +244,7 @@ def connect(
         insecure=insecure,
         on_close=on_close,
         shares_files=shares_files,
+        renew=renew,
     )
 
 
@@ -296,6 +298,7 @@ def _connect(
     insecure: bool = False,
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
+    renew: Callable[[], tuple[str, str | None]] | None = None,
 ) -> Node:
     activate()
     token = token or os.environ.get("SKYPROXY_TOKEN")
@@ -305,7 +308,18 @@ def _connect(
         )
 
     def open_connection(role: str, session: str) -> tuple[Transport, Welcome]:
-        return _open(url, token, ssl_context, server_name, insecure, role, session)
+        nonlocal token, ssl_context
+        try:
+            return _open(url, token or "", ssl_context, server_name, insecure, role, session)
+        except ConnectError:
+            if renew is None or not session:
+                raise
+            # A session lasts longer than a token or a certificate may.
+            fresh, certificate = renew()
+            trusted = _trust(certificate) if certificate is not None else ssl_context
+            opened = _open(url, fresh, trusted, server_name, insecure, role, session)
+            token, ssl_context = fresh, trusted
+            return opened
 
     operations, welcome = open_connection("operations", "")
     try:

@@ -21,6 +21,7 @@ _VALID_DAYS = 1825
 _RENEW_DAYS = 365
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _MAX_COMMON_NAME = 64
+_PEM_BEGIN, _PEM_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ def is_usable(certificate: str, compute: str, namespace: str, now: datetime.date
     names = extension.value.get_values_for_type(x509.DNSName)
     lasts = parsed.not_valid_after_utc - now >= datetime.timedelta(days=_RENEW_DAYS)
     return lasts and server_name(compute, namespace) in names
+
+
+def first_certificate(text: str) -> str:
+    """The first certificate of a PEM text; nothing where there is none."""
+    begin, end = text.find(_PEM_BEGIN), text.find(_PEM_END)
+    return text[begin : end + len(_PEM_END)] + "\n" if 0 <= begin < end else ""
 
 
 def _builder(

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyproxy_operator import status as state
@@ -29,7 +29,7 @@ from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.probing import Prober
+from skyproxy_operator.probing import TOKEN_REFUSED, Prober
 from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds
 from skyproxy_operator.work_queue import WorkQueue
 from skyproxy_operator.worker_spec import WorkerSpec
@@ -67,7 +67,7 @@ class _Memory:
     failures: int = 0
     probe_at: float = 0.0
     unanswered: int = 0
-    silence: str = ""
+    silence: Report = field(default_factory=Report)
 
 
 def _utc_now() -> datetime.datetime:
@@ -196,9 +196,8 @@ class Controller:
         family = await self._families.bring_up(compute, spec, picture.now)
         refusals = [*([family.blocking] if family.blocking else ()), *family.refusals]
         reports = await self._reports(picture, spec, family, memory)
-        if spec.idle_timeout_seconds is not None and memory.unanswered >= _SILENT_PROBES:
-            text = f"A worker does not tell whether it is idle: {memory.silence}. idleTimeout has no effect meanwhile."
-            refusals.append(Cause("ActivityUnknown", text, actionable=True))
+        if memory.unanswered >= _SILENT_PROBES and _should_answer(spec, compute):
+            refusals.append(_silence_cause(spec, memory.silence))
         picture = Picture(compute, picture.pods, self._clock(), reports, await self._events(picture), tuple(refusals))
         plan = decide(picture, spec, self._options)
         if not plan.create:
@@ -236,10 +235,14 @@ class Controller:
             return []
         addresses = [(ready.get(node, ""), port) for node in range(spec.nodes) for port in spec.ports]
         reports = await self._prober.ask(addresses, family.access)
-        problems = [report.problem for report in reports if report.problem]
+        # What somebody has to see to goes first.
+        problems = sorted((report for report in reports if report.problem), key=lambda report: not report.reason)
         if len(ready) == spec.nodes:
             memory.unanswered = memory.unanswered + 1 if problems else 0
-            memory.silence = problems[0] if problems else ""
+            memory.silence = problems[0] if problems else Report()
+        if problems and problems[0].reason:
+            # Its Secrets were replaced, it seems: they are read again at the next look.
+            self._families.forget(picture.compute["metadata"]["uid"])
         started = state.moment((picture.compute.get("status") or {}).get("startTime"))
         pause = next_check_seconds(spec, started, reports, self._clock(), self._options)
         # A little early, for the look that is planned for then must not find that it is not time yet.
@@ -296,6 +299,24 @@ class Controller:
             if memory.phase:
                 counts[memory.phase] = counts.get(memory.phase, 0.0) + 1
         return counts
+
+
+def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
+    """Whether a worker that cannot be asked is worth a word: a command of the user's own need not be one of ours."""
+    ever_did = "worker" in (compute.get("status") or {})
+    return not spec.command or ever_did or spec.idle_timeout_seconds is not None
+
+
+def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
+    """Why a worker that takes sessions does not tell what it does."""
+    text = f"A worker does not tell whether it is idle: {silence.problem}."
+    if silence.reason == TOKEN_REFUSED:
+        text += " It does not accept the token of its Secret."
+    if silence.reason:
+        text += " Secrets that are replaced come to it within two minutes; after that, see its log."
+    if spec.idle_timeout_seconds is not None:
+        text += " idleTimeout has no effect meanwhile."
+    return Cause(silence.reason or "ActivityUnknown", text, actionable=True)
 
 
 def _key(compute: Object) -> Key:

@@ -6,12 +6,12 @@ import base64
 import datetime
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyproxy_operator import children
 from skyproxy_operator.causes import Cause
-from skyproxy_operator.certificates import is_usable, issue
+from skyproxy_operator.certificates import first_certificate, is_usable, issue
 from skyproxy_operator.cluster import ApiError, Cluster
 from skyproxy_operator.names import COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
@@ -34,11 +34,13 @@ class Family:
         access: how its workers are asked; None as long as there is no token or no certificate.
         blocking: why no pod can be made yet; None when all is there that a pod needs.
         refusals: what the API server refused, or a person has to see to.
+        former_token: the one before the token, after a rotation.
     """
 
     access: Access | None = None
     blocking: Cause | None = None
     refusals: list[Cause] = field(default_factory=list)
+    former_token: str = field(default="", repr=False)
 
 
 class FamilyKeeper:
@@ -81,7 +83,8 @@ class FamilyKeeper:
             await self._gateway(compute, spec, pair.get("ca.crt", ""), family)
         if token is not None and pair is not None:
             metadata = compute["metadata"]
-            family.access = Access(token, pair.get("ca.crt", ""), server_name(metadata["name"], metadata["namespace"]))
+            name = server_name(metadata["name"], metadata["namespace"])
+            family.access = Access(token, pair.get("ca.crt", ""), name, family.former_token)
         if family.blocking is None and not family.refusals:
             self._known[uid] = (wanted, time.monotonic() + self._options.resync_seconds, family)
         else:
@@ -101,7 +104,8 @@ class FamilyKeeper:
         if _is_other_compute(compute, secret):
             family.blocking = _leftover(f"Secret {name}")
             return None
-        token = _decoded(secret).get("token", "").strip()
+        data = _decoded(secret)
+        token, family.former_token = data.get("token", "").strip(), data.get("former", "").strip()
         if not token:
             family.blocking = Cause("TokenMissing", f"Secret {name} has no key 'token'. Delete it for a new one.", True)
             return None
@@ -131,7 +135,11 @@ class FamilyKeeper:
         data = _decoded(secret) if secret is not None else {}
         ours = secret is None or _is_owned(compute, secret)
         if ours and not is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now):
-            fresh = children.certificate_secret(compute, issue(metadata["name"], namespace, now))
+            pair = issue(metadata["name"], namespace, now)
+            if data.get("ca.crt"):
+                # Until the kubelet has brought the new certificate to the worker, it shows the one before.
+                pair = replace(pair, authority=pair.authority + first_certificate(data["ca.crt"]))
+            fresh = children.certificate_secret(compute, pair)
             if secret is None and not await self._create(fresh, family):
                 return None
             if secret is not None:

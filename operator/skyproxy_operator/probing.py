@@ -16,6 +16,8 @@ from skyproxy_operator.reaping import Report
 
 _MAX_ANSWER_BYTES = 64 << 10
 _AT_ONCE = 32
+TOKEN_REFUSED = "TokenRefused"
+CERTIFICATE_REFUSED = "CertificateRefused"
 _MAX_IDLE_SECONDS = 10 * 365 * 86400.0
 
 
@@ -27,11 +29,13 @@ class Access:
         token: theirs.
         authority: the certificate (PEM) to trust.
         server_name: what their certificate vouches for.
+        former: the token before it, which a worker accepts until the new one has got there; empty where there is none.
     """
 
     token: str = field(repr=False)
     authority: str = field(repr=False)
     server_name: str
+    former: str = field(default="", repr=False)
 
 
 class Prober:
@@ -60,12 +64,19 @@ class Prober:
         try:
             context = ssl.create_default_context(cadata=access.authority)
         except ssl.SSLError as exc:
-            return [Report(problem=f"the certificate authority cannot be used: {exc}") for _ in addresses]
+            problem = f"the certificate authority of its Secret cannot be used: {exc}"
+            return [Report(problem=problem, reason=CERTIFICATE_REFUSED) for _ in addresses]
         return list(await asyncio.gather(*(self._ask(host, port, access, context) for host, port in addresses)))
 
     async def _ask(self, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
         if not host:
             return Report(problem="it has no address yet")
+        report = await self._ask_with(access.token, host, port, access, context)
+        if report.reason == TOKEN_REFUSED and access.former:
+            return await self._ask_with(access.former, host, port, access, context)
+        return report
+
+    async def _ask_with(self, token: str, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
         if self._session is None:
             # No proxy of the environment: the token is for the worker alone.
             self._session = aiohttp.ClientSession(
@@ -76,7 +87,7 @@ class Prober:
             async with self._turn, asyncio.timeout(self._timeout_seconds):
                 async with self._session.get(
                     where,
-                    headers={"Authorization": f"Bearer {access.token}"},
+                    headers={"Authorization": f"Bearer {token}"},
                     ssl=context,
                     server_hostname=access.server_name,
                     allow_redirects=False,
@@ -89,6 +100,8 @@ class Prober:
                     status = response.status
         except TimeoutError:
             return _failed(f"it did not answer within {self._timeout_seconds:g} s")
+        except aiohttp.ClientConnectorCertificateError as exc:
+            return _failed(f"its certificate is not accepted: {exc.certificate_error}", CERTIFICATE_REFUSED)
         except (aiohttp.ClientError, OSError, ValueError) as exc:
             return _failed(f"it cannot be asked: {exc}")
         return report_of(status, text)
@@ -102,7 +115,7 @@ def report_of(status: int, text: bytes) -> Report:
         text: the body. It comes from a container that may run anything, so nothing about it is taken for granted.
     """
     if status != 200:
-        return _failed(f"it answered HTTP {status}")
+        return _failed(f"it answered HTTP {status}", TOKEN_REFUSED if status in (401, 403) else "")
     try:
         answer: Any = json.loads(text)
         if not isinstance(answer, Mapping):
@@ -117,7 +130,7 @@ def report_of(status: int, text: bytes) -> Report:
     return Report(0.0 if running else idle, answer)
 
 
-def _failed(problem: str) -> Report:
+def _failed(problem: str, reason: str = "") -> Report:
     METRICS.probes.add(1, result="failed")
     # What a peer made of a message can be anything; it goes into a status.
-    return Report(problem=problem.encode("utf-8", "replace").decode())
+    return Report(problem=problem.encode("utf-8", "replace").decode(), reason=reason)

@@ -24,11 +24,13 @@ class Report:
         idle_seconds: for how long it had nothing to do; None where it did not answer.
         answer: all of it.
         problem: why it did not answer.
+        reason: the same in one word, where somebody has to see to it: the token or the certificate was not accepted.
     """
 
     idle_seconds: float | None = None
     answer: Mapping[str, Any] | None = None
     problem: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)

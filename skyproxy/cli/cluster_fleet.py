@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +15,7 @@ from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.ending import end
 from skyproxy.kubernetes.explain import explain
 from skyproxy.kubernetes.reach import reach_by_name
+from skyproxy.kubernetes.rotation import rotate_token
 
 
 class ClusterFleet:
@@ -51,6 +52,11 @@ class ClusterFleet:
             if not ending.wait:
                 return await client.delete(name, wait=False)
             return await end(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Gives one another token, beside which the former one is accepted for a while."""
+        async with ClusterClient(self._address) as client:
+            await rotate_token(client, name, timeout_seconds=timeout_seconds, say=say)
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines that its Pods wrote; those of several are marked with the node's number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +13,12 @@ from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
 from skyproxy.providers.container_engine import ContainerEngine
-from skyproxy.providers.detached_container import container_address, container_name, stop_container
+from skyproxy.providers.detached_container import (
+    container_address,
+    container_name,
+    replace_token,
+    stop_container,
+)
 
 
 class ContainerFleet:
@@ -65,6 +70,10 @@ class ContainerFleet:
     async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
         return await stop_container(name)
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Gives one another token; it reads the file anew when somebody comes with a token that it does not know."""
+        await replace_token(name)
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines it wrote; while it follows, until it ends."""

@@ -11,7 +11,7 @@ from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.contexts import Context, ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
-from skyproxy.providers.worker_report import ask_worker
+from skyproxy.transport.worker_report import ask_worker
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,13 @@ class Fleet(Protocol):
 
     async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Gives one another token; waits until it takes it, unless there is no time for that.
+
+        Raises:
+            ConfigurationError: its token is not ours to change.
+        """
 
     def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines it wrote."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
-from skyproxy.cli.fleets import Access, Ending, WorkerRow
+from skyproxy.cli.fleets import Access, Ending, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
-from skyproxy.contexts import Context
+from skyproxy.contexts import Context, write_private
 from skyproxy.errors import ConnectError
 from skyproxy.providers.detached import DetachedWorker, find, list_detached, local_address
 
@@ -40,6 +41,13 @@ class LocalFleet:
             return False
         await asyncio.to_thread(worker.stop)
         return True
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Gives one another token; it reads the file anew when somebody comes with a token that it does not know."""
+        worker = find(name)
+        if worker is None:
+            raise not_found(name, self.provider)
+        write_private(worker.folder / "token", secrets.token_urlsafe(32) + "\n")
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines it wrote; while it follows, until the worker ends."""

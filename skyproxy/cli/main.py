@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from skyproxy.cli import connecting, doctor, inspecting, installing, lifecycle, saved_contexts, serving
+from skyproxy.cli import connecting, doctor, inspecting, installing, lifecycle, saved_contexts, serving, tokens
 from skyproxy.cli.arguments import Json
 from skyproxy.cli.exit_codes import code_of
 from skyproxy.cli.output import fail, show_json
@@ -67,6 +67,7 @@ for panel, commands in _PANELS.items():
         settings = _PASSES_ARGUMENTS_ON if command_name == "run" else {}
         app.command(command_name, rich_help_panel=panel, context_settings=settings)(command)
 app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")
+app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 
 
 @app.command("version", rich_help_panel="This machine")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from skyproxy.cli.fleets import Access, Ending, WorkerRow
@@ -58,6 +58,13 @@ class RemoteFleet:
         raise ConfigurationError(
             f"{name} was not started by skyproxy up, so it is not ended from here. "
             f"To forget it: skyproxy context remove {name}"
+        )
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Refuses: whoever started it says what its token is."""
+        raise ConfigurationError(
+            f"{name} was not started by skyproxy up, so its token is not replaced from here. Save another one: "
+            "skyproxy connect URL --token-file FILE"
         )
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:

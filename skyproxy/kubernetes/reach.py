@@ -8,20 +8,25 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from skyproxy.errors import ClusterError, ConnectError
+from skyproxy.errors import AuthenticationError, ClusterError, ConfigurationError, ConnectError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.api_server import Manifest
+from skyproxy.kubernetes.api_server import GROUP, Manifest
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.port_forward import PortForward
+from skyproxy.transport.worker_report import ask_worker
 
 __all__ = ["ClusterAddress", "Way", "reach", "reach_in_thread", "run_apart"]
 
 logger = logging.getLogger("skyproxy.kubernetes")
 
 DEFAULT_PORT = 8765
+FORMER = "former"
+"""In the Secret with the token: the one before it, after a rotation."""
+ROTATED = f"{GROUP}/rotated"
+"""On that Secret and on Pods: when the token was last replaced."""
 VIA = ("auto", "service", "gateway", "port-forward")
 _PROBE_SECONDS = 5.0
 _T = TypeVar("_T")
@@ -48,6 +53,17 @@ class Way:
     close: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
+def _takes(way: Way) -> bool:
+    """Whether the worker takes the token of a way; one that cannot be asked at all is taken to do so."""
+    try:
+        ask_worker(way.url, way.token, certificate=way.certificate, server_name=way.server_name)
+    except AuthenticationError:
+        return False
+    except (ConfigurationError, ConnectError):
+        return True
+    return True
+
+
 async def reach(
     client: ClusterClient,
     compute: Manifest,
@@ -56,6 +72,7 @@ async def reach(
     local_rank: int = 0,
     via: str = "auto",
     local_port: int = 0,
+    settled: bool = False,
 ) -> Way:
     """A way to a worker process of a Compute that runs.
 
@@ -67,14 +84,36 @@ async def reach(
         via: one of `VIA`; "auto" takes the Service from inside the cluster, else a gateway that answers, else a
             port-forward.
         local_port: where a port-forward listens; 0 takes a free one.
+        settled: whether to take the Secret's token in any case. Else, after a rotation, the worker is asked whether it
+            takes the new one already.
 
     Raises:
         ConnectError: the way that was asked for does not exist.
         ClusterError: the token cannot be read.
     """
     name, namespace = compute["metadata"]["name"], compute["metadata"].get("namespace", client.namespace)
+    token, former, authority = await _credentials(client, name)
+    way = await _way(client, compute, token, authority, name, namespace, node, local_rank, via, local_port)
+    if former and not settled and not await asyncio.to_thread(_takes, way):
+        # The kubelet has not brought the new one there yet. Once it has, the worker takes both for a while.
+        logger.info("the worker %s does not take its new token yet; using the former one", name)
+        return replace(way, token=former)
+    return way
+
+
+async def _way(
+    client: ClusterClient,
+    compute: Manifest,
+    token: str,
+    authority: str | None,
+    name: str,
+    namespace: str,
+    node: int,
+    local_rank: int,
+    via: str,
+    local_port: int,
+) -> Way:
     status = compute.get("status", {})
-    token, authority = await _credentials(client, name)
     port = int(compute.get("spec", {}).get("port", DEFAULT_PORT)) + local_rank
     scheme = "wss" if authority else "ws"
     # The certificate is made for the Service, whichever way we come.
@@ -94,17 +133,18 @@ async def reach(
     return Way(f"{scheme}://127.0.0.1:{forward.port}", token, authority, server_name, "port-forward", forward.close)
 
 
-async def _credentials(client: ClusterClient, name: str) -> tuple[str, str | None]:
-    """The token, and the authority that signed the worker's certificate where it has one."""
-    token = (await client.secret(f"{name}-token")).get("token", "").strip()
+async def _credentials(client: ClusterClient, name: str) -> tuple[str, str, str | None]:
+    """The token, the one before it or nothing, and the authority that signed the worker's certificate if it has one."""
+    secret = await client.secret(f"{name}-token")
+    token, former = secret.get("token", "").strip(), secret.get(FORMER, "").strip()
     if not token:
         raise ClusterError(f"the Secret {name}-token holds no token. Make the worker anew: skyproxy down {name}")
     try:
-        return token, (await client.secret(f"{name}-tls")).get("ca.crt")
+        return token, former, (await client.secret(f"{name}-tls")).get("ca.crt")
     except ClusterError as error:
         if error.status != 404:
             raise
-        return token, None
+        return token, former, None
 
 
 def _answers(url: str) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tarfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,12 +122,16 @@ class ContainerEngine:
         await self.call("create", "--name", name, *options, *names, image, *command, env=env)
         try:
             for path, text in files.items():
-                folder, _, file = path.rpartition("/")
-                await self.call("cp", "-", f"{name}:{folder}", data=_archive(file, text))
+                await self.write(name, path, text)
             await self.call("start", name)
         except BaseException:
             await asyncio.shield(self.remove(name))
             raise
+
+    async def write(self, name: str, path: str, text: str) -> None:
+        """Put a file into a container, in place of one that may be there; its content is in no command line."""
+        folder, _, file = path.rpartition("/")
+        await self.call("cp", "-", f"{name}:{folder}", data=_archive(file, text))
 
     async def inspect(self, name: str) -> dict[str, Any] | None:
         """What the engine knows of a container; None where there is none."""
@@ -174,6 +179,7 @@ def _archive(file: str, text: str) -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         entry = tarfile.TarInfo(file)
-        entry.size, entry.mode = len(text.encode()), 0o444
+        # With a time, for whoever reads the file again when it changes looks at that.
+        entry.size, entry.mode, entry.mtime = len(text.encode()), 0o444, time.time()
         archive.addfile(entry, io.BytesIO(text.encode()))
     return stream.getvalue()

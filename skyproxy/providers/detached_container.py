@@ -13,8 +13,8 @@ from typing import Any
 from skyproxy.contexts import checked_name, state_folder, write_private
 from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
 from skyproxy.providers.container_engine import CONFINEMENT, LABEL, ContainerEngine, published_port
-from skyproxy.providers.worker_report import ask_worker
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.worker_report import ask_worker
 
 PORT = 8765
 _TOKEN_PATH = "/tmp/skyproxy-token"
@@ -113,6 +113,18 @@ async def stop_container(name: str) -> bool:
     there = await ContainerEngine.find().remove(container_name(name))
     _token_file(name).unlink(missing_ok=True)
     return there
+
+
+async def replace_token(name: str) -> None:
+    """Give the worker of a container another token; it accepts the former one for a while.
+
+    Raises:
+        WorkerStartError: there is no such container.
+    """
+    token = secrets.token_urlsafe(32) + "\n"
+    # The worker first: a client that is early with the new one makes it look.
+    await ContainerEngine.find().write(container_name(name), _TOKEN_PATH, token)
+    write_private(_token_file(name), token)
 
 
 async def container_address(name: str) -> tuple[str, str]:

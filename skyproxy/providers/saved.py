@@ -33,7 +33,14 @@ def open_context(context: Context) -> Node:
     if context.provider == "kubernetes":
         from skyproxy.kubernetes.reach import ClusterAddress, reach_in_thread
 
-        way = reach_in_thread(ClusterAddress.of_options(context.options), context.name)
+        address = ClusterAddress.of_options(context.options)
+
+        def renew_in_cluster() -> tuple[str, str | None]:
+            again = reach_in_thread(address, context.name)
+            again.close()
+            return again.token, again.certificate
+
+        way = reach_in_thread(address, context.name)
         try:
             return connect(
                 way.url,
@@ -42,6 +49,7 @@ def open_context(context: Context) -> Node:
                 server_name=way.server_name,
                 source=source,
                 on_close=way.close,
+                renew=renew_in_cluster,
             )
         except BaseException:
             way.close()
@@ -52,10 +60,15 @@ def open_context(context: Context) -> Node:
         from skyproxy.kubernetes.reach import run_apart
         from skyproxy.providers.detached_container import container_address
 
-        url, token = run_apart(container_address(context.name))
+        def address_now() -> tuple[str, str]:
+            return run_apart(container_address(context.name))
     else:
-        url, token = local_address(context.name)
-    return connect(url, token=token, source=source)
+
+        def address_now() -> tuple[str, str]:
+            return local_address(context.name)
+
+    url, token = address_now()
+    return connect(url, token=token, source=source, renew=lambda: (address_now()[1], None))
 
 
 def _open_remote(context: Context, source: str) -> Node:

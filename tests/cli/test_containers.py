@@ -105,6 +105,17 @@ def test_the_token_is_in_no_command_and_no_description(run: Run, engine: Path) -
     assert token not in (engine / "skyproxy-box" / "row.json").read_text()
 
 
+def test_a_token_is_replaced_in_a_container_that_runs(run: Run, read: Read, engine: Path) -> None:
+    assert run("up", "box", "--provider", "container").exit_code == 0
+    (token_file,) = Path(os.environ["XDG_STATE_HOME"]).rglob("*.token")
+    before = token_file.read_text()
+    assert run("token", "rotate", "box").stdout == "box has a new token\n"
+    assert token_file.read_text() != before
+    assert token_file.read_text().strip() not in (engine / "calls").read_text()
+    (row,) = read("list")
+    assert row["ready"] is True
+
+
 def test_an_image_that_cannot_be_had_leaves_nothing(run: Run, read: Read, engine: Path) -> None:
     result = run("up", "box", "--provider", "container", "--image", "no/such:image")
     assert result.exit_code == 4

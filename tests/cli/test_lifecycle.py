@@ -16,8 +16,10 @@ import pytest
 from typer.testing import Result
 
 from skyproxy.contexts import ContextStore
+from skyproxy.errors import AuthenticationError
 from skyproxy.providers.detached import find
 from skyproxy.providers.processes import is_alive
+from skyproxy.transport.worker_report import ask_worker
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -106,6 +108,32 @@ def test_up_of_a_running_worker_says_which_options_change_nothing(run: Run, dev:
     assert "skyproxy down dev; skyproxy up dev --provider local" in " ".join(result.stderr.split())
     assert "hidden" not in result.output
     assert find(dev) == before
+
+
+LATER = """
+import subprocess, sys, torch, skyproxy
+
+x = torch.arange(4.0, device="sky")
+assert x.sum().item() == 6.0
+subprocess.run([sys.executable, "-m", "skyproxy.cli.main", "token", "rotate"], check=True)
+# A further connection of the session, with a token that the worker has never heard of until now.
+(node,) = skyproxy.list_nodes()
+print(node.run(lambda: 7), x.sum().item())
+"""
+
+
+def test_a_rotated_token_cuts_nobody_off_and_is_found_by_who_was_connected_before(run: Run, read: Read) -> None:
+    overlap = "SKYPROXY_TOKEN_OVERLAP_SECONDS=0"
+    assert run("up", "dev", "--provider", "local", "--gpus", "0", "--env", overlap).exit_code == 0
+    worker = find("dev")
+    assert worker is not None
+    before = worker.token()
+    # No overlap: what is right after it is right only because the new one is found.
+    assert python("-c", LATER) == "dev has a new token\n7 6.0\n"
+    assert worker.token() != before
+    assert read("status")["ready"] is True
+    with pytest.raises(AuthenticationError):
+        ask_worker(str(worker.url), before)
 
 
 def test_run_binds_a_script_to_a_worker_that_is_not_the_current_one(run: Run, dev: str, home: Path) -> None:

@@ -109,9 +109,17 @@ def pods_of(cluster: Cluster, namespace: str, name: str) -> list[Object]:
     return cluster.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{LABEL}={name}")
 
 
-KILLABLE: Object = {"podTemplate": {"spec": {"shareProcessNamespace": True}}}
-"""For the spec of a worker that `kill_worker` is to kill. The kernel ignores SIGKILL for process 1 of a namespace when
-it comes from inside, and a container's first process is such a one unless its Pod shares one namespace."""
+def killable(spec: Object) -> Object:
+    """A spec for a worker that `kill_worker` is to kill.
+
+    The kernel ignores SIGKILL for process 1 of a namespace when it comes from inside, and a container's first process
+    is such a one unless its Pod shares one namespace.
+    """
+    template = spec.get("podTemplate", {})
+    shared = {**template.get("spec", {}), "shareProcessNamespace": True}
+    return {**spec, "podTemplate": {**template, "spec": shared}}
+
+
 KILL_FIRST = """
 for folder in /proc/[0-9]*; do
   number=${folder#/proc/}
@@ -127,7 +135,7 @@ processes, and of what `exec` starts, are outside; process 1 is the Pod's pause.
 
 
 def kill_worker(cluster: Cluster, pod: Object) -> None:
-    """Kills the first process of a Pod's worker, as the kernel would when memory runs out; it has to be KILLABLE."""
+    """Kills the first process of a Pod's worker, as the kernel would when memory runs out; it has to be `killable`."""
     if cluster.local:
         identity = pod["status"]["containerStatuses"][0]["containerID"]
         os.kill(int(identity.removeprefix("process://")), signal.SIGKILL)

@@ -11,13 +11,13 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Object, condition
 from tests.e2e.computes import (
-    KILLABLE,
     LABEL,
     TRIVIAL,
     children,
     collection,
     is_in,
     kill_worker,
+    killable,
     make,
     manifest,
     messages,
@@ -101,7 +101,7 @@ def test_a_compute_that_waits_for_gpus_gets_those_that_become_free(
 
 
 def test_a_killed_worker_is_started_again(cluster: Cluster, namespace: str) -> None:
-    path = make(cluster, namespace, "one", **spec_of(restartPolicy={"backoffSeconds": 1}, **KILLABLE))
+    path = make(cluster, namespace, "one", **killable(spec_of(restartPolicy={"backoffSeconds": 1})))
     wait_phase(cluster, path, "Running")
     (before,) = pods_of(cluster, namespace, "one")
     kill_worker(cluster, before)
@@ -192,7 +192,7 @@ def test_the_operator_killed_while_it_creates_leaves_nothing_double_and_nothing_
 def test_what_happens_while_the_operator_is_down_is_made_good(
     cluster: Cluster, namespace: str, installation: Installation
 ) -> None:
-    path = make(cluster, namespace, "kept", **spec_of(restartPolicy={"backoffSeconds": 0}, **KILLABLE))
+    path = make(cluster, namespace, "kept", **killable(spec_of(restartPolicy={"backoffSeconds": 0})))
     make(cluster, namespace, "gone", **spec_of())
     wait_phase(cluster, path, "Running")
     wait_phase(cluster, f"{collection(namespace)}/gone", "Running")
@@ -298,7 +298,7 @@ def test_nodes_start_together_know_one_another_and_restart_together(cluster: Clu
         'echo "$COMPUTE_POOL"; until getent hosts pair-0.pair-nodes && getent hosts pair-1.pair-nodes; do sleep 0.2; '
         "done; echo found; trap 'exit 0' TERM; while :; do sleep 0.5; done"
     )
-    spec = spec_of(nodes=2, command=["sh", "-c", script], restartPolicy={"backoffSeconds": 0}, **KILLABLE)
+    spec = killable(spec_of(nodes=2, command=["sh", "-c", script], restartPolicy={"backoffSeconds": 0}))
     path = make(cluster, namespace, "pair", **spec)
     compute = wait_phase(cluster, path, "Running")
     assert [node["rank"] for node in compute["status"]["nodes"]] == [0, 1]

@@ -12,9 +12,9 @@ import pytest
 
 from tests.e2e.cluster import Cluster, condition
 from tests.e2e.computes import (
-    KILLABLE,
     User,
     kill_worker,
+    killable,
     make,
     path_of,
     pods_of,
@@ -129,7 +129,12 @@ def pair(cluster: Cluster, installation: Installation, tmp_path_factory: pytest.
         namespace = f"e2e-{name}-{time.time_ns():x}"
         cluster.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
         users.append(User(cluster, namespace, tmp_path_factory.mktemp(name)))
-        make(cluster, namespace, name, resources={"memory": "4Gi"}, restartPolicy={"backoffSeconds": 0}, **KILLABLE)
+        make(
+            cluster,
+            namespace,
+            name,
+            **killable({"resources": {"memory": "4Gi"}, "restartPolicy": {"backoffSeconds": 0}}),
+        )
     for found, name in zip(users, ("alice", "bob"), strict=True):
         wait_phase(cluster, path_of(found.namespace, name), "Running")
     yield Pair(*users)

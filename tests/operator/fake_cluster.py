@@ -172,12 +172,13 @@ class FakeProber:
 
     def __init__(self) -> None:
         self.idle_seconds: float | None = 0.0
+        self.silence = Report(problem="silent")
         self.asked: list[tuple[Sequence[tuple[str, int]], Access]] = []
 
     async def ask(self, addresses: Sequence[tuple[str, int]], access: Access) -> list[Report]:
         self.asked.append((addresses, access))
         if self.idle_seconds is None:
-            return [Report(problem="silent") for _ in addresses]
+            return [self.silence for _ in addresses]
         return [Report(self.idle_seconds, {"software": {}, "devices": []}) for _ in addresses]
 
 

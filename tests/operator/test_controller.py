@@ -15,6 +15,7 @@ from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.controller import Controller
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.options import Options
+from skyproxy_operator.reaping import Report
 from tests.operator.fake_cluster import FakeCluster, FakeProber, Interrupted
 from tests.operator.makers import NOW, OPTIONS, make_compute
 from tests.operator.virtual_time import run_virtually
@@ -387,6 +388,95 @@ def test_a_worker_that_tells_nothing_for_long_is_worth_a_word() -> None:
             reasons.append(world.status["conditions"][3]["reason"])
             assert world.status["phase"] == "Running"
         assert reasons == ["AsExpected", "AsExpected", "ActivityUnknown", "ActivityUnknown", "AsExpected"]
+
+    run(scenario, world)
+
+
+@pytest.mark.parametrize("limits", [{}, {"idleTimeout": "10m"}])
+@pytest.mark.parametrize(
+    ("silence", "reason"),
+    [
+        (Report(problem="it answered HTTP 401", reason="TokenRefused"), "TokenRefused"),
+        (Report(problem="its certificate is not accepted", reason="CertificateRefused"), "CertificateRefused"),
+        (Report(problem="it cannot be asked"), "ActivityUnknown"),
+    ],
+)
+def test_a_worker_that_cannot_be_asked_is_degraded_with_the_cause(
+    limits: dict[str, str], silence: Report, reason: str
+) -> None:
+    world = World(**limits)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        world.prober.idle_seconds, world.prober.silence = None, silence
+        for _ in range(4):
+            world.controller._memories[KEY].probe_at = 0.0
+            await world.look()
+        degraded = world.status["conditions"][3]
+        assert (degraded["status"], degraded["reason"]) == ("True", reason)
+        assert silence.problem in degraded["message"]
+        assert ("idleTimeout has no effect" in degraded["message"]) == bool(limits)
+        # It goes on taking sessions: who is connected is not cut off.
+        assert world.status["phase"] == "Running"
+        world.prober.idle_seconds = 1.0
+        world.controller._memories[KEY].probe_at = 0.0
+        await world.look()
+        assert world.status["conditions"][3]["status"] == "False"
+
+    run(scenario, world)
+
+
+def test_a_program_of_the_users_own_need_not_answer() -> None:
+    world = World(command=["sleep", "inf"])
+
+    async def scenario(world: World) -> None:
+        world.prober.idle_seconds = None
+        await world.settle()
+        for _ in range(4):
+            world.controller._memories[KEY].probe_at = 0.0
+            await world.look()
+        assert world.status["conditions"][3]["status"] == "False"
+
+    run(scenario, world)
+
+
+def test_secrets_that_somebody_replaced_are_read_again_when_a_worker_refuses_what_was_known() -> None:
+    world = World()
+
+    def encoded(text: str) -> str:
+        return base64.b64encode(text.encode()).decode()
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        before = world.prober.asked[-1][1]
+        secret = world.cluster.objects["Secret", "lab", "dev-token"]
+        secret["data"] = {"token": encoded("the-new-token"), "former": encoded(before.token)}
+        world.prober.idle_seconds = None
+        world.prober.silence = Report(problem="it answered HTTP 401", reason="TokenRefused")
+        for _ in range(2):
+            world.controller._memories[KEY].probe_at = 0.0
+            await world.look()
+        after = world.prober.asked[-1][1]
+        assert (after.token, after.former) == ("the-new-token", before.token)
+
+    run(scenario, world)
+
+
+def test_a_certificate_that_is_made_anew_leaves_the_former_authority_trusted() -> None:
+    world = World()
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        first = world.prober.asked[-1][1].authority
+        world.now += datetime.timedelta(days=1700)
+        for _ in range(2):
+            # Without the memory of a process: it is looked at after a while in any case.
+            world.start_operator()
+            await world.look()
+            trusted = world.prober.asked[-1][1].authority
+            assert trusted.count("BEGIN CERTIFICATE") == 2
+            assert first.strip() in trusted
+            assert trusted != first
 
     run(scenario, world)
 

@@ -59,6 +59,17 @@ def test_a_command_of_the_users_own_is_taken_as_it_is() -> None:
     assert "args" not in container(pod_of(command=["sleep"]))
 
 
+def test_secrets_reach_the_worker_in_a_form_that_a_replaced_one_changes() -> None:
+    """The kubelet renews folders of Secrets, and neither variables nor mounts with a subPath."""
+    pod = pod_of()
+    secrets = {volume["name"] for volume in pod["spec"]["volumes"] if "secret" in volume}
+    assert secrets == {"token", "tls"}
+    mounts = [mount for mount in container(pod)["volumeMounts"] if mount["name"] in secrets]
+    assert len(mounts) == 2
+    assert all("subPath" not in mount and "subPathExpr" not in mount for mount in mounts)
+    assert "secretKeyRef" not in json.dumps(container(pod)["env"])
+
+
 def test_resources_are_requests_and_limits() -> None:
     made = container(pod_of(resources={"cpu": 1, "nvidia.com/gpu": "2"}))
     assert made["resources"] == {

@@ -73,7 +73,21 @@ def test_each_gets_its_own_answer_and_the_silent_do_not_hold_up_the_others(worke
 
 def test_another_token_is_refused(worker: Listener) -> None:
     (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, token=OTHER))
-    assert (report.idle_seconds, report.problem) == (None, "it answered HTTP 401")
+    assert (report.idle_seconds, report.problem, report.reason) == (None, "it answered HTTP 401", "TokenRefused")
+
+
+def test_until_the_new_token_has_got_to_the_worker_it_is_asked_with_the_former_one(worker: Listener) -> None:
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, token=OTHER, former=TOKEN))
+    assert report.idle_seconds == 12.5
+    assert TOKEN not in repr(replace(ACCESS, former=TOKEN))
+
+
+def test_until_the_new_certificate_has_got_to_the_worker_both_authorities_are_trusted(worker: Listener) -> None:
+    renewed = issue("dev", "lab", datetime.datetime.now(datetime.UTC))
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, authority=renewed.authority + PAIR.authority))
+    assert report.idle_seconds == 12.5
+    (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, authority=renewed.authority))
+    assert report.reason == "CertificateRefused"
 
 
 def test_the_token_is_not_shown_to_a_stranger(worker: Listener) -> None:

@@ -1,0 +1,55 @@
+"""`skyproxy token`: what clients show to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from skyproxy.cli.arguments import (
+    Kubeconfig,
+    KubeContext,
+    Namespace,
+    Provider,
+    WorkerName,
+    address_of,
+    duration_seconds,
+)
+from skyproxy.cli.fleets import locate, not_found
+from skyproxy.cli.output import progress
+
+app = typer.Typer(help="Replace what clients show to a worker.", no_args_is_help=True)
+
+
+@app.callback()
+def token() -> None:
+    """Replace what clients show to a worker."""
+
+
+@app.command("rotate")
+def rotate(
+    name: WorkerName = None,
+    provider: Provider = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the worker takes the new token.")] = True,
+    timeout: Annotated[str, typer.Option(help="How long to wait for that.")] = "5m",
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Give a running worker another token. Sessions go on, and clients find the new one by themselves.
+
+    The worker accepts the former token for a while (SKYPROXY_TOKEN_OVERLAP_SECONDS of the worker, ten minutes).
+    """
+    address = address_of(namespace, context, kubeconfig)
+    seconds = duration_seconds(timeout)
+
+    async def work() -> str:
+        worker, fleet = await locate(name, provider, address)
+        if await fleet.row(worker) is None:
+            raise not_found(worker, fleet.provider)
+        with progress(f"Replacing the token of {worker}") as say:
+            await fleet.rotate_token(worker, timeout_seconds=seconds if wait else None, say=say)
+        return worker
+
+    typer.echo(f"{asyncio.run(work())} has a new token")

@@ -1,0 +1,78 @@
+"""Asking a worker what it is and does, over plain HTTP: no session, no torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyproxy.errors import AuthenticationError, ConnectError, visible
+from skyproxy.settings import SETTINGS
+from skyproxy.transport.websocket import check_confidential
+
+_MAX_BYTES = 1 << 20
+
+
+def ask_worker(
+    url: str,
+    token: str,
+    *,
+    certificate: str | None = None,
+    server_name: str | None = None,
+    timeout_seconds: float = 5.0,
+) -> dict[str, Any]:
+    """The worker's own report: sessions, calls_running, idle_seconds, devices, software.
+
+    Args:
+        url: "ws://host:port" or "wss://host:port", with a path where a gateway wants one.
+        token: the worker's.
+        certificate: the authorities to trust (PEM); the system's by default.
+        server_name: the name in its certificate, where the url says another.
+        timeout_seconds: for each step.
+
+    Raises:
+        ConfigurationError: the token would travel unencrypted.
+        AuthenticationError: it refused the token.
+        ConnectError: nobody answers there, or no worker.
+    """
+    parts = urlsplit(url)
+    secure = parts.scheme == "wss"
+    host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+    shown = f"{parts.scheme}://{host}:{port}"
+    if not secure:
+        check_confidential(host, shown, insecure=SETTINGS.insecure)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+    try:
+        connection.sock = socket.create_connection((host, port), timeout_seconds)
+        if secure:
+            context = ssl.create_default_context(cadata=certificate)
+            connection.sock = context.wrap_socket(connection.sock, server_hostname=server_name or host)
+        connection.request("GET", parts.path.rstrip("/") + "/activity", headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        body = answer.read(_MAX_BYTES)
+        if answer.status in (401, 403):
+            raise AuthenticationError(f"the worker at {shown} refused the token. Connect anew: skyproxy connect NAME")
+        if answer.status != 200:
+            raise ConnectError(f"the worker at {shown} does not tell what it does (HTTP {answer.status}). Is it one?")
+        report: dict[str, Any] = _shown(json.loads(body))
+        return report
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, ConnectError):
+            raise
+        raise ConnectError(
+            f"the worker at {shown} cannot be asked: {error}. See whether it runs: skyproxy list"
+        ) from error
+    finally:
+        connection.close()
+
+
+def _shown(value: Any) -> Any:
+    """A worker's words, so that whoever shows them need not think of what they could do to a terminal."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {visible(key): _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list) else value
