@@ -112,6 +112,16 @@ def describe(tensor: torch.Tensor) -> Description:
     )
 
 
+NESTED = "nested"
+"""Stands first in what describes a strided nested tensor; its dtype, and its components' places follow."""
+
+
+def encode_nested(tensor: torch.Tensor) -> list[Any]:
+    """What describes a strided nested tensor."""
+    parts = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
+    return [NESTED, DTYPE_NAMES[tensor.dtype], *(part.tolist() for part in parts)]
+
+
 def encode_description(d: Description) -> list[Any]:
     """A description as msgpack can carry it: `[dtype, size, stride, offset]`, and three more fields where unusual."""
     head = [DTYPE_NAMES[d.dtype], list(d.size), list(d.stride), d.offset]

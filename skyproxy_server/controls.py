@@ -179,6 +179,65 @@ def _state(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+_WITH_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+"""The dispatch keys of a thread as it begins. Those of sessions run below autograd's."""
+
+
+class Graph:
+    """What autograd keeps of one op that was run for a client: its leaves and its results."""
+
+    def __init__(self, leaves: list[torch.Tensor], results: list[Any]) -> None:
+        self.leaves = leaves
+        self.results = results
+
+
+@_control
+def differentiated(executor: Executor, slot: int, leaves: list[int], command: list[Any]) -> None:
+    """Run one op with autograd; `slot` keeps its graph, with respect to the values in the slots `leaves`."""
+    signature = executor.signatures.get(command[0]) if command else None
+    if signature is None or signature.written_slots(command, 0):
+        raise ProtocolError("only an op that changes nothing is differentiated")
+    values = {read: executor.value(read) for read in signature.input_slots(command, 0)}
+    parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
+    scope: dict[int, Any] = {0: None, **values, **parts}
+    with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad():
+        signature.handler(scope, command, 0)
+    results: list[Any] = []
+    for output in signature.output_slots(command, 0):
+        made = scope[output]
+        results += made if isinstance(made, list | tuple) else [made]
+        executor.values[output] = [_detached(m) for m in made] if isinstance(made, list | tuple) else _detached(made)
+    executor.values[slot] = Graph([parts[leaf] for leaf in leaves], results)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@_control
+def differentiate(executor: Executor, slot: int, gradients: list[int], wanted: list[int], slots: list[int]) -> None:
+    """The gradients of a graph's leaves, by their numbers, from those of its results; slot 0 is none."""
+    graph = executor.value(slot)
+    if not isinstance(graph, Graph) or len(gradients) != len(graph.results):
+        raise ProtocolError(f"slot {slot} holds no graph of {len(gradients)} results")
+    pairs = [
+        (result, executor.value(gradient))
+        for result, gradient in zip(graph.results, gradients, strict=True)
+        if gradient and isinstance(result, torch.Tensor) and result.requires_grad
+    ]
+    leaves = [graph.leaves[number] for number in wanted]
+    found: list[Any] = [None] * len(leaves)
+    if pairs:
+        roots, weights = zip(*pairs, strict=True)
+        with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD):
+            found = list(torch.autograd.grad(roots, leaves, weights, retain_graph=True, allow_unused=True))
+    for target, gradient in zip(slots, found, strict=True):
+        executor.values[target] = gradient
+
+
 # --- storages --------------------------------------------------------------------------------------------------------
 
 

@@ -459,6 +459,8 @@ class Executor:
                     return [None, value]
                 key = storage_key(value)
                 alias = keys.index(key) if key is not None and key in keys else -1
+                if value.is_nested:
+                    return [torch_codec.encode_nested(value), alias]
                 return [torch_codec.encode_description(torch_codec.describe(value)), alias]
 
             self._send(Reply(request, [row(tensor) for tensor in tensors]))
@@ -531,7 +533,9 @@ class Executor:
     def _input_key(self, signature: Signature, stream: list[Any], position: int) -> Hashable:
         """What the worker knows of an op's inputs that can shape its results."""
         looks = tuple(
-            torch_codec.describe(value) if isinstance(value := self.values.get(slot), torch.Tensor) else None
+            torch_codec.describe(value)
+            if isinstance(value := self.values.get(slot), torch.Tensor) and not value.is_nested
+            else None
             for slot in signature.all_input_slots(stream, position)
         )
         # Under other modes, other kernels run, which may lay out their results in another way.

@@ -38,6 +38,7 @@ def activate() -> None:
             hot_path,
             modules,
             nested_batches,
+            nested_tensors,
             pending,
             recurrent,
             registration,
@@ -59,6 +60,7 @@ def activate() -> None:
         recurrent.install(registration.library())
         special_ops.install(registration.library())
         undivided.install(registration.library())
+        nested_tensors.install()
         storage.install()
         serialization.install()
         values.install()

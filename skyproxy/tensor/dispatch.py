@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -299,9 +299,9 @@ def run(call: Call) -> Any:
         entry = inference.infer(call)
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
-            return _ask(call, key if call.plan.learns and not call.plan.writes else None)
+            return ask(call, key if call.plan.learns and not call.plan.writes else None)
         if call.plan.learns or (call.plan.learns_halves and any(t.dtype in _HALVES for t in call.tensors)):
-            return _ask(call, key)
+            return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
         expected = bool(entry.made)
@@ -498,28 +498,37 @@ def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:
     return make_tensor(meta, device.new_handle(meta))
 
 
-def _ask(call: Call, key: Any = None) -> Any:
+def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None = None) -> Any:
     """Runs an op whose results only the worker knows: their sizes depend on values, or nothing here can infer them.
 
-    Costs one round trip. Errors are the worker's, raised here and now. With `key`, what the worker tells is remembered
-    for the next call that looks the same.
+    Costs one round trip. Errors are the worker's, raised here and now.
+
+    Args:
+        key: if given, what the worker tells is remembered under it, for the next call that looks the same.
+        record: what records the command; by default it goes into the stream.
     """
     plan, device = call.plan, call.device
     call = _on_their_own(call, inference.written_tensors(call))
     asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
     asked.output_templates = ["x" if argument is not None else "n" for argument in plan.returns]
     handles = [device.new_handle(None) for argument in plan.returns if argument is None]
-    device.recorder.stream.extend((_signature(call, asked), *call.wire, *(h.slot for h in handles)))
-    remember_line(device)
+    command = [_signature(call, asked), *call.wire, *(h.slot for h in handles)]
+    if record is not None:
+        record(command)
+    else:
+        device.recorder.stream.extend(command)
+        remember_line(device)
     if plan.waits:
         device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
     written = inference.written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
     rows = device.session.request(plan.name, lambda number: (7, number, slots, inputs))
-    answered = iter([_answered(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
+    found = iter([_answered(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
+        if fields[0] == torch_codec.NESTED:  # those keep their sizes
+            continue
         meta = inference.intern_meta(torch_codec.decode_description(fields))
         if meta is not call.tensors[i]._sky.meta:
             changed.append((i, meta))
@@ -528,7 +537,7 @@ def _ask(call: Call, key: Any = None) -> Any:
     outputs = []
     results = []
     for name in plan.returns:
-        output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(answered)
+        output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(found)
         outputs.append(output)
         results.append(result)
     if key is not None and all(
@@ -552,12 +561,27 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
         handles = [call.device.new_handle(None) for _ in alias]
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
         return inference.Output(), [_answered(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
+    if fields[0] == torch_codec.NESTED:
+        return inference.Output(), answered(handle, row)
     handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
     if alias < 0:
         return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
     base = call.tensors[alias]
     handle.root = base._sky.root or base._sky
     return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
+
+
+def answered(handle: Handle, row: Any) -> Any:
+    """The tensor in a slot that the worker has described, with a memory of its own; None where there is none."""
+    fields, _ = row
+    if fields is None:
+        return None
+    if fields[0] == torch_codec.NESTED:
+        from skyproxy.tensor.nested_tensors import RemoteNestedTensor
+
+        return RemoteNestedTensor.holding(handle, fields)
+    handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
+    return make_tensor(handle.meta, handle)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

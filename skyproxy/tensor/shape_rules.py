@@ -126,10 +126,15 @@ def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
     return _result((a, b), dtype) if fits else None
 
 
-@rule("sub.Tensor rsub.Tensor sub.Scalar rsub.Scalar")
+@rule("sub.Tensor sub.Scalar")
 def _subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
     masks = any(type(x) is bool or (type(x) is Meta and x.dtype is torch.bool) for x in (a, b))
     return None if masks else _arithmetic(a, b, alpha)
+
+
+@rule("rsub.Tensor rsub.Scalar")
+def _reversed_subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    return _subtraction(b, a, alpha)  # where formats differ, the first operand's counts
 
 
 @rule(_BITWISE)

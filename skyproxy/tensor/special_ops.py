@@ -130,14 +130,6 @@ def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-@implements("aten::_nested_tensor_from_tensor_list", "aten::_nested_view_from_buffer")
-def _refuse_nested(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    raise UnsupportedOpError(
-        f"{plan.name}: nested tensors with the strided layout have no sizes that could travel. "
-        "Use torch.nested.nested_tensor(..., layout=torch.jagged), which works here."
-    )
-
-
 # --- composites that look at values, or treat tensor subclasses otherwise --------------------------------------------
 
 

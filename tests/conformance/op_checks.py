@@ -126,12 +126,12 @@ def _samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
         return iter(list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad)))
 
 
-def _arguments(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[Any, dict[str, Any]]:
+def arguments_of(sample: Any, twins: Twins, *, requires_grad: bool | None = None) -> tuple[Any, dict[str, Any]]:
     arguments = twins.of((sample.input, *sample.args), requires_grad=requires_grad)
     return arguments, twins.of(dict(sample.kwargs), requires_grad=requires_grad)
 
 
-def _leaves(tree: Any) -> list[torch.Tensor]:
+def leaves_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
@@ -140,8 +140,8 @@ def _check_sample(tally: Tally, op: Any, sample: Any, device: str, what: str, di
 
     def run(place: str) -> Callable[[], Any]:
         def call() -> Any:
-            args, kwargs = _arguments(sample, Twins(place))
-            inputs.append(_leaves((args, kwargs)))
+            args, kwargs = arguments_of(sample, Twins(place))
+            inputs.append(leaves_of((args, kwargs)))
             # A factory without a `device` makes its result where the surrounding block says.
             with torch.device(place) if _makes_from_nothing(args, kwargs) else contextlib.nullcontext():
                 return op(*args, **kwargs)
@@ -160,7 +160,7 @@ def _makes_from_nothing(args: Any, kwargs: Any) -> bool:
 
 def _check_gradients(tally: Tally, sample: Any, pair: Any, inputs: list[Any], device: str, what: str) -> None:
     result, expected = (sample.output_process_fn_grad(side) for side in pair)
-    ours, theirs = _leaves(result), _leaves(expected)
+    ours, theirs = leaves_of(result), leaves_of(expected)
     if not theirs or len(ours) != len(theirs):
         return
     generator = torch.Generator().manual_seed(SEED)
@@ -182,8 +182,8 @@ def _check_inplace(tally: Tally, op: Any, sample: Any, device: str, what: str, d
 
     def run(place: str) -> Callable[[], Any]:
         def call() -> Any:
-            args, kwargs = _arguments(sample, Twins(place), requires_grad=None if differentiable else False)
-            inputs.append(_leaves((args, kwargs)))
+            args, kwargs = arguments_of(sample, Twins(place), requires_grad=None if differentiable else False)
+            inputs.append(leaves_of((args, kwargs)))
             target = args[0].clone()
             result = inplace(target, *args[1:], **kwargs)
             return result, target
@@ -215,7 +215,7 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
         return
     try:
         torch.manual_seed(SEED)
-        args, kwargs = _arguments(sample, Twins("cpu"), requires_grad=False)
+        args, kwargs = arguments_of(sample, Twins("cpu"), requires_grad=False)
         shape = op(*args, **kwargs)
     except Exception:
         return
@@ -228,7 +228,7 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
 
     def run(place: str, form: str) -> Callable[[], Any]:
         def call() -> Any:
-            args, kwargs = _arguments(sample, Twins(place), requires_grad=False)
+            args, kwargs = arguments_of(sample, Twins(place), requires_grad=False)
             out = outs(place, form)
             result = op(*args, **kwargs, out=out)
             return result, out

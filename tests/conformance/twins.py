@@ -125,8 +125,8 @@ def tree_differences(ours: Any, theirs: Any, *, values: bool = True, memory: boo
         values: whether the values count.
         memory: whether strides and the like count.
     """
-    flat_ours, spec_ours = pytree.tree_flatten(_plain(ours))
-    flat_theirs, spec_theirs = pytree.tree_flatten(_plain(theirs))
+    flat_ours, spec_ours = pytree.tree_flatten(plain_tree(ours))
+    flat_theirs, spec_theirs = pytree.tree_flatten(plain_tree(theirs))
     if len(flat_ours) != len(flat_theirs):
         return [f"{spec_ours} instead of {spec_theirs}"]
     found = []
@@ -137,10 +137,10 @@ def tree_differences(ours: Any, theirs: Any, *, values: bool = True, memory: boo
     return found
 
 
-def _plain(tree: Any) -> Any:
+def plain_tree(tree: Any) -> Any:
     """Named tuples of results as tuples: their classes are registered with pytree only in part."""
     if isinstance(tree, tuple | list):
-        return tuple(_plain(item) for item in tree)
+        return tuple(plain_tree(item) for item in tree)
     if isinstance(tree, dict):
-        return {key: _plain(item) for key, item in tree.items()}
+        return {key: plain_tree(item) for key, item in tree.items()}
     return tree

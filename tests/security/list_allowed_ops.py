@@ -43,7 +43,8 @@ PRIVATE = """
     _sobol_engine_initialize_state_ _sobol_engine_scramble_ _scaled_dot_product_efficient_attention*
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_cudnn_attention* _native_multi_head_attention _transformer_encoder_layer_fwd
-    _nested_compute_contiguous_strides_offsets _nested_tensor_from_mask _nested_tensor_from_mask_left_aligned
+    _nested_compute_contiguous_strides_offsets _nested_tensor_from_mask
+    _nested_tensor_from_tensor_list _nested_tensor_from_mask_left_aligned
     _philox_* _rowwise_prune _shape_as_tensor
     _test_serialization_subcmul
 """.split()  # noqa: SIM905
