@@ -184,7 +184,17 @@ def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
 def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
     if condition.dtype is not torch.bool or not _has_tensor(a, b):
         return None
-    return _result((condition, a, b), result_dtype((a, b)))
+    dtype = result_dtype((a, b))
+    operands = [_converted(x, dtype) for x in (a, b)]  # but not the condition
+    found = elementwise((condition, *operands)) if None not in operands else None
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+def _converted(a: Any, dtype: torch.dtype) -> Any:
+    """An operand after it was converted to a dtype; None for a tensor that is not plain."""
+    if type(a) is not Meta or a.dtype is dtype or not a.size:
+        return a
+    return plain_meta(a.size, dtype, preserved_stride(a.size, a.stride)) if a.plain else None
 
 
 @rule("masked_fill.Scalar masked_fill.Tensor")
