@@ -12,6 +12,7 @@ SkyproxyError
 ├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
 ├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; one exception a rank
 ├── ProtocolError                         the peer broke the rules; that connection is closed
+├── UntrustedResultError (TypeError)      a function returned more than plain data, and its worker is not trusted
 ├── RemoteTraceback                       a worker's traceback, as the cause of what a function raised there
 └── RemoteError (RuntimeError)            something failed on the worker
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
@@ -29,6 +30,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 
 class SkyproxyError(Exception):
@@ -146,6 +148,18 @@ class LimitExceededError(RemoteError):
 
 class RemoteFunctionError(RemoteError):
     """A function on a worker raised an exception that cannot be made again here; names its type and its text."""
+
+
+class UntrustedResultError(SkyproxyError, TypeError):
+    """A function returned what is no plain data, and its worker is not trusted with more: nothing was unpickled.
+
+    Nothing is lost: after `error.call.trust_worker()`, `error.call.result()` gives the result.
+
+    Attributes:
+        call: the function's call.
+    """
+
+    call: Any = None
 
 
 class RemoteTraceback(SkyproxyError):

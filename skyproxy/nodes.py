@@ -78,6 +78,7 @@ class Node(NodeModels):
         open_functions: Callable[[], Transport] | None = None,
         *,
         shares_files: bool = False,
+        trust_worker: bool = False,
     ) -> None:
         self.url = url
         self.source = source
@@ -89,7 +90,10 @@ class Node(NodeModels):
         for chosen in self._devices:
             seed = torch.initial_seed()
             session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
-        self._runner = Runner(session, self._devices, open_functions or _no_functions, shares_files=shares_files)
+        # A worker of this very process runs as its user, from its files: there is nothing to keep from it.
+        trusted = trust_worker or worker is not None
+        connection = open_functions or _no_functions
+        self._runner = Runner(session, self._devices, connection, shares_files=shares_files, trusted=trusted)
         _nodes.append(self)
 
     @property
@@ -204,6 +208,7 @@ def connect(
     certificate: str | None = None,
     server_name: str | None = None,
     insecure: bool = False,
+    trust_worker: bool | None = None,
     source: str = "skyproxy.connect",
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
@@ -218,6 +223,9 @@ def connect(
         certificate: PEM text of the only authorities to trust, in place of an ssl_context.
         server_name: the name that the worker's certificate has, where it is not the url's host.
         insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
+        trust_worker: whether functions may return any object from there: as a pickle, which may run any code here.
+            By default they return plain data: tensors, numbers, text, arrays, containers and the like; but a worker
+            that this process started is trusted.
         source: how to name the origin of this connection to people.
         on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
         shares_files: whether the worker sees this program's folders under the same paths; otherwise functions find
@@ -245,7 +253,13 @@ def connect(
         on_close=on_close,
         shares_files=shares_files,
         renew=renew,
+        trust_worker=_is_own(url) or SETTINGS.trust_worker if trust_worker is None else trust_worker,
     )
+
+
+def _is_own(url: str) -> bool:
+    """Whether an embedded worker of this process listens there."""
+    return any(node._worker is not None and node.alive and node.url == url for node in _nodes)
 
 
 def _trust(certificate: str) -> ssl.SSLContext:
@@ -299,6 +313,7 @@ def _connect(
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
+    trust_worker: bool = False,
 ) -> Node:
     activate()
     token = token or os.environ.get("SKYPROXY_TOKEN")
@@ -333,7 +348,9 @@ def _connect(
         return open_connection("functions", welcome.session)[0]
 
     session = Session(operations, bulk, welcome, SETTINGS)
-    node = Node(url, source, session, worker, on_close, open_functions, shares_files=shares_files)
+    node = Node(
+        url, source, session, worker, on_close, open_functions, shares_files=shares_files, trust_worker=trust_worker
+    )
     logger.info("skyproxy: connected to %r", node)
     return node
 

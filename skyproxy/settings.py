@@ -18,6 +18,8 @@ class Settings:
 
     insecure: bool = False
     """Whether the token may travel to other machines without encryption, by "ws://"."""
+    trust_worker: bool = False
+    """Whether workers that others started may send any object as a function's result: pickles, which run code here."""
     max_batch_commands: int = 64
     """Commands recorded before a batch is sent without being asked for, the first time after a wait."""
     max_loop_batch_commands: int = 512

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.payloads.pickling import REFERENCE, Row, Unpickler, dressed
+from skyproxy.errors import ProtocolError, UntrustedResultError, visible
+from skyproxy.payloads.pickling import PLAIN, Unpickler
+from skyproxy.payloads.plain_reading import from_plain
+from skyproxy.payloads.rebuilding import UnknownClassError
+from skyproxy.payloads.tensors import REFERENCE, Row, dressed
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import Handle, SkyDevice
 from skyproxy.tensor.metadata import intern_meta
@@ -25,11 +29,22 @@ class Adopter:
         session: the session that the tensors will belong to.
         devices: its devices.
         arguments: the remote tensors that were handed in; a result that is one of them comes back as that very object.
+        trusted: whether the worker may send pickles, which run code of its choice here.
+
+    Attributes:
+        trusted: the same.
     """
 
     def __init__(
-        self, call: str, session: Session, devices: Sequence[SkyDevice], arguments: Sequence[RemoteTensor]
+        self,
+        call: str,
+        session: Session,
+        devices: Sequence[SkyDevice],
+        arguments: Sequence[RemoteTensor],
+        trusted: bool = False,
     ) -> None:
+        self.trusted = trusted
+        self._adopted: tuple[int, list[torch.Tensor]] = (0, [])
         self._call = call
         self._session = session
         self._devices = {(device.row["type"], device.row["index"] or 0): device for device in devices}
@@ -39,14 +54,37 @@ class Adopter:
         """The value that came with the event `number`.
 
         Raises:
-            Exception: it cannot be made here, for want of a module mostly.
+            UntrustedResultError: it is not plain data, and the worker is not trusted; or it has an object of a class
+                that this program has not loaded. It can be asked for again.
+            ProtocolError: it is nothing that a worker of ours sends.
+            Exception: a pickle cannot be read here, for want of a module mostly.
         """
+        plain = tables.get("form") == PLAIN
+        if not plain and not self.trusted:
+            raise UntrustedResultError(f"returned {visible(tables.get('not_plain') or 'a pickle')}")
         for changed in tables.get("changed", ()):
             if changed < len(self._arguments):
                 torch.autograd.graph.increment_version(self._arguments[changed])
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE])
-            return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
+            try:
+                if self._adopted[0] != number:
+                    self._adopted = (
+                        number,
+                        self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE]),
+                    )
+            except (LookupError, TypeError, ValueError) as error:
+                raise ProtocolError(f"the worker sent tensors that cannot be: {error!r:.200}") from error
+            tensors = self._adopted[1]
+            if not plain:
+                return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
+            try:
+                value = as_state_dict(from_plain(pieces, tables, lambda row, position: tensors[position]))
+            except UnknownClassError as error:
+                raise UntrustedResultError(
+                    f"returned an object of {visible(error)}, which this program has not"
+                ) from error
+            self._adopted = 0, []
+            return value
 
     def release(self) -> None:
         """Nothing more comes of this call: its arguments need not live because of it."""

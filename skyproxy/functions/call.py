@@ -11,9 +11,19 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skyproxy.errors import LimitExceededError, RemoteFunctionError, RemoteTraceback, visible_output
+from skyproxy.errors import (
+    LimitExceededError,
+    ProtocolError,
+    RemoteFunctionError,
+    RemoteTraceback,
+    UntrustedResultError,
+    visible,
+    visible_output,
+)
 from skyproxy.functions.items import Items
-from skyproxy.payloads.pickling import Unpickler
+from skyproxy.payloads.pickling import PLAIN, Unpickler
+from skyproxy.payloads.plain_reading import from_plain
+from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.protocol import commands
 
 if TYPE_CHECKING:
@@ -94,6 +104,7 @@ class Call:
             TimeoutError: the call did not end in time, by this wait's timeout or by the call's own.
             concurrent.futures.CancelledError: the call was cancelled.
             SessionLostError: the worker is gone.
+            UntrustedResultError: it returned more than plain data, and the worker is not trusted. See `trust_worker`.
             Exception: whatever the function raised; `__cause__` holds the worker's traceback.
         """
         error = self.exception(timeout)
@@ -112,7 +123,7 @@ class Call:
         """What the function raised, None if it returned; waits for its end.
 
         Raises:
-            TimeoutError, concurrent.futures.CancelledError: as `result`.
+            TimeoutError, concurrent.futures.CancelledError, UntrustedResultError: as `result`.
         """
         if not self._future.done():
             self._channel.session.count_wait("call")
@@ -122,6 +133,8 @@ class Call:
                 if came.kind != "stream":
                     try:
                         self._value = self._made(came)
+                    except UntrustedResultError:
+                        raise  # nothing is taken: it can be asked for again
                     except BaseException as error:
                         self._error = error.with_traceback(None)  # whose frames hold us
                     came.pieces.clear()  # what the value needs of them, it holds itself
@@ -129,6 +142,13 @@ class Call:
                     self._adopter.release()
                 self._taken = True
         return self._error
+
+    def trust_worker(self) -> None:
+        """Let the worker send any object from now on: a pickle, which may run any code in this process.
+
+        For a worker that you would let do so anyway. `result()` then gives what it had refused.
+        """
+        self._adopter.trusted = True
 
     def cancel(self) -> bool:
         """Gives the call up; whoever waits for it is told at once.
@@ -200,7 +220,12 @@ class Call:
             while (came := await asyncio.wrap_future(self._items.get())).kind == "item":
                 yield self._item(came)
             self._last(came)
-        finally:
+        except UntrustedResultError:
+            raise  # the item waits until the worker is trusted
+        except BaseException:
+            self.cancel()
+            raise
+        else:
             self.cancel()
 
     def give_up(self) -> None:
@@ -210,17 +235,29 @@ class Call:
 
     def _item(self, came: Came) -> Any:
         try:
-            return self._adopter.value(came.number, came.value, came.pieces)
-        finally:
+            value = self._value_of(came)
+        except UntrustedResultError:
+            self._items.put_back(came)
+            raise
+        except BaseException:
             self._channel.ack(self, 0, came.number)
+            raise
+        self._channel.ack(self, 0, came.number)
+        return value
 
     def _last(self, came: Came) -> Any:
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:
-            return self._made(came)
-        finally:
+            value = self._made(came)
+        except UntrustedResultError:
+            self._items.put_back(came)
+            raise
+        except BaseException:
             self.forget()
+            raise
+        self.forget()
+        return value
 
     # --- what comes, on the channel's delivering thread --------------------------------------------------------------
 
@@ -287,13 +324,26 @@ class Call:
         if came.kind == "error":
             raise self._exception(came)
         try:
-            return self._adopter.value(came.number, came.value, came.pieces)
+            return self._value_of(came)
         except (ImportError, AttributeError) as error:
             error.add_note(
                 f"{self.name} returned an object of a class that cannot be imported here. Install its package, or "
                 "return plain data."
             )
             raise
+
+    def _value_of(self, came: Came) -> Any:
+        try:
+            return self._adopter.value(came.number, came.value, came.pieces)
+        except UntrustedResultError as refused:
+            error = UntrustedResultError(
+                f"{self.name} {refused}, and its worker is not trusted with more than plain data: tensors, numbers, "
+                "text, bytes, arrays, containers, and dataclasses of this program. Return such data; or, if you would "
+                "let that worker run any code here, connect by skyproxy.connect(url, trust_worker=True). Nothing is "
+                "lost: `error.call.trust_worker()` on this error, then `error.call.result()`, give this result."
+            )
+            error.call = self
+            raise error from refused.__cause__
 
     def _exception(self, came: Came) -> BaseException:
         words = came.value
@@ -302,20 +352,33 @@ class Call:
             return known
         if words.get("failed"):
             return self._channel.session.failure(words)
-        if words["type"] == LimitExceededError.__name__:
-            return LimitExceededError(words["message"])
-        error: BaseException | None = None
-        if came.pieces:
-            try:
-                error = Unpickler(came.pieces, words, lambda row, number: None).unpickle()  # type: ignore[arg-type,return-value]
-            except Exception as problem:
-                logger.debug("skyproxy: the exception of %s cannot be made here: %r", self.name, problem)
-        if not isinstance(error, BaseException):
-            error = RemoteFunctionError(f"{words['type']}: {words['message']}")
-            error.remote_traceback = words["traceback"]
+        name, message, traceback = (visible(words.get(key) or "") for key in ("type", "message", "traceback"))
+        if name == LimitExceededError.__name__:
+            return LimitExceededError(message)
+        error = self._rebuilt(came) if came.pieces else None
+        if error is None:
+            error = RemoteFunctionError(f"{name}: {message}")
+            error.remote_traceback = traceback
         error.add_note(f"raised by {self.name} on the worker; its traceback there is above")
-        error.__cause__ = RemoteTraceback(words["traceback"])
+        error.__cause__ = RemoteTraceback(traceback)
         return error
+
+    def _rebuilt(self, came: Came) -> BaseException | None:
+        """The exception that the function raised, as an object; None where it cannot be made here."""
+        try:
+            if came.value.get("form") == PLAIN:
+                error = from_plain(came.pieces, came.value, _no_reference)
+                return error if isinstance(error, Exception) else None
+            if not self._adopter.trusted:
+                return None
+            error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
+        except (UnknownClassError, ProtocolError) as problem:
+            logger.debug("skyproxy: the exception of %s cannot be made here: %s", self.name, visible(problem))
+            return None
+        except Exception as problem:
+            logger.debug("skyproxy: the exception of %s cannot be made here: %r", self.name, problem)
+            return None
+        return error if isinstance(error, BaseException) else None
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
@@ -335,6 +398,10 @@ class Call:
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled() else "done" if self.done() else "running"
         return f"<Call {self.id[:8]} of {self.name}: {state}>"
+
+
+def _no_reference(row: Any, number: int) -> Any:
+    raise ProtocolError("an exception with a remote tensor")
 
 
 class _Iterator(Iterator[Any]):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
 from skyproxy.functions.call import Came
-from skyproxy.payloads.pickling import memory_for
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
+from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import (
     CallAck,
     CallAttach,
@@ -169,15 +169,15 @@ class Channel:
             except SessionLostError as error:
                 if not self._connect_again(error):
                     return
-            except ProtocolError as error:  # once more would be no better
-                self._fail_all(f"the connection for functions ended: {error}")
+            except Exception as error:  # once more would be no better
+                reason = f"the connection for functions ended: {error}"
+                if not isinstance(error, ProtocolError):  # the thread's last line of defence: whoever waits must learn
+                    logger.exception("skyproxy: the thread that reads calls failed")
+                    reason = f"an internal error on the client: {error!r}"
+                self._fail_all(reason)
                 self._calls.clear()
                 if not self._connect_again(error):
                     return
-            except Exception as error:  # the thread's last line of defence: whoever waits must learn of it
-                logger.exception("skyproxy: the thread that reads calls failed")
-                self._fail_all(f"an internal error on the client: {error!r}")
-                return
 
     def _connect_again(self, error: Exception) -> bool:
         """Whether there is a connection again; every call is attached to it."""
@@ -210,6 +210,8 @@ class Channel:
             self._on_unknown(call, str(event.value.get("reason")))
             return
         count = len(event.sizes)
+        if "bases" in event.value and not _are_tables(event.value, count):
+            raise ProtocolError(f"the worker sent a malformed event of {call.name}")
         allocate = memory_for(event.value, count) if "bases" in event.value else plain_memory
         assembly: Assembly[Any] = Assembly(event.sizes, event.buffers, allocate, self._settings.max_payload_bytes)
         if assembly.complete:
@@ -288,6 +290,14 @@ class Channel:
         self._to_do.put(None)
         if self._transport is not None:
             self._transport.close()
+
+
+def _are_tables(value: dict[str, Any], count: int) -> bool:
+    """Whether an event says as it must what its pieces are."""
+    rows, bases = value.get("tensors"), value["bases"]
+    if type(rows) is not list or type(bases) is not list or len(bases) >= count:
+        return False
+    return all(type(row) is list and len(row) >= 5 for row in rows) and all(type(base) is int for base in bases)
 
 
 def _start_message(call: Call, sizes: list[int], buffers: tuple[Any, ...]) -> Message:

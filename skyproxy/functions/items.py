@@ -27,6 +27,11 @@ class Items:
                 return
         future.set_result(item)
 
+    def put_back(self, item: Any) -> None:
+        """Make an item the next one again."""
+        with self._lock:
+            self._ready.appendleft(item)
+
     def get(self) -> concurrent.futures.Future[Any]:
         """A future of the next item."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()

@@ -26,6 +26,7 @@ class NodeFunctions:
         name: str | None = None,
         results: Results = "remote",
         context: Mapping[str, Any] | None = None,
+        trust_worker: bool | None = None,
     ) -> Call:
         """Begins to run a function on the worker; does not wait for it.
 
@@ -43,6 +44,8 @@ class NodeFunctions:
             results: "remote": tensors in the result stay on the worker and come back as remote tensors; "value": they
                 come back as CPU tensors.
             context: small values for `skyproxy.runtime.current_call().values` on the worker.
+            trust_worker: whether the result may be any object, of a pickle that may run any code here; by default as
+                the node was connected. Otherwise it must be plain data, see `Call.trust_worker`.
 
         Raises:
             ConfigurationError: the worker runs no functions, or these arguments cannot be sent.
@@ -51,7 +54,13 @@ class NodeFunctions:
         """
         payload = Payload.of(fn, args, kwargs)
         return self.submit_payload(
-            payload, on_output=on_output, timeout=timeout, name=name, results=results, context=context
+            payload,
+            on_output=on_output,
+            timeout=timeout,
+            name=name,
+            results=results,
+            context=context,
+            trust_worker=trust_worker,
         )
 
     def submit_payload(self, payload: Payload, **options: Any) -> Call:

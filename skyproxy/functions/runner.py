@@ -17,6 +17,7 @@ from skyproxy.functions.call import Call, OnOutput
 from skyproxy.functions.channel import Channel
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.project_sync import ProjectSync
+from skyproxy.payloads.pickling import PICKLE, PLAIN
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import SkyDevice
@@ -33,6 +34,7 @@ class Runner:
         devices: its devices.
         open_connection: makes a functions connection for it.
         shares_files: whether the worker sees this program's folders under the same paths.
+        trusted: whether the worker may send pickles, which run code of its choice here.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Runner:
         open_connection: Callable[[], Transport],
         *,
         shares_files: bool = False,
+        trusted: bool = False,
     ) -> None:
+        self.trusted = trusted
         self.session = session
         self.devices = devices
         self._channel = Channel(session, open_connection)
@@ -57,6 +61,7 @@ class Runner:
         name: str | None = None,
         results: Results = "remote",
         context: Mapping[str, Any] | None = None,
+        trust_worker: bool | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`."""
         self._check()
@@ -66,11 +71,12 @@ class Runner:
             raise ConfigurationError(f"timeout={timeout!r} is not a positive number of seconds. None waits forever.")
         payload.check(self.session, platform.python_version())
         self._project.update(hurry=self._channel.is_busy)
-        return self._begin(payload, on_output, timeout, name, results, context)
+        trusted = self.trusted if trust_worker is None else trust_worker
+        return self._begin(payload, on_output, timeout, name, results, context, trusted)
 
     def _run_own(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of this package on the worker, which needs nothing of the program for it."""
-        return self._begin(Payload.of(function, args), None, None, None, "value", None).result()
+        return self._begin(Payload.of(function, args), None, None, None, "value", None, self.trusted).result()
 
     def _begin(
         self,
@@ -80,12 +86,14 @@ class Runner:
         name: str | None,
         results: Results,
         context: Mapping[str, Any] | None,
+        trusted: bool,
     ) -> Call:
-        call = self._call(name or payload.name, payload.tensors, on_output)
+        call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
         call.task = {
             "name": call.name,
             "results": results,
+            "wants": PICKLE if trusted else PLAIN,
             "context": cloudpickle.dumps(dict(context)) if context else b"",
             "timeout": None if timeout is None else float(timeout),
             **payload.pickled.tables,
@@ -105,13 +113,20 @@ class Runner:
         known = self._channel.find(identity)
         if known is not None:
             return known
-        call = self._call("the call", [], on_output, identity)
+        call = self._call("the call", [], on_output, self.trusted, identity)
         self._channel.attach(call)
         return call
 
-    def _call(self, name: str, tensors: Sequence[Any], on_output: OnOutput | None, identity: str | None = None) -> Call:
+    def _call(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        on_output: OnOutput | None,
+        trusted: bool,
+        identity: str | None = None,
+    ) -> Call:
         identity = identity or secrets.token_hex(16)
-        adopter = Adopter(identity, self.session, self.devices, tensors)
+        adopter = Adopter(identity, self.session, self.devices, tensors, trusted)
         return Call(identity, name, self._channel, adopter, on_output)
 
     def _check(self) -> None:

@@ -126,6 +126,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             server_name=endpoint.server_name,
             insecure=endpoint.insecure,
             shares_files=endpoint.shares_files,
+            trust_worker=endpoint.trusted,
             source=f"rank {endpoint.rank} of {spec.name}",
         )
     )

@@ -149,6 +149,7 @@ class Endpoint:
         server_name: the name that the certificate is for, where the url says another.
         insecure: whether "ws://" may go to another machine.
         shares_files: whether the worker sees this program's folders under the same paths.
+        trusted: whether this program had it started, so that functions there may return any object.
     """
 
     url: str
@@ -161,6 +162,7 @@ class Endpoint:
     server_name: str | None = None
     insecure: bool = False
     shares_files: bool = False
+    trusted: bool = True
 
 
 Phase = Literal["provisioning", "bootstrapping", "running", "failed"]

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.image import Image
+from skyproxy.settings import SETTINGS
 
 TOKEN_VARIABLE = "SKYPROXY_TOKEN"
 
@@ -31,6 +32,7 @@ class Remote:
         certificate: str | None = None,
         server_name: str | None = None,
         insecure: bool = False,
+        trust_worker: bool | None = None,
     ) -> None:
         """Says where; connects to nothing yet.
 
@@ -40,6 +42,8 @@ class Remote:
             certificate: PEM text of the only authority to trust, for "wss://".
             server_name: the name in the workers' certificate, where it is not the host of the url.
             insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
+            trust_worker: whether functions may return any object, as a pickle that may run any code here; by default
+                they return plain data.
 
         Raises:
             ConfigurationError: an url is none, or there are not as many tokens.
@@ -65,6 +69,7 @@ class Remote:
         self._certificate = certificate
         self._server_name = server_name
         self._insecure = insecure
+        self._trusted = SETTINGS.trust_worker if trust_worker is None else trust_worker
 
     @property
     def process_count(self) -> int:
@@ -110,6 +115,7 @@ class Remote:
                 certificate=self._certificate,
                 server_name=self._server_name,
                 insecure=self._insecure,
+                trusted=self._trusted,
             )
             for rank, (url, token) in enumerate(zip(self.urls, tokens))
         ]

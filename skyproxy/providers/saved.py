@@ -50,6 +50,7 @@ def open_context(context: Context) -> Node:
                 source=source,
                 on_close=way.close,
                 renew=renew_in_cluster,
+                trust_worker=True,
             )
         except BaseException:
             way.close()
@@ -68,7 +69,8 @@ def open_context(context: Context) -> Node:
             return local_address(context.name)
 
     url, token = address_now()
-    return connect(url, token=token, source=source, renew=lambda: (address_now()[1], None))
+    # `skyproxy up` started it, as this user.
+    return connect(url, token=token, source=source, renew=lambda: (address_now()[1], None), trust_worker=True)
 
 
 def _open_remote(context: Context, source: str) -> Node:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from skyproxy.payloads.pickling import Row, Unpickler, dressed
+from skyproxy.payloads.pickling import PLAIN, Unpickler
+from skyproxy.payloads.tensors import Row, dressed
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
@@ -48,6 +49,7 @@ class FunctionCall:
         self.session = session
         self.running = False
         self.name = ""
+        self._plain = False
         self._devices = devices
         self.events = Events(identity, settings)
         self._activity = activity
@@ -102,6 +104,7 @@ class FunctionCall:
         with self._lock:
             if self._task is None and not self.ended:
                 self._task, self._pieces, self.name = task, pieces, task["name"]
+                self._plain = task.get("wants") == PLAIN
                 self._count, self._on_end = count, on_end
                 self._begin()
 
@@ -195,7 +198,7 @@ class FunctionCall:
             error.add_note(f"{self.name} could not be loaded on the worker.")
             raise
         del pieces
-        returning = Returning(self._devices, task["results"] == REMOTE, given)
+        returning = Returning(self._devices, task["results"] == REMOTE, given, self._plain)
         result = function(*args, **kwargs)
         del args, kwargs
         if inspect.iscoroutine(result):
@@ -258,7 +261,7 @@ class FunctionCall:
 
     def _fail(self, error: BaseException) -> None:
         self._explain_import(error)
-        words, pickled = describe_error(error, hidden_frames=2)
+        words, pickled = describe_error(error, hidden_frames=2, plain=self._plain)
         if pickled is not None:
             words.update(pickled.tables)
         self.events.add("error", words, pickled)

@@ -7,8 +7,8 @@ from functools import partial
 from types import NoneType
 
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.payloads.pickling import memory_for
 from skyproxy.payloads.pieces import Assembly, send_payload
+from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport

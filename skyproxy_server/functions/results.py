@@ -1,4 +1,4 @@
-"""What a function gives back, as bytes, with its tensors by value or kept here."""
+"""What a function gives back, as plain data or as a pickle, with its tensors by value or kept here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from typing import Any
 import torch
 
 from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper
+from skyproxy.payloads.plain import NotPlainError
+from skyproxy.payloads.plain_writing import to_plain
 from skyproxy_server.gates import storage_key
 
 REMOTE = "remote"
 
 
 class Returning:
-    """Pickles results and items of one call.
+    """Writes results and items of one call.
 
     Args:
         devices: the worker's, as announced; tensors elsewhere travel by value.
         remote: whether tensors stay here.
         arguments: the tensors that the client handed in, by number, as the function sees them.
+        plain: whether the client wants plain data, because it does not trust us with pickles.
     """
 
-    def __init__(self, devices: Sequence[dict[str, Any]], remote: bool, arguments: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        devices: Sequence[dict[str, Any]],
+        remote: bool,
+        arguments: dict[int, torch.Tensor],
+        plain: bool = False,
+    ) -> None:
+        self._plain = plain
         self._places = {(row["type"], row["index"] or 0) for row in devices}
         self._remote = remote
         self._given = dict(arguments)
@@ -33,7 +43,10 @@ class Returning:
         self._roots = {storage_key(tensor): number for number, tensor in arguments.items()}
 
     def pickle(self, value: Any) -> tuple[Pickled, list[torch.Tensor]]:
-        """Returns:
+        """Write a value. One that is not plain data goes as a pickle all the same, and says so: the client may come to
+        trust us.
+
+        Returns:
             The value as bytes, and the tensor to keep for each reference in it.
 
         Raises:
@@ -53,7 +66,12 @@ class Returning:
             size = tensor.untyped_storage().nbytes() if key is not None else 0
             return [[place[0], place[1]], group, size, argument, self._roots.get(key, -1) if key is not None else -1]
 
-        pickled = Pickler(refer).pickle(value)
+        try:
+            pickled = to_plain(value, refer) if self._plain else Pickler(refer).pickle(value)
+        except NotPlainError as error:
+            groups.clear()
+            pickled = Pickler(refer).pickle(value)
+            pickled.not_plain = error.what
         kept = [tensor.detach() for tensor in pickled.references]
         pickled.references.clear()
         return pickled, kept
@@ -84,8 +102,10 @@ def _is_special(tensor: torch.Tensor) -> bool:
     return tensor.is_quantized or torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor)
 
 
-def describe_error(error: BaseException, hidden_frames: int = 0) -> tuple[dict[str, Any], Pickled | None]:
-    """An exception as it travels: what can be said of it in words, and itself where it can be pickled."""
+def describe_error(
+    error: BaseException, hidden_frames: int = 0, plain: bool = False
+) -> tuple[dict[str, Any], Pickled | None]:
+    """An exception as it travels: what can be said of it in words, and itself where it can be written."""
     trace = error.__traceback__
     for _ in range(hidden_frames):
         trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
@@ -96,6 +116,8 @@ def describe_error(error: BaseException, hidden_frames: int = 0) -> tuple[dict[s
         "traceback": text,
     }
     try:
+        if plain:
+            return words, to_plain(error, lambda tensor: None)
         return words, Pickler(lambda tensor: None).pickle(error)
     except Exception:  # whatever it holds; the words remain
         return words, None

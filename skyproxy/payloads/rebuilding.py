@@ -1,0 +1,228 @@
+"""Objects of classes, made again of plain data: which classes may be, and without any code of theirs.
+
+A peer that is not trusted names a class and gives what it consists of. The class must be one that this program has
+loaded already; nothing is imported, no module is asked for an attribute that it would have to compute, and neither a
+constructor nor a setter written in Python runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from skyproxy.errors import RankErrors, visible
+from skyproxy.payloads.exceptions import make_exception
+from skyproxy.payloads.projects import is_project_module
+
+_END_LOOPS = (StopIteration, StopAsyncIteration)
+"""Exceptions that end a loop of whoever calls us, without a word."""
+_C_DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_PROGRAM = frozenset({"__main__", "__mp_main__"})
+RETURN_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in vars(torch.return_types).values()
+    if isinstance(kind, type) and issubclass(kind, tuple)
+}
+"""What PyTorch's functions return, such as `torch.return_types.max`, by name."""
+
+
+class UnknownClassError(LookupError):
+    """No such class is here, or none that may be made of plain data."""
+
+
+def name_of(kind: type) -> tuple[str, str]:
+    """Return how a class is named to the other side."""
+    return kind.__module__, kind.__qualname__
+
+
+def full_name(kind: type) -> str:
+    """Return how a class is named to people."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def find_class(module: str, qualname: str) -> type:
+    """Return a class of this program.
+
+    Raises:
+        UnknownClassError: the program has not loaded such a class.
+    """
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        # Not by `getattr`: it would run a lazy module's code, or a descriptor's.
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    if not isinstance(found, type):
+        raise UnknownClassError(f"{module}.{qualname}")
+    return found
+
+
+def is_own_class(kind: type) -> bool:
+    """Return whether a class is the program's own, not a library's."""
+    return kind.__module__ in _PROGRAM or is_project_module(sys.modules.get(kind.__module__))
+
+
+def may_be_the_programs(kind: type) -> bool:
+    """Return, on a worker, whether a class can be one of its client's program, where it can be found by its name.
+
+    Such a class came with a function, so that no module here has it; or it is that of a worker in its client's folder.
+    """
+    if "<locals>" in kind.__qualname__ or _has_end(kind):
+        return False
+    return is_own_class(kind) or vars(sys.modules.get(kind.__module__, enum)).get(kind.__name__) is not kind
+
+
+def is_record(kind: type) -> bool:
+    """Return whether objects of a class are nothing but their fields: a dataclass, or a named tuple."""
+    return dataclasses.is_dataclass(kind) or is_named_tuple(kind)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Return whether a class was made by `typing.NamedTuple` or `collections.namedtuple`."""
+    fields = vars(kind).get("_fields")
+    return kind.__bases__ == (tuple,) and isinstance(fields, tuple) and all(type(name) is str for name in fields)
+
+
+def field_names(kind: type) -> list[str]:
+    """Return the fields of a dataclass."""
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def find_dataclass(module: str, qualname: str) -> type:
+    """Return a dataclass of the program's own whose objects are nothing but their fields.
+
+    Raises:
+        UnknownClassError: there is none of this name.
+    """
+    kind = find_class(module, qualname)
+    if not is_own_class(kind) or not dataclasses.is_dataclass(kind) or type(kind) is not type or _has_end(kind):
+        raise UnknownClassError(full_name(kind))
+    if kind.__new__ is not object.__new__:
+        raise UnknownClassError(full_name(kind))
+    return kind
+
+
+def set_field(value: Any, name: Any, content: Any) -> None:
+    """Give an object that `find_dataclass`'s class was the type of one of its fields.
+
+    Raises:
+        UnknownClassError: it has no such field.
+    """
+    if name not in field_names(type(value)) or not _is_stored(type(value), name):
+        raise UnknownClassError(f"{full_name(type(value))} has no field {name!r:.80}")
+    object.__setattr__(value, name, content)
+
+
+def make_named_tuple(module: str, qualname: str, values: Iterable[Any]) -> Any:
+    """Make a named tuple of the program's own.
+
+    Raises:
+        UnknownClassError: there is none of this name and length.
+    """
+    kind, values = find_class(module, qualname), tuple(values)
+    if not is_own_class(kind) or not is_named_tuple(kind) or _has_end(kind):
+        raise UnknownClassError(full_name(kind))
+    if len(values) != len(vars(kind)["_fields"]):
+        raise UnknownClassError(f"{full_name(kind)} does not have {len(values)} fields")
+    return tuple.__new__(kind, values)
+
+
+def find_member(module: str, qualname: str, name: str) -> enum.Enum:
+    """Return a member of an enumeration that the program has loaded.
+
+    Raises:
+        UnknownClassError: there is none of this name.
+    """
+    kind = find_class(module, qualname)
+    members = vars(kind).get("_member_map_") if issubclass(kind, enum.Enum) else None
+    if not isinstance(members, dict) or name not in members:
+        raise UnknownClassError(f"{full_name(kind)}.{name}")
+    member: enum.Enum = members[name]
+    return member
+
+
+def is_free_attribute(name: object) -> bool:
+    """Return whether a tensor may be given an attribute of this name: one that no tensor has."""
+    return isinstance(name, str) and not name.startswith("_") and not hasattr(torch.Tensor, name)
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def find_exception(module: str, qualname: str) -> type[Exception]:
+    """Return the class of an exception that may be made of plain data.
+
+    Raises:
+        UnknownClassError: the program has not loaded it; or it ends programs or loops instead of being an error; or a
+            `__new__` or `__del__` written in Python belongs to it.
+    """
+    kind = find_class(module, qualname)
+    allowed = issubclass(kind, Exception) and not issubclass(kind, _END_LOOPS) and not _has_end(kind)
+    if issubclass(kind, ExceptionGroup):
+        allowed = kind in (ExceptionGroup, RankErrors)
+    if not allowed or type(kind) is not type or not _is_in_c(kind.__new__):
+        raise UnknownClassError(full_name(kind))
+    return kind
+
+
+def build_exception(kind: type[Exception], arguments: tuple[Any, ...], state: Mapping[Any, Any]) -> Exception:
+    """Make an exception of plain data.
+
+    Args:
+        kind: from `find_exception`.
+        arguments: its `args`.
+        state: its attributes.
+
+    Raises:
+        Exception: the arguments are none for this class.
+    """
+    if issubclass(kind, ExceptionGroup):
+        fits = len(arguments) == 2 and isinstance(arguments[0], str) and isinstance(arguments[1], list | tuple)
+        if not fits or not all(isinstance(item, Exception) for item in arguments[1]):
+            raise TypeError(f"{full_name(kind)} is not made of these arguments")
+    error: Any = make_exception(kind, tuple(map(_shown, arguments)), None)
+    for name, value in state.items():
+        if not isinstance(name, str):
+            continue
+        if name == "__notes__" and isinstance(value, list) and all(isinstance(note, str) for note in value):
+            error.__notes__ = [visible(note) for note in value]
+        elif name.startswith("__"):
+            continue
+        elif type(inspect.getattr_static(kind, name, None)) in _C_DATA:
+            # What a class in C keeps in the object itself, such as the `name` of an ImportError. C code takes it.
+            setattr(error, name, value)
+        elif _is_stored(kind, name):
+            error.__dict__[name] = value
+    return error  # type: ignore[no-any-return]
+
+
+def parts_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and attributes of an exception, those that its class keeps in C included."""
+    in_c = (vars(base).get("__reduce__") for base in type(error).__mro__)
+    reduced = next(reduce for reduce in in_c if type(reduce) is types.MethodDescriptorType)(error)
+    state = reduced[2] if len(reduced) > 2 else None
+    return tuple(reduced[1]), dict(state) if isinstance(state, dict) else dict(vars(error))
+
+
+def _shown(argument: Any) -> Any:
+    return visible(argument) if type(argument) is str else argument
+
+
+def _has_end(kind: type) -> bool:
+    """Whether code of the class runs when an object of it dies."""
+    return any("__del__" in vars(base) for base in kind.__mro__)
+
+
+def _is_in_c(function: Any) -> bool:
+    return isinstance(function, types.BuiltinFunctionType)
+
+
+def _is_stored(kind: type, name: str) -> bool:
+    """Whether an attribute of an object is a value, or a slot: not a property, nor anything else that runs code."""
+    found = inspect.getattr_static(kind, name, None)
+    return type(found) is types.MemberDescriptorType or not hasattr(type(found), "__set__")
