@@ -262,6 +262,7 @@ ALLOWED = {
     ("skyproxy/functions/runner.py", "import cloudpickle"),  # writes
     ("skyproxy/pools/ranks.py", "import cloudpickle"),  # writes
     ("skyproxy/runtime/lifecycle.py", "import pickle"),  # on a worker
+    ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
     ("skyproxy_server/functions/call.py", "Unpickler"),
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker

@@ -188,7 +188,7 @@ def test_the_audit_names_tokens_sessions_functions_and_refusals(
     lines = audit_lines(caplog)
     assert lines[0] == f'session-begin token="coder" address="127.0.0.1" session="{session}"'
     call = r'function="x\" token=\"probe\nsession-begin \u001b[2J"'
-    assert lines[1] == f'call token="coder" address="127.0.0.1" session="{session}" {call}'
+    assert f'call token="coder" address="127.0.0.1" session="{session}" {call}' in lines
     assert any(line.startswith('refused token="math"') and "no scope admin" in line for line in lines)
     assert not any(token in caplog.text for token in (CODE, MATH, PROBE))
 
