@@ -80,6 +80,21 @@ def serve_command(
         list[str] | None,
         typer.Option(help="A namespace or an operator that clients may call, too; can be given more than once."),
     ] = None,
+    session_processes: Annotated[
+        bool | None,
+        typer.Option(
+            "--session-processes/--sessions-in-process",
+            help="Give each session a process of its own (Linux), or run all in one.",
+        ),
+    ] = None,
+    session_memory: Annotated[
+        int | None,
+        typer.Option(min=0, help="Bytes of memory that a session's process may take; 0: no bound of its own."),
+    ] = None,
+    session_gpu_fraction: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="The part of each GPU's memory that a session may take; 0: no bound."),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -104,13 +119,16 @@ def serve_command(
         "--tls-key": tls_key,
         "--blob-dir": blob_dir,
     }
-    for flag, value in {**paths, "--blob-bytes": blob_bytes}.items():
+    bounds = {"--session-memory": session_memory, "--session-gpu-fraction": session_gpu_fraction}
+    for flag, value in {**paths, "--blob-bytes": blob_bytes, **bounds}.items():
         if value is not None:
             arguments += [flag, str(value)]
     for origin in allow_origin or ():
         arguments += ["--allow-origin", origin]
     for name in allow_ops or ():
         arguments += ["--allow-ops", name]
+    if session_processes is not None:
+        arguments.append("--session-processes" if session_processes else "--sessions-in-process")
     switches = {"--insecure": insecure, "--embedded": embedded, "--no-functions": no_functions}
     arguments += [flag for flag, given in switches.items() if given]
     run_server(arguments)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,75 +20,15 @@ from skyproxy.protocol.messages import BULK, Hello, Ping, Pong
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server.isolation.limits import are_sessions_separable
-from tests.integration.programs import environment, start_worker, wait_for
+from tests.integration.programs import environment, wait_for
+from tests.server.isolation.workers import TOKEN, Worker, hold_the_interpreter
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux"),
 ]
 
-TOKEN = "a-token-that-nobody-should-see-anywhere"
 FAST = Settings(close_timeout_seconds=0.3, handshake_timeout_seconds=10.0)
-
-
-class Worker:
-    """A worker's program, with a process for each session."""
-
-    def __init__(self, folder: Path, *arguments: str, **extra: str) -> None:
-        token, self._port_file, self.log_file = folder / "token", folder / "port", folder / "log"
-        token.write_text(TOKEN, encoding="ascii")
-        token.chmod(0o600)
-        self._tls = "--tls-cert" in arguments
-        with self.log_file.open("wb") as log:
-            self.process = start_worker(
-                token, log, "--session-processes", "--port-file", str(self._port_file), *arguments, **extra
-            )
-        try:
-            self.port = int(wait_for(self._written_port, "the worker listens", 100))
-        except BaseException:
-            self.end()
-            raise
-
-    def _written_port(self) -> str | None:
-        assert self.process.poll() is None, self.log
-        return self._port_file.read_text() if self._port_file.exists() else None
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(errors="replace")
-
-    @property
-    def url(self) -> str:
-        return f"{'wss' if self._tls else 'ws'}://127.0.0.1:{self.port}"
-
-    def connect(self, context: ssl.SSLContext | None = None) -> skyproxy.Node:
-        return skyproxy.connect(self.url, token=TOKEN, ssl_context=context)
-
-    def get(self, path: str) -> str:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
-        )
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return response.read().decode()
-
-    def activity(self) -> dict[str, object]:
-        return json.loads(self.get("/activity"))
-
-    def children(self) -> set[int]:
-        """The processes of the worker: the template and the sessions'."""
-        found: set[int] = set()
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                found |= set(map(int, (task / "children").read_text().split()))
-        return found
-
-    def end(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        finally:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +61,6 @@ def crash(number: int) -> None:
     if number == signal.SIGSEGV:
         ctypes.string_at(0)
     signal.raise_signal(number)
-
-
-def hold_the_interpreter() -> None:
-    """Compute for hours in C code that does not let go of the interpreter's lock."""
-    pow(7, 10**9)
 
 
 # --- what a session has ----------------------------------------------------------------------------------------------
