@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import InferenceMismatchError, LimitExceededError, ProtocolError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId
+from skyproxy.protocol.messages import Batch, Buffer, Failure, Message, Reply, RequestId, Warned
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
 from skyproxy_server.allocator import give_back_memory
@@ -23,6 +24,7 @@ from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, Gates, storage_key
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
+from skyproxy_server.kernel_warnings import KernelWarning, collect
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.random_state import RandomState
 from skyproxy_server.signatures import Handler, Signature, Watch
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 _REMEMBERED_FAILURES = 100
 _CONFORMED_SHAPES = 65_536
+_REPORTED_WARNINGS = 64
+"""How often a session is told of the same warning of one operation; each comes with the line that recorded it."""
+_DIFFERENT_WARNINGS = 1000
+_MAX_WARNING_CHARACTERS = 2000
 
 
 class Executor:
@@ -79,6 +85,7 @@ class Executor:
         self._signatures: dict[int, Signature] = {}
         self._buffers: list[Buffer] = []
         self._sequence = 0
+        self._warned: dict[tuple[str, str], int] = {}
         self._handlers: list[Handler | None] = [None] * commands.FIRST_SIGNATURE
         for number, handler in (
             (commands.DEFINE, self._define),
@@ -331,7 +338,8 @@ class Executor:
         if signature.draws:
             signature.handler = self.random.guarded(signature.handler)
         self._signatures[number] = signature
-        self._handlers.append(signature.handler)
+        compiled = isinstance(signature, CompiledSignature)
+        self._handlers.append(signature.handler if compiled else self._first_run(number, signature))
         return position + 3
 
     def _release(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
@@ -496,6 +504,42 @@ class Executor:
         except (KeyError, TypeError):
             raise ProtocolError(f"unknown control {name!r:.40}") from None
 
+    # --- warnings ----------------------------------------------------------------------------------------------------
+
+    def _first_run(self, number: int, signature: Signature) -> Handler:
+        """Return a handler that listens for warnings, and makes way for the op's own if there are none."""
+
+        def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
+            following = self._run_listening(signature, values, stream, position)
+            if not signature.warns and self._handlers[number] is handler:
+                self._handlers[number] = signature.handler
+            return following
+
+        return handler
+
+    def _run_listening(self, signature: Signature, values: dict[int, Any], stream: list[Any], position: int) -> int:
+        """Run an op and tell the client of what its kernel warns of. An op that did so once is always listened to."""
+        found: list[KernelWarning] = []
+        try:
+            return collect(lambda: signature.handler(values, stream, position), found)
+        finally:
+            if found:
+                signature.warns = True
+                self._report_warnings(signature.name, found, position)
+
+    def _report_warnings(self, op: str, found: list[KernelWarning], position: int) -> None:
+        for category, message in found:
+            key = op, message
+            if key not in self._warned and len(self._warned) >= _DIFFERENT_WARNINGS:
+                continue
+            self._warned[key] = self._warned.get(key, 0) + 1
+            if self._warned[key] > _REPORTED_WARNINGS:
+                continue
+            place = {"sequence": self._sequence, "position": position}
+            if self.replaying is not None:  # the position is in the graph's own stream
+                place["graph"] = self.replaying
+            self._send(Warned(category, message[:_MAX_WARNING_CHARACTERS], place))
+
     # --- verification ------------------------------------------------------------------------------------------------
 
     def _expect(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
@@ -520,7 +564,7 @@ class Executor:
         if len(described) > count:
             _check_inputs(signature.name, read, described[count:])
         memory = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
-        following = signature.handler(values, stream, at)
+        following = self._run_listening(signature, values, stream, at)
         mended = False
         for number, (slot, description) in enumerate(zip([*outputs, *written], expected, strict=True)):
             if slot:
@@ -598,10 +642,11 @@ class Executor:
                 following = self._verified(signature, values, stream, position, owed)
                 watch.owed.pop(key, None)
                 if not watch.owed and not watch.conformed:
-                    signature.watch, self._handlers[number] = None, signature.handler
+                    signature.watch, self._handlers[number] = None, self._first_run(number, signature)
                 return following
             expected = watch.conformed.get(key)
-            following = signature.handler(values, stream, position)
+            run = partial(self._run_listening, signature) if signature.warns else signature.handler
+            following = run(values, stream, position)
             if expected is not None:
                 outputs = signature.output_slots(stream, position)
                 slots = [*outputs, *signature.written_slots(stream, position)]

@@ -93,7 +93,8 @@ class Recording:
             if step.signature is not None:
                 at = step.position + 2 * step.checked
                 number = self.stream[at]
-                known = handlers[number] if signatures.get(number) is step.signature else None
+                watched = step.signature.watch is not None or step.signature.warns
+                known = handlers[number] if watched and signatures.get(number) is step.signature else None
                 self.steps[i] = Step(known or step.signature.handler, at, step.signature, False)
 
 

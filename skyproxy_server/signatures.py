@@ -58,6 +58,7 @@ class Signature:
         draws: whether the op takes numbers from a generator.
         watch: what is done beyond running it; None as long as there is nothing.
         views: whether the op looks at no values: its result is another view of the same memory.
+        warns: whether its kernel has warned of something.
     """
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
@@ -135,7 +136,7 @@ class Signature:
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.watch: Watch | None = None
-        self.draws = self.views = False
+        self.draws = self.views = self.warns = False
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:

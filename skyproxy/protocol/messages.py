@@ -173,6 +173,21 @@ class Failure(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Warned(Message):
+    """News of a warning that PyTorch gave while a command ran.
+
+    `category` is the name of one of Python's classes of warnings. `place` has "sequence" and "position" of the command,
+    and "graph" where the position is in the stream of a captured graph.
+    """
+
+    code: ClassVar[int] = 23
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    category: str
+    message: str
+    place: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk(Message):
     """A piece of a large tensor, in either direction: `buffers[0]` belongs at byte `offset` of `total_bytes`.
 
@@ -370,6 +385,7 @@ MESSAGES: dict[int, type[Message]] = {
         Ack,
         Reply,
         Failure,
+        Warned,
         Chunk,
         PackedChunk,
         CancelTransfer,

@@ -10,10 +10,16 @@ from skyproxy.session.recorder import SentBatch
 
 
 def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str:
-    """ "file:line in function" of the op at `position` of the batch's stream; empty where that is not known.
+    """Return "file:line in function" of the op at `position` of the batch's stream; empty where that is not known."""
+    found = find_line(sent, position, widths)
+    return f"{found[0].co_filename}:{found[1]} in {found[0].co_name}" if found is not None else ""
+
+
+def find_line(sent: SentBatch, position: int, widths: dict[int, int]) -> tuple[CodeType, int] | None:
+    """Return the code and the line that recorded the op at `position`; None where that is not known.
 
     `sent.lines` has one code object and one instruction offset an op, in order. Threads that record at the same time
-    can leave the two out of step; then the answer is empty, never a wrong line.
+    can leave the two out of step; then the answer is None, never a wrong line.
 
     Args:
         sent: the batch.
@@ -23,12 +29,10 @@ def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str
     stream, lines = sent.stream, sent.lines
     ordinals = op_ordinals(stream, widths)
     if len(lines) != 2 * len(ordinals) or position not in ordinals:
-        return ""
+        return None
     ordinal = ordinals[position]
     code, offset = lines[2 * ordinal], lines[2 * ordinal + 1]
-    if code is None:
-        return ""
-    return f"{code.co_filename}:{line_of(code, offset)} in {code.co_name}"
+    return (code, line_of(code, offset)) if code is not None else None
 
 
 def line_of(code: CodeType, offset: int) -> int:

@@ -45,15 +45,17 @@ from skyproxy.protocol.messages import (
     Pong,
     Repeat,
     Reply,
+    Warned,
     Welcome,
 )
-from skyproxy.session.lines import describe_line
+from skyproxy.session.lines import describe_line, find_line
 from skyproxy.session.liveness import Liveness
 from skyproxy.session.offers import Offers
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.trace import SessionTrace
 from skyproxy.session.transfers import Downloads, Uploads, wait_for_download
 from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.session.worker_warnings import WorkerWarnings
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
 from skyproxy.transport.base import Transport
@@ -143,6 +145,7 @@ class Session:
         self._trace: SessionTrace | None = None
         self._signatures: dict[Any, int] = {}
         self._signature_lock = threading.RLock()
+        self._warnings = WorkerWarnings()
         self._failed_lines: dict[tuple[int, int], str] = {}
         self.recordings: dict[int, SentBatch] = {}
         self._ended: SessionLostError | None = None
@@ -257,6 +260,8 @@ class Session:
                 self.recorder.begin_small()
             if self._trace is not None and started_ns:
                 self._trace.add("wait", purpose, started_ns)
+            if self._warnings.pending:
+                self._warnings.show()
 
     def count_wait(self, purpose: str) -> None:
         """Somebody is about to wait for the worker."""
@@ -425,6 +430,7 @@ class Session:
             Ack: lambda message: self.recorder.ack(message.sequence),
             Reply: self._on_reply,
             Failure: self._on_failure,
+            Warned: self._on_warned,
             Goodbye: self._on_goodbye,
         }
         self._read(self._operations, handlers)
@@ -491,6 +497,14 @@ class Session:
         waiter = self._waiters.take(failure.request)
         if waiter is not None:
             waiter.fail(error)
+
+    def _on_warned(self, warned: Warned) -> None:
+        place, found = warned.place, None
+        with contextlib.suppress(KeyError, TypeError):  # it does not say where the command stood
+            graph = place.get("graph")
+            sent = self.recorder.sent(place["sequence"]) if graph is None else self.recordings.get(graph)
+            found = find_line(sent, place["position"], self.recorder.widths) if sent is not None else None
+        self._warnings.add(warned.category, visible(warned.message), found)
 
     def _on_goodbye(self, goodbye: Goodbye) -> None:
         self._end(f"the worker ended the session: {visible(goodbye.reason or goodbye.code_name)}")
@@ -595,6 +609,8 @@ class Session:
         if self.is_foreign:
             return
         self._closing = True
+        with contextlib.suppress(Warning):  # a filter may make an error of one; it comes too late to be raised
+            self._warnings.show()
         self._end(reason, before_closing)
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -34,6 +34,7 @@ from skyproxy.protocol.messages import (
     Reply,
     RequestId,
     Sequence,
+    Warned,
     Welcome,
 )
 
@@ -54,6 +55,7 @@ SAMPLES: list[Message] = [
     Ack(Sequence(0)),
     Reply(RequestId(1), None),
     Failure(RequestId(1), {}),
+    Warned("UserWarning", "", {}),
     Chunk(1, 0, 2, (b"ab",)),
     PackedChunk(1, 0, 2, 2, 1, (b"x",)),
     CancelTransfer(1, ""),
@@ -68,7 +70,7 @@ SAMPLES: list[Message] = [
 ]
 LEGAL = {
     (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Goodbye},
-    (WORKER, OPERATIONS): {Ack, Reply, Failure, Goodbye},
+    (WORKER, OPERATIONS): {Ack, Reply, Failure, Warned, Goodbye},
     (CLIENT, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
     (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Ping, Pong, Goodbye},
     (CLIENT, FUNCTIONS): {CallStart, CallData, CallAck, CallCancel, CallAttach, Goodbye},

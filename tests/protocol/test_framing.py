@@ -40,6 +40,7 @@ from skyproxy.protocol.messages import (
     Reply,
     RequestId,
     Sequence,
+    Warned,
     Welcome,
 )
 
@@ -78,6 +79,10 @@ CASES: list[tuple[Message, bytes]] = [
     (Ack(Sequence(2**64 - 1)), raw_frame(5, b"\x91\xcf" + b"\xff" * 8)),
     (Reply(RequestId(9), {"a": [b"\x00", None]}), raw_frame(6, b"\x93\x09\x81\xa1a\x92\xc4\x01\x00\xc0\x90")),
     (Reply(RequestId(9), None, (b"xyz",)), raw_frame(6, b"\x93\x09\xc0\x91\x03", b"xyz")),
+    (
+        Warned("UserWarning", "hm", {"position": 3}),
+        raw_frame(23, b"\x93\xabUserWarning\xa2hm\x81\xa8position\x03"),
+    ),
     (Failure(RequestId(5), {"type": "ValueError"}), raw_frame(7, b"\x92\x05\x81\xa4type\xaaValueError")),
     (Chunk(1, 2, 5, (b"\xff\xfe\xfd",)), raw_frame(8, b"\x94\x01\x02\x05\x91\x03", b"\xff\xfe\xfd")),
     (PackedChunk(1, 2, 9, 7, 4, (b"\xff\xfe",)), raw_frame(14, b"\x96\x01\x02\x09\x07\x04\x91\x02", b"\xff\xfe")),

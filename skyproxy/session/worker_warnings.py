@@ -1,0 +1,58 @@
+"""Warnings of the worker's PyTorch, shown at the lines that recorded the operations."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from types import CodeType
+from typing import Any
+
+_KEPT = 1000
+_CATEGORIES: dict[str, type[Warning]] = {
+    kind.__name__: kind
+    for kind in (UserWarning, DeprecationWarning, FutureWarning, PendingDeprecationWarning, RuntimeWarning)
+}
+
+
+class WorkerWarnings:
+    """What the worker warned of and nobody was shown yet.
+
+    They come while the program does something else, so they are shown by the next thread that waits for the worker: at
+    the line that recorded the operation, where Python's filters count them as if they had been raised there.
+
+    Attributes:
+        pending: category, text, and the code and line that recorded the operation, where they are known.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[type[Warning], str, tuple[CodeType, int] | None]] = deque(maxlen=_KEPT)
+        self._registries: dict[str, dict[Any, Any]] = {}
+
+    def add(self, category: str, message: str, line: tuple[CodeType, int] | None) -> None:
+        """Keep a warning. Called by the thread that reads."""
+        self.pending.append((_CATEGORIES.get(category, UserWarning), message, line))
+
+    def show(self) -> None:
+        """Warn of what is pending.
+
+        Raises:
+            Warning: a filter says so; what else is pending is shown the next time.
+        """
+        while self.pending:
+            try:
+                category, message, line = self.pending.popleft()
+            except IndexError:  # another thread shows it
+                return
+            code, number = line if line is not None else (None, 0)
+            filename = code.co_filename if code is not None else "<a line that was not recorded>"
+            module, registry = self._place_of(filename)
+            warnings.warn_explicit(message, category, filename, number, module, registry)
+
+    def _place_of(self, filename: str) -> tuple[str, dict[Any, Any]]:
+        """Return the name of the module of a file, and where Python notes what was shown there already."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", {})
+            if names.get("__file__") == filename:
+                return str(names.get("__name__")), names.setdefault("__warningregistry__", {})
+        return filename.removesuffix(".py"), self._registries.setdefault(filename, {})

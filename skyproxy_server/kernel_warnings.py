@@ -1,0 +1,77 @@
+"""PyTorch's warnings from C++ while one operation runs, for the client that asked for the operation.
+
+`torch.ops` calls kernels below the layer that makes Python warnings of C++'s, so those end in the log of the process.
+Functions of PyTorch's Python interface have that layer, also one that calls back, and `Tensor.apply_` is the least of
+those. It costs half a microsecond, so only operations that may have something new to say run inside.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+class KernelWarning(NamedTuple):
+    """A warning that a kernel gave."""
+
+    category: str
+    message: str
+
+
+class _Thread(threading.local):
+    """What the operation that this thread runs has warned of so far; None where nobody listens."""
+
+    found: list[KernelWarning] | None = None
+
+
+_thread = _Thread()
+_install_lock = threading.Lock()
+_installed = False
+
+
+def collect(function: Callable[[], _T], found: list[KernelWarning]) -> _T:
+    """Call a function and return its result; add what C++ warns of meanwhile, in this thread, also where it raises.
+
+    Not what threads of a kernel's own warn of: that goes to the log, as all of it would without this.
+    """
+    if not _installed:
+        _install()
+    results: list[_T] = []
+
+    def call(_: float) -> float:
+        results.append(function())
+        return 0.0
+
+    outer, _thread.found = _thread.found, found
+    try:
+        torch.zeros((), dtype=torch.float64).apply_(call)
+    finally:
+        _thread.found = outer
+    return results[0]
+
+
+def _install() -> None:
+    """Let `collect` see every warning, each time: who is told of the same one twice is for the client to decide."""
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        torch.set_warn_always(True)
+        warnings.filterwarnings("always", module=rf"{re.escape(__name__)}\Z")
+        show = warnings.showwarning
+
+        def take(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+            if _thread.found is None:
+                show(message, category, *place, **rest)
+            else:
+                _thread.found.append(KernelWarning(category.__name__, str(message)))
+
+        warnings.showwarning = take
+        _installed = True

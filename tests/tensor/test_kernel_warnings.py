@@ -1,0 +1,66 @@
+"""Warnings of PyTorch's kernels: what the local CPU warns of is warned of here too, at the same line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+
+def of_few_elements(device: str) -> None:
+    x = torch.ones(1, device=device)
+    for _ in range(3):
+        y = x.var()
+    x.std()
+    y.item()
+
+
+def of_resized_outputs(device: str) -> None:
+    target = torch.ones(2, device=device)
+    torch.add(torch.ones(3, device=device), 1, out=target)
+    target.sum().item()
+
+
+def of_shapes_after_the_first(device: str) -> None:
+    for n in (5, 3, 1):
+        torch.ones(n, device=device).var().item()
+
+
+@pytest.mark.parametrize("program", [of_few_elements, of_resized_outputs, of_shapes_after_the_first])
+def test_a_kernel_warns_at_the_line_that_called_it(program: Callable[[str], None], sky1: str) -> None:
+    def warned(device: str) -> set[tuple[type[Warning], int, str]]:
+        globals().get("__warningregistry__", {}).clear()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default")
+            program(device)
+        return {(w.category, w.lineno, str(w.message)) for w in seen if w.filename == __file__}
+
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # locally, some come once a process
+    try:
+        theirs = warned("cpu")
+    finally:
+        torch.set_warn_always(always)
+    assert theirs
+    assert warned(sky1) == theirs
+
+
+def test_a_warning_made_an_error_is_raised_where_the_program_waits(sky1: str) -> None:
+    y = torch.ones(1, device=sky1).var()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="degrees of freedom"):
+            y.item()
+        assert torch.ones(3, device=sky1).var().item() == 0
+    assert y.isnan().item()
+
+
+def test_a_warning_is_shown_at_the_next_wait_and_not_before(sky1: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.ones(1, device=sky1).std()
+        assert seen == []
+        torch.sky.synchronize(sky1)
+        assert len(seen) == 1
