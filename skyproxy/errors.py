@@ -10,7 +10,7 @@ SkyproxyError
 ├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
 ├── CaptureError (RuntimeError)           a graph cannot be captured
 ├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
-├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; one exception a rank
+├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; those that differ
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 ├── UntrustedResultError (TypeError)      a function returned more than plain data, and its worker is not trusted
 ├── RemoteTraceback                       a worker's traceback, as the cause of what a function raised there
@@ -70,7 +70,13 @@ class ClusterError(SkyproxyError, RuntimeError):
 
 
 class SessionLostError(SkyproxyError, ConnectionError):
-    """The connection to the worker ended, and the tensors that lived there are gone."""
+    """The connection to the worker ended, and the tensors that lived there are gone.
+
+    Attributes:
+        process_ended: whether the worker's process is known to have ended, with all that ran there.
+    """
+
+    process_ended: bool = False
 
 
 class CaptureError(SkyproxyError, RuntimeError):
@@ -82,15 +88,20 @@ class PluginError(SkyproxyError, RuntimeError):
 
 
 class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
-    """A task that ran on several ranks failed: one exception for every rank that has one, in the order of ranks.
+    """A task that ran on several ranks failed.
+
+    Its `exceptions` are those that differ, each with a note that counts the ranks where it was raised: a mistake that
+    every rank makes is shown once.
 
     Attributes:
-        by_rank: the same exceptions, by rank.
+        by_rank: the exception of every rank that has one.
         first: the rank that failed first; the others were ended because of it.
     """
 
     by_rank: dict[int, Exception]
     first: int
+    _shown: dict[int, Exception]
+    """For each rank, the exception that is shown for it."""
 
     @classmethod
     def of(cls, message: str, by_rank: dict[int, Exception], first: int) -> RankErrors:
@@ -102,18 +113,34 @@ class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
             first: a key of it.
         """
         ordered = dict(sorted(by_rank.items()))
-        group = cls(message, list(ordered.values()))
-        group.by_rank = ordered
-        group.first = first
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for rank in sorted(ordered, key=lambda rank: (rank != first, rank)):
+            error = ordered[rank]
+            alike.setdefault((type(error), _text_of(error), str(error.__cause__)), []).append(rank)
+        shown: dict[int, Exception] = {}
+        for ranks in alike.values():
+            if len(ranks) > 1:
+                listed = ", ".join(map(str, sorted(ranks)))
+                ordered[ranks[0]].add_note(f"The same on {len(ranks)} ranks: {listed}.")
+            shown |= dict.fromkeys(ranks, ordered[ranks[0]])
+        group = cls(message, [ordered[ranks[0]] for ranks in alike.values()])
+        group.by_rank, group.first, group._shown = ordered, first, shown
         return group
 
     def derive(self, excs: Sequence[Exception]) -> RankErrors:  # type: ignore[override]
         """The part of the group that an `except*` clause chose; it knows its ranks too."""
-        chosen = {rank: error for rank, error in self.by_rank.items() if error in excs}
+        chosen = {rank: error for rank, error in self.by_rank.items() if self._shown[rank] in excs}
         first = self.first if self.first in chosen else min(chosen, default=self.first)
         part = RankErrors(self.message, list(excs))
-        part.by_rank, part.first = chosen, first
+        part.by_rank, part.first, part._shown = chosen, first, self._shown
         return part
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return repr(type(error))
 
 
 class ProtocolError(SkyproxyError):

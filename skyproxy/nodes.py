@@ -213,6 +213,7 @@ def connect(
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
+    explain_end: Callable[[], tuple[str, str] | None] | None = None,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -230,6 +231,7 @@ def connect(
         on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
         shares_files: whether the worker sees this program's folders under the same paths; otherwise functions find
             copies of its modules there.
+        explain_end: tells how the worker's process ended, and the end of its log; None while it lives.
 
     Raises:
         ConfigurationError: no token, or a url that cannot work.
@@ -254,6 +256,7 @@ def connect(
         shares_files=shares_files,
         renew=renew,
         trust_worker=_is_own(url) or SETTINGS.trust_worker if trust_worker is None else trust_worker,
+        explain_end=explain_end,
     )
 
 
@@ -295,7 +298,15 @@ def _launch_local(device: str, source: str) -> Node:
         importlib.import_module("skyproxy.transport.websocket")  # while the worker starts, as all that follows
         prepare(until=lambda: worker.has_answered)
         worker.wait_until_it_listens(SETTINGS.worker_start_timeout_seconds)
-        return _connect(worker.url, worker.token, None, source, worker=worker, shares_files=True)
+        return _connect(
+            worker.url,
+            worker.token,
+            None,
+            source,
+            worker=worker,
+            shares_files=True,
+            explain_end=worker.explain_end,
+        )
     except BaseException:
         worker.stop()
         raise
@@ -314,6 +325,7 @@ def _connect(
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
     trust_worker: bool = False,
+    explain_end: Callable[[], tuple[str, str] | None] | None = None,
 ) -> Node:
     activate()
     token = token or os.environ.get("SKYPROXY_TOKEN")
@@ -348,6 +360,8 @@ def _connect(
         return open_connection("functions", welcome.session)[0]
 
     session = Session(operations, bulk, welcome, SETTINGS)
+    if explain_end is not None:
+        session.explain_end = explain_end
     node = Node(
         url, source, session, worker, on_close, open_functions, shares_files=shares_files, trust_worker=trust_worker
     )

@@ -18,6 +18,7 @@ from typing import Any
 from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
+from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
@@ -258,9 +259,11 @@ def _token(arguments: argparse.Namespace) -> tuple[str | Tokens, Path | None]:
         return Tokens(arguments.token_file, SETTINGS.token_overlap_seconds), None
     if arguments.embedded:
         token = auth.token_from_stream(sys.stdin.buffer)
-        parent = threading.Thread(
-            target=_end_with_parent, args=(sys.stdin.fileno(),), name="skyproxy-parent", daemon=True
-        )
+        # Out of the way of what functions start: they would wait for input that never comes, or take ours.
+        life_line = os.dup(sys.stdin.fileno())
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdin.fileno())
+        parent = threading.Thread(target=_end_with_parent, args=(life_line,), name="skyproxy-parent", daemon=True)
         parent.start()
         return token, None
     # Taken out of the environment: processes that are started here have no use for it.
@@ -285,6 +288,8 @@ def _end_with_parent(descriptor: int) -> None:
     closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
     closing.start()
     closing.join(_CLOSE_PLUGINS_SECONDS)
+    if mark := os.environ.get(MARK_VARIABLE):
+        end_marked(mark)
     # At once, whatever other threads are doing; and with what functions started here, which would outlive us.
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

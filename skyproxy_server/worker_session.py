@@ -23,7 +23,7 @@ from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.foreign_memory import only_one_session
-from skyproxy_server.functions import controls, output
+from skyproxy_server.functions import controls, output, terminal
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.named_batches import NamedBatches
@@ -254,6 +254,7 @@ class WorkerHost:
             self.calls = Calls(devices, settings, self._activity)
             controls.install()
             output.install()
+            terminal.install()
 
     def open_session(self, hello: Hello, transport: Transport, identity: str = "") -> _Operations:
         """A new session whose operations travel on `transport`.

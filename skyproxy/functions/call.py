@@ -79,6 +79,7 @@ class Call:
         # The caller's context, by which Jupyter knows the cell that output belongs to.
         self._context = contextvars.copy_context()
         self._future: concurrent.futures.Future[Came] = concurrent.futures.Future()
+        self._begun: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._items = Items()
         self._ended = False
         self._forgotten = False
@@ -178,6 +179,10 @@ class Call:
         held = [self]
         self._future.add_done_callback(lambda future: callback(held.pop()))
 
+    def add_started_callback(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when the function has begun on the worker, or will not; at once if that is so already."""
+        self._begun.add_done_callback(lambda future: callback())
+
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
 
@@ -263,6 +268,8 @@ class Call:
 
     def deliver(self, came: Came) -> None:
         """Takes note of an event."""
+        if came.kind in ("started", "result", "error") and not self._begun.done():
+            self._begun.set_result(None)
         if came.kind == "started":
             self.payload = None
         elif came.kind == "output":

@@ -276,16 +276,18 @@ class Channel:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, process_ended: bool = False) -> None:
         for call in list(self._calls.values()):
-            gone = "node was closed" in reason or "its process on the worker" in reason
-            again = "" if gone else f" The call may still run: node.reattach({call.id!r}) finds it."
-            error = SessionLostError(f"{reason.rstrip('.')}.{again}")
+            # A session's own process, or the whole worker: the worker says the one, who launched it the other.
+            is_over = process_ended or "node was closed" in reason or "its process on the worker" in reason
+            again = "" if is_over else f" The call may still run: node.reattach({call.id!r}) finds it."
+            error = SessionLostError(reason if is_over else f"{reason.rstrip('.')}.{again}")
+            error.process_ended = process_ended or "its process on the worker" in reason
             self._to_deliver.put((call, Came("error", 0, {"exception": error})))
 
     def _on_session_end(self, error: SessionLostError) -> None:
         self._stop.set()
-        self._fail_all(str(error))
+        self._fail_all(str(error), error.process_ended)
         self._to_deliver.put(None)
         self._to_do.put(None)
         if self._transport is not None:

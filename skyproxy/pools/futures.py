@@ -17,11 +17,15 @@ class PoolFuture(Future[T]):
 
     It is a `concurrent.futures.Future`, so `wait` and `as_completed` know it. Cancelling it ends the call on the
     worker; what is in C code there ends later.
+
+    Attributes:
+        before_wait: raises where waiting, by the one who calls it, could never end.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.before_wait: Callable[[], object] | None = None
         self._stop: Callable[[], object] | None = None
         self._guard = threading.Lock()
 
@@ -67,6 +71,27 @@ class PoolFuture(Future[T]):
         else:
             self.settle(other.result())
 
+    def result(self, timeout: float | None = None) -> T:
+        """The result; waits for it.
+
+        Raises:
+            ConfigurationError: it could never come while the caller waits.
+            Exception: whatever the function raised.
+        """
+        if timeout is None:
+            self._check_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The exception, None if there is a result; waits for one of them. Raises as `result` does."""
+        if timeout is None:
+            self._check_wait()
+        return super().exception(timeout)
+
+    def _check_wait(self) -> None:
+        if self.before_wait is not None and not self.done():
+            self.before_wait()
+
     def wait(self) -> T:
         """The result; an interrupt of this wait ends the call."""
         try:
@@ -78,6 +103,7 @@ class PoolFuture(Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         # Cancelling the awaiting task cancels the call.
+        self._check_wait()
         return asyncio.wrap_future(self).__await__()
 
     def __bool__(self) -> bool:
@@ -116,7 +142,13 @@ def together(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[
         if last:
             whole.settle(tuple(one.result() for one in parts))
 
+    def check_waits() -> None:
+        for part in parts:
+            if part.before_wait is not None and not part.done():
+                part.before_wait()
+
     whole.on_cancel(cancel_all)
+    whole.before_wait = check_waits
     if not parts:
         whole.settle(())
     for part in parts:

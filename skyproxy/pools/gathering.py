@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ SETTLE_SECONDS = 0.3
 ANSWER_SECONDS = 1.0
 """How long a rank may take to say that it has stopped."""
 _CANCELLED = -1
+_STARTED = -2
 
 
 class Gathering:
@@ -51,6 +52,13 @@ class Gathering:
         self._timeout_seconds = timeout_seconds
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.future.add_done_callback(self._if_cancelled)
+        self._waiting_to_start = 0
+        if timeout_seconds is not None:
+            # What is on its way, or waits for tensors, uses nothing of the time.
+            self._waiting_to_start = len(calls)
+            for call in calls.values():
+                when_started = getattr(call, "add_started_callback", _at_once)
+                when_started(lambda: self._ended.put(_STARTED))
         for rank, call in calls.items():
             call.add_done_callback(lambda _, rank=rank: self._ended.put(rank))
         threading.Thread(target=self._run, name="skyproxy-ranks", daemon=True).start()
@@ -76,7 +84,7 @@ class Gathering:
                 self._group.stop_ended()
 
     def _results(self) -> list[Any]:
-        end = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
+        end: float | None = None
         left = len(self._calls)
         while left:
             try:
@@ -85,6 +93,11 @@ class Gathering:
                 if all(call.done() for call in self._calls.values()):
                     continue  # at the last moment
                 raise self._late() from None
+            if rank == _STARTED:
+                self._waiting_to_start -= 1
+                if not self._waiting_to_start and self._timeout_seconds is not None:
+                    end = time.monotonic() + self._timeout_seconds
+                continue
             left -= 1
             if rank == _CANCELLED:
                 self._group.stop(self._calls)
@@ -129,7 +142,7 @@ class Gathering:
         cause = errors[first]
         others = sorted(failed - {first})
         stopped = sorted(set(errors) - failed)
-        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {cause}"
+        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
         if others:
             text += f"; also on rank {_listed(others)}"
         if stopped:
@@ -144,6 +157,10 @@ class Gathering:
         text = f"{self._what} did not end on rank {where} within {self._timeout_seconds:g} s"
         self._group.stop(self._calls)
         return RankErrors.of(text, {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}, min(missing))
+
+
+def _at_once(callback: Callable[[], object]) -> None:
+    callback()
 
 
 def _failure(call: Any) -> Exception | None:

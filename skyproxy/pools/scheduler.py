@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -48,11 +50,16 @@ class Job:
 
 
 class StreamItems:
-    """An iterator that says when nobody wants more of it: at its end, when it is closed, or when it is dropped."""
+    """An iterator that says when nobody wants more of it: at its end, when it is closed, or when it is dropped.
+
+    Attributes:
+        reader: who took the last item, and has not asked for the next one.
+    """
 
     def __init__(self, items: Iterator[Any], end: Callable[[], None]) -> None:
         self._items = items
         self._end: Callable[[], None] | None = end
+        self.reader: object = None
 
     def __iter__(self) -> StreamItems:
         return self
@@ -60,11 +67,19 @@ class StreamItems:
     def __next__(self) -> Any:
         if self._end is None:
             raise StopIteration
+        self.reader = None
         try:
-            return next(self._items)
+            item = next(self._items)
         except BaseException:
             self.close()
             raise
+        self.reader = _whoever_calls()
+        return item
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody wants more of it."""
+        return self._end is None
 
     def close(self) -> None:
         """Ends the call; idempotent."""
@@ -74,6 +89,15 @@ class StreamItems:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _whoever_calls() -> object:
+    """The running task, or the thread where there is none."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return threading.get_ident() if task is None else task
 
 
 class Scheduler:
@@ -105,6 +129,8 @@ class Scheduler:
         self._pinned: list[deque[Job]] = [deque() for _ in range(self._world_size)]
         self._waiting = 0
         self._running: set[Job] = set()
+        self._streams: list[weakref.WeakSet[StreamItems]] = [weakref.WeakSet() for _ in range(self._world_size)]
+        """Those that hold a process, by rank."""
         self._broadcasts: deque[tuple[PoolFuture[list[Any]], Callable[[], None]]] = deque()
         self._broadcasting = False
         self._closed = False
@@ -130,6 +156,7 @@ class Scheduler:
                     "SKYPROXY_MAX_QUEUED_CALLS."
                 )
             job.future.on_cancel(lambda: self._cancel(job))
+            job.future.before_wait = lambda: self._check_wait(job)
             chosen = self._claim(job)
             if not chosen:
                 self._enqueue(job)
@@ -178,6 +205,28 @@ class Scheduler:
         job.rank = best
         self._running.add(job)
         return True
+
+    def _check_wait(self, job: Job) -> None:
+        """Raise where a job waits for processes that only its own waiter can set free.
+
+        Raises:
+            ConfigurationError: all that could run it are held by streams which the caller is in the midst of.
+        """
+        reader = _whoever_calls()
+        with self._lock:
+            if job in self._running or job.future.done():
+                return
+            ranks = range(self._world_size) if job.pinned is None else (job.pinned,)
+            for rank in ranks:
+                if sum(stream.reader == reader for stream in self._streams[rank]) < self._concurrency:
+                    return
+        where = "the pool's only process" if self._world_size == 1 else f"rank {', '.join(map(str, ranks))}"
+        job.future.cancel()
+        raise ConfigurationError(
+            f"{job.name} would wait for ever: {where} is taken by a stream that is read here, and that goes on only "
+            "when this wait is over. Take its items first: list(...); or let a process run more calls at "
+            "a time, Compute(concurrency=2), or the pool have more of them."
+        )
 
     def _enqueue(self, job: Job, first: bool = False) -> None:
         queue = self._queued if job.pinned is None else self._pinned[job.pinned]
@@ -284,7 +333,10 @@ class Scheduler:
                 self._running.discard(job)
             future, job.future = job.future, PoolFuture(job.name)
             job.running = None
-            future.settle(StreamItems(value, partial(self._stream_ended, job.rank, call, output)))
+            items = StreamItems(value, partial(self._stream_ended, job.rank, call, output))
+            with self._lock:
+                self._streams[job.rank].add(items)
+            future.settle(items)
             return
         output.finish()
         self._leave(job)
@@ -322,6 +374,7 @@ class Scheduler:
         output.finish()
         with self._lock:
             self._busy[rank] -= 1
+            self._streams[rank] = weakref.WeakSet(one for one in self._streams[rank] if not one.has_ended)
             if self._waiting:
                 self._wake()
 

@@ -127,6 +127,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             insecure=endpoint.insecure,
             shares_files=endpoint.shares_files,
             trust_worker=endpoint.trusted,
+            explain_end=endpoint.explain_end,
             source=f"rank {endpoint.rank} of {spec.name}",
         )
     )

@@ -150,6 +150,7 @@ class Endpoint:
         insecure: whether "ws://" may go to another machine.
         shares_files: whether the worker sees this program's folders under the same paths.
         trusted: whether this program had it started, so that functions there may return any object.
+        explain_end: how the worker's process ended, and the end of its log; None while it lives.
     """
 
     url: str
@@ -163,6 +164,7 @@ class Endpoint:
     insecure: bool = False
     shares_files: bool = False
     trusted: bool = True
+    explain_end: Callable[[], tuple[str, str] | None] | None = field(default=None, repr=False, compare=False)
 
 
 Phase = Literal["provisioning", "bootstrapping", "running", "failed"]

@@ -230,7 +230,8 @@ class Containers:
         worker = self._workers[rank]
         assert worker is not None
         node, local_rank = divmod(rank, self._spec.procs_per_node)
-        return Endpoint(self._urls[rank], worker.token, node, rank, local_rank, self._address(rank))
+        address = self._address(rank)
+        return Endpoint(self._urls[rank], worker.token, node, rank, local_rank, address, explain_end=worker.explain_end)
 
     async def logs(self, rank: int) -> str:
         """The end of what the process wrote to its standard error."""

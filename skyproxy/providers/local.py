@@ -194,7 +194,16 @@ class LocalWorkers:
         worker = self._workers[rank]
         assert worker is not None
         node, local_rank = divmod(rank, self._spec.procs_per_node)
-        return Endpoint(worker.url, worker.token, node, rank, local_rank, _ADDRESS, shares_files=True)
+        return Endpoint(
+            worker.url,
+            worker.token,
+            node,
+            rank,
+            local_rank,
+            _ADDRESS,
+            shares_files=True,
+            explain_end=worker.explain_end,
+        )
 
     def process_ids(self) -> list[int]:
         """The processes, in the order of ranks."""

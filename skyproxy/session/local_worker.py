@@ -17,10 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from skyproxy.errors import WorkerStartError
+from skyproxy.errors import WorkerStartError, visible
+from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.settings import Settings
 
 _SHOWN_OUTPUT_BYTES = 4000
+_SHOWN_LINES = 20
+_ADVICE = {
+    "SIGKILL": "the system does that where no memory is left: see its log, and use smaller batches or more memory",
+    "SIGSEGV": "code in C that the function or an operation called has crashed",
+    "SIGABRT": "code in C that the function or an operation called has given up",
+    "SIGBUS": "often /dev/shm, or the disk of a mapped file, is full",
+}
 _END_TIMEOUT_SECONDS = 1.0
 _workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
@@ -68,13 +76,15 @@ class LocalWorker:
         if command is None:
             command = [python, "-P", "-m", "skyproxy_server", "--embedded"]
             command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
+        mark = secrets.token_hex(16)
+        variables = worker_environment() if environment is None else dict(environment)
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._output,
-                env=worker_environment() if environment is None else dict(environment),
+                env=variables | {MARK_VARIABLE: mark},
                 start_new_session=True,  # Ctrl-C in the terminal is for the client alone
             )
         except OSError as error:
@@ -84,7 +94,9 @@ class LocalWorker:
         # A thread, because only sockets can be waited for on every system.
         self._reader = threading.Thread(target=self._read_first_line, daemon=True)
         self._reader.start()
-        self._watcher = threading.Thread(target=_end_group, args=(self._process,), name="skyproxy-worker", daemon=True)
+        self._watcher = threading.Thread(
+            target=_end_group, args=(self._process, mark), name="skyproxy-worker", daemon=True
+        )
         self._watcher.start()
         try:
             assert self._process.stdin is not None
@@ -148,6 +160,16 @@ class LocalWorker:
             self._last_words = self._output.read().decode(errors="replace").strip()
         return self._last_words
 
+    def explain_end(self) -> tuple[str, str] | None:
+        """Return how the process ended and the end of its log, for an error's text; None if it lives a moment later."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_SECONDS)
+        status = self._process.poll()
+        if status is None:
+            return None
+        log = "\n".join("  " + line for line in self.output().splitlines()[-_SHOWN_LINES:])
+        return f"its process {_how_it_ended(status)}", f"\nThe end of the worker's log:\n{visible(log)}" if log else ""
+
     def abandon_in_child(self) -> None:
         """After a fork, in the child: lets go of the life-line, which is the parent's alone."""
         for stream in (self._process.stdin, self._process.stdout, self._output):
@@ -172,7 +194,20 @@ class LocalWorker:
         self._output.close()
 
 
-def _end_group(leader: subprocess.Popen[bytes]) -> None:
+def _how_it_ended(status: int) -> str:
+    """What a process's exit status says, and what mostly stands behind it."""
+    # What runs a container, or a shell, reports a signal as 128 and its number.
+    number = -status if status < 0 else status - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"exited with code {status}"
+    what = f"was killed by {name}" if status < 0 else f"exited with code {status}, that is {name}"
+    advice = _ADVICE.get(name)
+    return f"{what} ({advice})" if advice else what
+
+
+def _end_group(leader: subprocess.Popen[bytes], mark: str) -> None:
     """Waits for a worker's end, and ends what functions had started in it: nobody else would.
 
     At once, for forked processes keep its connections open, and its peers know it by those.
@@ -181,6 +216,7 @@ def _end_group(leader: subprocess.Popen[bytes]) -> None:
         leader.wait()
         if hasattr(os, "killpg"):
             os.killpg(leader.pid, signal.SIGKILL)
+    end_marked(mark)  # daemons have left the group
 
 
 def _close(stream: IO[bytes] | None) -> None:

@@ -111,6 +111,7 @@ class Session:
         recordings: captured graphs, by number: commands, and the lines that recorded them.
         further: connections that others opened for this session; counted here, and kept alive.
         at_end: called with the reason when the session is over.
+        explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Session:
         self._on_end = on_end
         self.further: list[Further] = []
         self.at_end: list[Callable[[SessionLostError], object]] = []
+        self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
         self._waiters = Waiters()
         self._outcomes = _OutcomeWaits()
         self.recorder = Recorder(self._send_batch, self._unacked, settings, self._wait_for_outcome)
@@ -577,11 +579,14 @@ class Session:
         with self._end_lock:
             if self._ended is not None:
                 return
-            self._ended = SessionLostError(
-                f"{reason}. The tensors that lived there are gone; tensors on the CPU are unharmed. "
-                "skyproxy.connect(...) puts another session in its place, with the same sky:N; after skyproxy.reset() "
-                "the next use of sky:0 starts anew."
+            how, log = (None if self._closing else self.explain_end()) or ("", "")
+            ended = SessionLostError(
+                f"{f'The worker is gone: {how}' if how else reason}. The tensors that lived there are gone; tensors on "
+                "the CPU are unharmed. skyproxy.connect(...) puts another session in its place, with the same sky:N; "
+                f"after skyproxy.reset() the next use of sky:0 starts anew.{log}"
             )
+            ended.process_ended = bool(how)
+            self._ended = ended
         self._stop.set()
         self.recorder.end(self._ended)
         self._waiters.end(self._ended)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.errors import RemoteFunctionError
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, dressed
 from skyproxy.runtime.calls import CallContext, entered_call
@@ -22,6 +23,7 @@ from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
 from skyproxy_server.functions.events import Events
+from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.results import REMOTE, Returning, describe_error
 
 _OUTPUT_PIECE = 8192
@@ -261,6 +263,16 @@ class FunctionCall:
 
     def _fail(self, error: BaseException) -> None:
         self._explain_import(error)
+        if full := explain_full_disk(error):
+            error.add_note(full)
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            # Raised at the caller, these would end the program that waits there.
+            did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
+            text = (
+                f"{self.name} {did} on the worker. That ends the function, and neither the worker nor this program. "
+                "Return a value, or raise an exception."
+            )
+            error = RemoteFunctionError(text).with_traceback(error.__traceback__)
         words, pickled = describe_error(error, hidden_frames=2, plain=self._plain)
         if pickled is not None:
             words.update(pickled.tables)

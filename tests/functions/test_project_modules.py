@@ -21,7 +21,8 @@ from skyproxy.settings import SETTINGS
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[skyproxy.Node]:
     environment = worker_environment() | {"TMPDIR": str(tmp_path_factory.mktemp("worker"))}
     own = LocalWorker("cpu", SETTINGS, environment=environment)
-    node = skyproxy.connect(own.url, token=own.token, shares_files=request.param == "sees the folders")
+    shares_files = request.param == "sees the folders"
+    node = skyproxy.connect(own.url, token=own.token, shares_files=shares_files, trust_worker=True)
     yield node
     node.close()
     own.stop()

@@ -1,0 +1,70 @@
+"""What functions would ask of somebody at a terminal: on a worker nobody is there, and they are told so at once."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import sys
+import threading
+from typing import Any
+
+from skyproxy.runtime.calls import current_call
+
+_installing = threading.Lock()
+_TEXT = (
+    "a function on a worker has no standard input: nobody can answer {what} there. Pass what it needs as arguments, or "
+    "call the function here, with f.local(...), where there is a terminal."
+)
+
+
+class _Input(io.TextIOBase):
+    """Stands in for `sys.stdin`: refuses functions, and passes on what anybody else asks."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if current_call() is not None:
+            raise RuntimeError(_TEXT.format(what="input() or a read of sys.stdin"))
+        return getattr(self._original, name)(*args)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> str:
+        return str(self._ask("read", size))
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        return str(self._ask("readline", size))
+
+    def fileno(self) -> int:
+        return int(self._ask("fileno"))
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def install() -> None:
+    """Put the stand-ins in place, once; and have crashes of functions tell in the log where they struck."""
+    with _installing:
+        if sys.stdin is not None and not isinstance(sys.stdin, _Input):
+            sys.stdin = _Input(sys.stdin)
+        if not isinstance(sys.breakpointhook, _Breakpoint):
+            sys.breakpointhook = _Breakpoint(sys.breakpointhook)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__, all_threads=False)
+
+
+class _Breakpoint:
+    """Stands in for `sys.breakpointhook`."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_call() is not None:
+            raise RuntimeError(_TEXT.format(what="breakpoint()"))
+        return self._original(*args, **kwargs)

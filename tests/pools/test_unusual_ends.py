@@ -1,0 +1,159 @@
+"""What a caller is told where a function did not simply return or raise."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import skyproxy as sky
+from skyproxy.errors import ConfigurationError, RankErrors, RemoteFunctionError, SessionLostError
+from skyproxy.pools import Compute
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Compute]:
+    with Compute(name="ends", provider=sky.Local(device="cpu")) as pool:
+        yield pool
+
+
+@sky.compute
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+@sky.compute
+def same(x: Any) -> Any:
+    return x
+
+
+def exit_at_once() -> None:
+    os.write(2, b"the last words\n")
+    os._exit(3)
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(exit_at_once, ["exited with code 3", "the last words"]), (crash, ["SIGSEGV", "Segmentation fault", "in crash"])],
+)
+def test_a_death_names_its_cause_and_the_end_of_the_log(
+    pool: Compute, function: Callable[[], None], said: list[str]
+) -> None:
+    with pytest.raises(SessionLostError) as caught:
+        pool.run(function)
+    for words in said:
+        assert words in str(caught.value)
+    assert "may still run" not in str(caught.value)
+    assert caught.value.process_ended
+    assert pool.run(abs, -1) == 1, "another process took its place"
+
+
+@pytest.mark.parametrize("function", [lambda: sys.exit(3), lambda: sys.exit("no data")])
+def test_sys_exit_says_so_and_ends_nobody_else(pool: Compute, function: Callable[[], None]) -> None:
+    with pytest.raises(RemoteFunctionError, match=r"called sys.exit\((3|'no data')\) on the worker"):
+        pool.run(function)
+    assert pool.run(abs, -1) == 1
+
+
+def read_all() -> str:
+    return sys.stdin.read()
+
+
+def stop_here() -> None:
+    breakpoint()
+
+
+@pytest.mark.parametrize("function", [input, read_all, stop_here])
+def test_who_asks_for_a_terminal_is_told_at_once(pool: Compute, function: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"no standard input.*f\.local"):
+        pool.run(function)
+
+
+def test_what_a_function_starts_reads_an_end_of_input(pool: Compute) -> None:
+    assert pool.run(subprocess.check_output, ["cat"]) == b""
+
+
+def test_a_wait_in_the_midst_of_a_stream_that_holds_all_processes_is_refused(pool: Compute) -> None:
+    with pytest.raises(ConfigurationError, match=r"same would wait for ever.*list\(.*concurrency=2"):
+        for item in count(3).stream(pool):
+            same(item) >> pool
+    with pytest.raises(ConfigurationError, match="for ever"):
+        for item in count(3) >> pool:
+            (same(item) & same(item)) >> pool
+
+    async def read() -> None:
+        for item in count(3).stream(pool):
+            await (same(item) > pool)
+
+    with pytest.raises(ConfigurationError, match="for ever"):
+        asyncio.run(read())
+    assert [future.result() for future in [same(item) > pool for item in count(3).stream(pool)]] == [0, 1, 2]
+    assert same(4) >> pool == 4
+
+
+def test_a_full_disk_is_named(pool: Compute) -> None:
+    def fill() -> None:
+        with open("/dev/full", "w", encoding="utf-8") as file:
+            file.write("x")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        pool.run(fill)
+    assert any("disk of the worker is full" in note for note in caught.value.__notes__)
+
+
+def daemon(path: str) -> None:
+    subprocess.Popen([sys.executable, "-c", _DAEMON, path], start_new_session=True)
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+_DAEMON = """
+import os, pathlib, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+time.sleep(600)
+"""
+
+
+def test_daemons_end_with_the_pool(tmp_path: Path) -> None:
+    path = tmp_path / "process"
+    with Compute(provider=sky.Local(device="cpu")) as pool:
+        pool.run(daemon, str(path))
+        process = psutil.Process(int(path.read_text()))
+        assert process.is_running()
+    _, alive = psutil.wait_procs([process], timeout=60)
+    assert not alive
+
+
+def test_equal_errors_of_ranks_are_shown_once_with_a_count() -> None:
+    errors: dict[int, Exception] = {rank: ValueError("no data") for rank in range(3)}
+    errors[3] = KeyError("x")
+    for rank, error in errors.items():
+        error.add_note(f"On rank {rank}.")
+    group = RankErrors.of("it failed", errors, 1)
+    assert group.exceptions == (errors[1], errors[3])
+    assert group.by_rank == errors
+    text = "".join(traceback.format_exception(group))
+    assert text.count("no data") == 1
+    assert "The same on 3 ranks: 0, 1, 2." in text
+    part = group.subgroup(ValueError)
+    assert part is not None
+    assert sorted(part.by_rank) == [0, 1, 2]
