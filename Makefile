@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz lock sbom audit bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean lock sbom audit"
 
 environment: $(READY)
 
@@ -102,6 +102,24 @@ e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 e2e: $(READY)
 	test -n "$$SKYPROXY_E2E_KUBECONFIG" || tests/e2e/control_plane/build.sh
 	$(BIN)/python -m pytest tests/e2e -m e2e $(ARGS)
+
+# Every package of images and instances by its exact version and the hashes of its files.
+lock: $(READY)
+	$(BIN)/python .ci/lock.py $(ARGS)
+
+# What the images are made of, in the form of CycloneDX, and what is known against it. Tools of their own environment.
+AUDIT := $(VENV)-audit
+$(AUDIT)/.ready: Makefile
+	$(check_python)
+	test -x $(AUDIT)/bin/python || "$(PYTHON)" -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet "cyclonedx-bom>=5,<8" "pip-audit>=2.7,<3" packaging
+	@touch $@
+
+sbom: $(AUDIT)/.ready
+	$(AUDIT)/bin/python .ci/audit.py sbom $(ARGS)
+
+audit: $(AUDIT)/.ready
+	$(AUDIT)/bin/python .ci/audit.py audit $(ARGS)
 
 # Hostile calls of every operator that a client may name; a report of each that ends or holds a worker.
 fuzz: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

@@ -18,7 +18,15 @@ from typing import Any
 from skyproxy.contexts import installation_id
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.extras import install_command
-from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, new_keys, startup_script
+from skyproxy.providers.aws_bootstrap import (
+    PORT,
+    SERVER_NAME,
+    Keys,
+    SecretStore,
+    new_keys,
+    secret_files,
+    startup_script,
+)
 from skyproxy.providers.aws_catalogue import instance_type_for
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.environments import install_steps
@@ -33,6 +41,7 @@ _POOL = "skyproxy:pool"
 _POLL_SECONDS = 5.0
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 1800.0
+_MAX_PARAMETER_BYTES = 8192
 _CPU_IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
 _GPU_IMAGE = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 _LEFT = ("pending", "running", "stopping", "stopped")
@@ -62,6 +71,7 @@ class AWS:
         disk_gb: int = 100,
         package: str | None = None,
         profile: str | None = None,
+        instance_profile: str | None = None,
         endpoint_url: str | None = None,
         poll_seconds: float = _POLL_SECONDS,
     ) -> None:
@@ -79,6 +89,9 @@ class AWS:
             package: how the workers install skyproxy: a requirement for pip, such as "skyproxy @ https://...whl". By
                 default from where this one was installed, if that is an address that an instance can reach.
             profile: of the AWS configuration.
+            instance_profile: name of an instance profile whose role may `ssm:GetParameter` on `parameter/skyproxy/*`:
+                the instances then fetch the token, the key and the variables of the workers from there, and user data
+                has none of them. Without one, they are in the user data.
             endpoint_url: of another service that speaks EC2's language.
             poll_seconds: how often to look whether instances and workers are up.
         """
@@ -91,6 +104,7 @@ class AWS:
         self._disk_gb = disk_gb
         self._package = package or _own_source()
         self._profile = profile
+        self._instance_profile = instance_profile
         self._endpoint_url = endpoint_url
         self._poll_seconds = poll_seconds
 
@@ -107,7 +121,8 @@ class AWS:
         reaped = await asyncio.to_thread(reap, ec2)
         if reaped:
             report(Progress("provisioning", None, f"terminated {reaped} instance(s) that programs which died had left"))
-        instances = Instances(ec2, spec, new_keys(), self._poll_seconds, self.reach)
+        store = ssm if self._instance_profile is not None else None
+        instances = Instances(ec2, spec, new_keys(), self._poll_seconds, self.reach, store)
         try:
             await instances.start(await asyncio.to_thread(self._request, ssm, spec, image, instances, report), report)
         except BaseException:
@@ -159,18 +174,24 @@ class AWS:
             parameter = _GPU_IMAGE if spec.accelerator is not None else _CPU_IMAGE
             ami = ssm.get_parameter(Name=parameter)["Parameter"]["Value"]
         report(Progress("provisioning", None, f"asking EC2 for {spec.nodes} x {kind}"))
+        env = {**image.env, **spec.env}
+        store = None
+        if self._instance_profile is not None:
+            instances.store_secrets(env)
+            store = SecretStore(instances.parameter, ssm.meta.region_name)
         script = startup_script(
             keys=instances.keys,
             token=instances.token,
             python=image.python or ".".join(platform.python_version_tuple()[:2]),
             apt=image.apt,
             install_steps=[*install_steps(image, isolated=True), [str(self._package)]],
-            env={**image.env, **spec.env},
+            env=env,
             name=spec.name,
             nodes=spec.nodes,
             procs_per_node=spec.procs_per_node,
             idle_seconds=spec.idle_timeout_seconds or _IDLE_SECONDS,
             lifetime_seconds=spec.max_lifetime_seconds,
+            store=store,
         )
         request: dict[str, Any] = {
             "ImageId": ami,
@@ -180,7 +201,7 @@ class AWS:
             "UserData": script,
             # With this, the instance's own `shutdown` is the end of its costs.
             "InstanceInitiatedShutdownBehavior": "terminate",
-            # The token is in the user data: functions should need more than one request to read it, other hosts cannot.
+            # Workers cannot ask the metadata service at all; nor can containers, or what is tricked into one request.
             "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
             "BlockDeviceMappings": [
                 {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": self._disk_gb, "VolumeType": "gp3"}}
@@ -188,6 +209,8 @@ class AWS:
         }
         if self._subnet is not None:
             request["SubnetId"] = self._subnet
+        if self._instance_profile is not None:
+            request["IamInstanceProfile"] = {"Name": self._instance_profile}
         if self._spot:
             request["InstanceMarketOptions"] = {"MarketType": "spot"}
         request["AllowFrom"] = self._allow_from or f"{_own_address()}/32"
@@ -209,6 +232,7 @@ class Instances:
         keys: Keys,
         poll_seconds: float,
         reach: Callable[[Mapping[str, Any], int], tuple[str, int]],
+        ssm: Any = None,
     ) -> None:
         self.keys = keys
         self.token = secrets.token_urlsafe(32)
@@ -217,6 +241,8 @@ class Instances:
         self._poll_seconds = poll_seconds
         self._reach = reach
         self._name = f"skyproxy-{spec.name}-{secrets.token_hex(3)}"
+        self._ssm = ssm
+        self._stored = False
         self._group: str | None = None
         self._instances: list[dict[str, Any]] = []
         self._starting: asyncio.Task[None] | None = None
@@ -233,6 +259,43 @@ class Instances:
             for node in range(self._spec.nodes)
             for local_rank in range(self._spec.procs_per_node)
         )
+        await asyncio.to_thread(self._forget_secrets)
+
+    @property
+    def parameter(self) -> str:
+        """The name of SSM's parameter with the secrets of this launch."""
+        return f"/skyproxy/{self._name}"
+
+    def store_secrets(self, env: dict[str, str]) -> None:
+        """Put what only the instances may know where they fetch it.
+
+        Raises:
+            ConfigurationError: it is too much for a parameter.
+            WorkerStartError: SSM refused.
+        """
+        value = json.dumps(secret_files(self.keys, self.token, env))
+        if len(value.encode()) > _MAX_PARAMETER_BYTES:
+            raise ConfigurationError(
+                f"AWS(instance_profile=...): the variables of the workers are {len(value)} bytes with token and "
+                f"key, and a parameter of SSM holds {_MAX_PARAMETER_BYTES}. Pass fewer in env=."
+            )
+        tags = [{"Key": _POOL, "Value": self._spec.name}, {"Key": _OWNER, "Value": owner()}]
+        try:
+            self._ssm.put_parameter(
+                Name=self.parameter, Value=value, Type="SecureString", Tier="Intelligent-Tiering", Tags=tags
+            )
+        except Exception as error:
+            raise WorkerStartError(f"SSM does not take the parameter {self.parameter}: {error}") from error
+        self._stored = True
+
+    def _forget_secrets(self) -> None:
+        """Take the secrets away again: every instance has fetched them, or none will."""
+        stored, self._stored = self._stored, False
+        if stored:
+            try:
+                self._ssm.delete_parameter(Name=self.parameter)
+            except Exception as error:
+                logger.warning("skyproxy: the parameter %s of SSM stays behind: %s", self.parameter, error)
 
     def _run(self, request: dict[str, Any]) -> None:
         tags = [
@@ -337,6 +400,7 @@ class Instances:
         if self._starting is not None:
             with contextlib.suppress(Exception):
                 await self._starting  # only then it is known what there is to end
+        await asyncio.to_thread(self._forget_secrets)
         await asyncio.to_thread(_take_away, self._ec2, [row["InstanceId"] for row in self._instances], self._group)
         self._group = None
 

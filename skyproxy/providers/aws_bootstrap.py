@@ -1,13 +1,15 @@
-"""What an instance does when it starts: cloud-init runs it once, as root."""
+"""What an instance does when it starts: cloud-init runs it once, as root; workers then run as a user of their own."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
@@ -17,6 +19,8 @@ PORT = 8765
 SERVER_NAME = "worker.skyproxy.internal"
 """What the certificates are for: addresses are not known when they are made."""
 _FOLDER = "/var/lib/skyproxy"
+_HOME = f"{_FOLDER}/home"
+_USER = "skyproxy"
 _VALID_DAYS = 30
 _INSTALL_SECONDS = 1800.0
 
@@ -95,6 +99,25 @@ def new_keys() -> Keys:
     )
 
 
+@dataclass(frozen=True)
+class SecretStore:
+    """Where an instance finds its secrets, so that its user data has none.
+
+    Attributes:
+        parameter: name of a parameter of SSM, encrypted: JSON, a text by file name.
+        region: of it.
+    """
+
+    parameter: str
+    region: str
+
+
+def secret_files(keys: Keys, token: str, env: dict[str, str]) -> dict[str, str]:
+    """What of an instance's files nobody but its worker may read, by name."""
+    variables = "\n".join(f"{key}={json.dumps(value)}" for key, value in env.items())
+    return {"token": token, "tls.key": keys.key, "env": variables}
+
+
 def startup_script(
     *,
     keys: Keys,
@@ -108,6 +131,7 @@ def startup_script(
     procs_per_node: int,
     idle_seconds: float,
     lifetime_seconds: float | None,
+    store: SecretStore | None = None,
 ) -> str:
     """The script: a watch that ends the instance when nobody needs it, software, a service for each process.
 
@@ -123,37 +147,51 @@ def startup_script(
         procs_per_node: services.
         idle_seconds: after how long without work it shuts down, which terminates it; also where its client crashed.
         lifetime_seconds: after how long in any case.
+        store: where the instance fetches token, key and variables; None puts them into the script.
     """
 
-    def write(path: str, text: str) -> str:
-        return f"install -m 600 /dev/null {path}\ncat > {path} <<'SKYPROXY_END'\n{text.rstrip()}\nSKYPROXY_END"
+    def write(path: str, text: str, mode: str = "600") -> str:
+        return f"install -m {mode} /dev/null {path}\ncat > {path} <<'SKYPROXY_END'\n{text.rstrip()}\nSKYPROXY_END"
 
     topology = json.dumps({"total_nodes": nodes, "procs_per_node": procs_per_node, "job": name})
-    variables = "\n".join(f"{key}={json.dumps(value)}" for key, value in env.items())
+    secrets = {} if store is not None else secret_files(keys, token, env)
     lines = [
         "#!/bin/bash",
         "set -euo pipefail",
-        f"mkdir -p -m 700 {_FOLDER}",
-        write(f"{_FOLDER}/token", token),
-        write(f"{_FOLDER}/tls.crt", keys.certificate),
-        write(f"{_FOLDER}/tls.key", keys.key),
-        write(f"{_FOLDER}/env", variables),
+        "umask 022",
+        f"mkdir -p -m 711 {_FOLDER}",
+        f"id {_USER} >/dev/null 2>&1 || useradd --system --home-dir {_HOME} --shell /usr/sbin/nologin {_USER}",
+        f"install -d -o {_USER} -g {_USER} -m 700 {_HOME}",
+        *(write(f"{_FOLDER}/{file}", text) for file, text in secrets.items()),
+        write(f"{_FOLDER}/tls.crt", keys.certificate, "644"),
         _watch(procs_per_node, idle_seconds, lifetime_seconds),
         _METADATA,
         "NODE=$(imds ami-launch-index || echo 0)",
         "export DEBIAN_FRONTEND=noninteractive",
         "apt-get update -q",
         "apt-get install -q -y --no-install-recommends " + " ".join(["python3-venv", "curl", *map(shlex.quote, apt)]),
-        "python3 -m venv /opt/skyproxy-installer && /opt/skyproxy-installer/bin/pip install -q uv",
-        f"export UV=/opt/skyproxy-installer/bin/uv; $UV venv -q --python {shlex.quote(python)} /opt/skyproxy-worker",
+        "python3 -m venv /opt/skyproxy-installer",
+        # By exact versions and hashes: they run as root.
+        write(f"{_FOLDER}/installer.lock", _installer_lock(boto3=store is not None), "644"),
+        f"/opt/skyproxy-installer/bin/pip install -q --require-hashes -r {_FOLDER}/installer.lock",
+        *([_FETCH.format(parameter=store.parameter, region=store.region)] if store is not None else []),
+        # The worker alone reads them; what systemd reads stays root's.
+        f"chown {_USER}:{_USER} {_FOLDER}/token {_FOLDER}/tls.key && chmod 400 {_FOLDER}/token {_FOLDER}/tls.key",
+        # Not in root's home, which workers do not see.
+        "export UV=/opt/skyproxy-installer/bin/uv UV_PYTHON_INSTALL_DIR=/opt/skyproxy-python",
+        f"$UV venv -q --python {shlex.quote(python)} /opt/skyproxy-worker",
+        # Packages may run code when they are installed: not as root. What they leave is root's afterwards.
+        f"chown -R {_USER}:{_USER} /opt/skyproxy-worker",
     ]
-    for arguments in install_steps:
-        lines.append("$UV pip install -q --python /opt/skyproxy-worker/bin/python " + shlex.join(arguments))
+    install = f"runuser -u {_USER} -- env HOME={_HOME} $UV pip install -q --python /opt/skyproxy-worker/bin/python "
+    lines += [install + shlex.join(arguments) for arguments in install_steps]
+    lines.append("chown -R root:root /opt/skyproxy-worker")
     for local_rank in range(procs_per_node):
         port = PORT + local_rank
         unit = f"""[Unit]
 Description=skyproxy worker {local_rank}
 [Service]
+{_CONFINEMENT}
 EnvironmentFile={_FOLDER}/env
 EnvironmentFile={_FOLDER}/pool-{local_rank}
 ExecStart=/opt/skyproxy-worker/bin/python -m skyproxy_server --host 0.0.0.0 --port {port} \
@@ -169,11 +207,66 @@ WantedBy=multi-user.target"""
     return "\n".join(lines) + "\n"
 
 
+_CONFINEMENT = f"""User={_USER}
+Group={_USER}
+WorkingDirectory={_HOME}
+Environment=HOME={_HOME}
+UMask=0077
+ExecStartPre=+-/usr/bin/nvidia-modprobe -u -c=0
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ReadWritePaths={_HOME}
+ProtectHome=yes
+PrivateTmp=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+RestrictSUIDSGID=yes
+RestrictRealtime=yes
+LockPersonality=yes
+IPAddressDeny=169.254.169.254 fd00:ec2::254
+LimitMEMLOCK=infinity
+LimitNOFILE=1048576"""
+"""What the unit of a worker begins with: a user without rights, who writes to its home and temporary files only, and
+cannot ask the instance's metadata service, in which are its user data and the credentials of its profile. The module
+for CUDA's memory is loaded before, by root: the worker could not do it. Memory may be executed, as compiled graphs
+need."""
+
+_FETCH = """cat > /var/lib/skyproxy/fetch.py <<'SKYPROXY_END'
+import json, os, sys, time
+import boto3
+
+client = boto3.client("ssm", region_name={region!r})
+for attempt in range(30):
+    try:
+        found = client.get_parameter(Name={parameter!r}, WithDecryption=True)["Parameter"]["Value"]
+        break
+    except Exception as error:
+        # The credentials of an instance's profile can come some seconds after it.
+        if attempt == 29:
+            sys.exit(f"skyproxy: the secrets cannot be fetched: {{error}}")
+        time.sleep(2)
+for name, text in json.loads(found).items():
+    descriptor = os.open(os.path.join(sys.argv[1], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\\n")
+SKYPROXY_END
+/opt/skyproxy-installer/bin/python /var/lib/skyproxy/fetch.py /var/lib/skyproxy"""
+
 _METADATA = r"""imds() {
   local session; session=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' \
     http://169.254.169.254/latest/api/token)
   curl -sf -H "X-aws-ec2-metadata-token: $session" "http://169.254.169.254/latest/meta-data/$1"
 }"""
+
+
+def _installer_lock(*, boto3: bool) -> str:
+    """What the script installs to install the rest, locked; user data has no room for what is not needed."""
+    text = resources.files("skyproxy.providers").joinpath("installer.lock").read_text(encoding="utf-8")
+    blocks = re.split(r"\n(?=[A-Za-z])", text.strip())
+    return "\n".join(block for block in blocks if boto3 or block.startswith("uv=="))
 
 
 def _topology(local_rank: int, topology: str) -> str:
@@ -192,7 +285,6 @@ def _watch(procs_per_node: int, idle_seconds: float, lifetime_seconds: float | N
     """
     script = f"""import json, ssl, subprocess, time, urllib.request
 end = time.time() + {lifetime_seconds if lifetime_seconds is not None else "1e12"}
-token = open("{_FOLDER}/token").read().strip()
 context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 silent_since, limit = time.time(), {max(idle_seconds, _INSTALL_SECONDS)}
@@ -201,8 +293,8 @@ while True:
     idle = []
     for port in range({PORT}, {PORT + procs_per_node}):
         request = urllib.request.Request(f"https://127.0.0.1:{{port}}/activity")
-        request.add_header("Authorization", "Bearer " + token)
         try:
+            request.add_header("Authorization", "Bearer " + open("{_FOLDER}/token").read().strip())
             idle.append(float(json.load(urllib.request.urlopen(request, context=context, timeout=10))["idle_seconds"]))
             silent_since, limit = time.time(), {idle_seconds}
         except OSError:

@@ -27,7 +27,7 @@ from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers import Accelerator, Image, PipIndex, Progress, WorkerSpec
 from skyproxy.providers import aws as aws_module
 from skyproxy.providers.aws import AWS, owner, reap
-from skyproxy.providers.aws_bootstrap import new_keys, startup_script
+from skyproxy.providers.aws_bootstrap import SecretStore, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
 from skyproxy.providers.local import free_port
 
@@ -269,8 +269,106 @@ def test_the_script_is_one_that_bash_and_cloud_init_take(tmp_path: Path) -> None
     path.write_text(script, encoding="utf-8")
     subprocess.run([shutil.which("bash") or "bash", "-n", str(path)], check=True, timeout=60)
     assert "'a[b]>=1'" in script
+    # What installs the rest, as root, is known by its hashes.
+    assert "pip install -q --require-hashes -r /var/lib/skyproxy/installer.lock" in script
+    assert re.match(r"uv==[0-9.]+ ", file_in(script, "installer.lock"))
+    fetching = a_script(store=SecretStore("/skyproxy/x", REGION))
+    assert "boto3==" in file_in(fetching, "installer.lock")
+    assert len(fetching.encode()) < 16 << 10
+    subprocess.run([shutil.which("bash") or "bash", "-n", "-c", fetching], check=True, timeout=60)
     compile(file_in(script, "watch.py"), "watch.py", "exec")
     assert script.count("systemctl enable --now") == 2
+
+
+def units_in(script: str) -> list[str]:
+    return [
+        file_in(script, f"skyproxy-worker-{number}.service")
+        for number in range(script.count("systemctl enable --now skyproxy-worker-"))
+    ]
+
+
+def test_workers_run_as_a_user_without_rights() -> None:
+    script = a_script()
+    units = units_in(script)
+    assert len(units) == 2
+    for unit in units:
+        settings = [line for line in unit.splitlines() if "=" in line]
+        for line in (
+            "User=skyproxy",
+            "NoNewPrivileges=yes",
+            "CapabilityBoundingSet=",
+            "ProtectSystem=strict",
+            "ReadWritePaths=/var/lib/skyproxy/home",
+            "PrivateTmp=yes",
+            # Functions cannot read the user data or use the credentials of the instance's profile.
+            "IPAddressDeny=169.254.169.254 fd00:ec2::254",
+        ):
+            assert line in settings, line
+    # Nothing of a package runs as root, and no worker can change its own program.
+    assert all("runuser -u skyproxy -- " in line for line in script.splitlines() if "$UV pip install" in line)
+    assert script.index("pip install -q --python") < script.index("chown -R root:root /opt/skyproxy-worker")
+    assert "chmod 400 /var/lib/skyproxy/token /var/lib/skyproxy/tls.key" in script
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    path = tmp_path / "skyproxy-worker-0.service"
+    path.write_text(units_in(a_script())[0].replace("/opt/skyproxy-worker/bin/python", "/bin/true"), encoding="utf-8")
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60)
+    told = [line for line in done.stderr.splitlines() if path.name in line]
+    assert not any("Unknown" in line or "Failed to parse" in line for line in told), told
+
+
+def test_with_an_instance_profile_user_data_has_no_secret_and_the_instance_fetches_them(
+    url: str, ami: str, ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssm = boto3.client("ssm", endpoint_url=url, region_name=REGION)
+    iam = boto3.client("iam", endpoint_url=url, region_name=REGION)
+    iam.create_instance_profile(InstanceProfileName="workers")
+    fetched = {}
+
+    class Fetching(Here):
+        def boot(self, instance: str, port: int) -> None:
+            script = script_of(self.ec2, instance)
+            folder = self.folder / instance
+            folder.mkdir()
+            # As the instance would, by boto3 and the very program.
+            environment = dict(os.environ) | {"AWS_ENDPOINT_URL": url}
+            program = [sys.executable, "-c", file_in(script, "fetch.py"), str(folder)]
+            subprocess.run(program, check=True, timeout=100, env=environment)
+            (folder / "tls.crt").write_text(file_in(script, "tls.crt"))
+            fetched[script] = {path.name: path.read_text() for path in folder.iterdir()}
+            command = [sys.executable, "-m", "skyproxy_server", "--port", str(port), "--device", "cpu"]
+            for option, name in (("token-file", "token"), ("tls-cert", "tls.crt"), ("tls-key", "tls.key")):
+                command += [f"--{option}", str(folder / name)]
+            self.workers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    provider = Fetching(ec2, tmp_path, endpoint_url=url, image_id=ami, instance_profile="workers", **PACKAGE)
+    env = {"HF_TOKEN": "hf_nobody-may-see-it"}
+    try:
+        with sky.Compute(name="secret", provider=provider, vcpus=8, env=env) as pool:
+            assert where() @ pool == [(0, 1)]
+            ((script, files),) = fetched.items()
+            assert files["env"] == 'HF_TOKEN="hf_nobody-may-see-it"\n'
+            for secret in (files["token"].strip(), files["tls.key"].splitlines()[1], "hf_nobody-may-see-it"):
+                assert secret not in script
+            # Everybody has fetched them: they are nowhere any more.
+            assert ssm.describe_parameters()["Parameters"] == []
+    finally:
+        provider.end()
+
+
+def test_what_could_not_be_launched_leaves_no_secret(url: str, ami: str, ec2: Any) -> None:
+    ssm = boto3.client("ssm", endpoint_url=url, region_name=REGION)
+    options = {**PACKAGE, "endpoint_url": url, "image_id": ami, "allow_from": "203.0.113.7/32"}
+    provider = AWS(region=REGION, instance_type="no.such", instance_profile="workers", **options)
+    with pytest.raises(WorkerStartError, match=r"EC2 gives no 1 x no\.such"):
+        sky.Compute(name="refused-secret", provider=provider).start()
+    assert ssm.describe_parameters()["Parameters"] == []
+    provider = AWS(region=REGION, instance_profile="workers", **options)
+    with pytest.raises(ConfigurationError, match="a parameter of SSM holds 8192"):
+        sky.Compute(name="large", provider=provider, env={"A": "x" * 9000}).start()
+    assert ssm.describe_parameters()["Parameters"] == []
 
 
 def test_each_process_learns_its_place(tmp_path: Path) -> None:
