@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
 
 from skyproxy.functions.call import Call
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.runner import Results, Runner
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class NodeFunctions:
@@ -72,6 +75,10 @@ class NodeFunctions:
         """
         return self._runner.submit(payload, **options)
 
+    @overload
+    def run(self, fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function on the worker and waits for what it returns; tensors in that stay there. See `submit`.
 
@@ -82,6 +89,10 @@ class NodeFunctions:
         """
         return self._runner.run(fn, args, kwargs)
 
+    @overload
+    async def execute(self, fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def execute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
     async def execute(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`run` without blocking the event loop; cancelling the task cancels the call."""
         return await self._runner.execute(fn, args, kwargs)

@@ -21,13 +21,13 @@ class NodeTarget:
     def __init__(self, node: Any) -> None:
         self._node = node
 
-    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+    def submit_call(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
         """Makes the call."""
         future: PoolFuture[Any] = PoolFuture(call.name)
         future.follow(self._start(call))
         return future
 
-    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
         """Makes the call; the list has one result."""
         future: PoolFuture[list[Any]] = PoolFuture(call.name)
         running = self._start(call)
@@ -44,11 +44,11 @@ class NodeTarget:
         running.add_done_callback(ended)
         return future
 
-    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
         """Makes the call, and gives what it yields."""
         return iter(self._start(call))
 
-    def _start(self, call: PendingCompute) -> Any:
+    def _start(self, call: PendingCompute[Any]) -> Any:
         options = call.options
         if options.rank not in (None, 0):
             raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node is rank 0 alone.")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
 
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.pools.futures import PoolFuture, together
 from skyproxy.pools.traps import NotAValue
+
+if TYPE_CHECKING:
+    from skyproxy.nodes import Node
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+W = TypeVar("W")
+T_co = TypeVar("T_co", covariant=True)
+Ts = TypeVarTuple("Ts")
 
 On = int | Literal["head"] | None
 
@@ -62,17 +72,17 @@ class CallOptions:
 class Target(Protocol):
     """Where calls can be made: a pool that runs, or a node."""
 
-    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+    def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
         """Makes a call on one process."""
 
-    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: PendingCompute[T]) -> PoolFuture[list[T]]:
         """Makes it on every process."""
 
-    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
         """Makes it on one process, and gives what its generator yields."""
 
 
-class PendingCompute(NotAValue):
+class PendingCompute(NotAValue, Generic[T_co]):
     """A call that is made when an operator says where.
 
     `call >> pool` waits for the result from one process, `call @ pool` for those of all, as a list in the order of
@@ -102,10 +112,10 @@ class PendingCompute(NotAValue):
     def __repr__(self) -> str:
         return f"<{self.name}(...), not run yet: `>> pool` runs it>"
 
-    def _with(self, **changes: Any) -> PendingCompute:
+    def _with(self, **changes: Any) -> PendingCompute[T_co]:
         return PendingCompute(self.function, self.args, self.kwargs, replace(self.options, **changes), self.name)
 
-    def with_timeout(self, seconds: float) -> PendingCompute:
+    def with_timeout(self, seconds: float) -> PendingCompute[T_co]:
         """The call, ended with a TimeoutError if it runs longer than so many seconds. There is no limit otherwise."""
         if seconds <= 0:
             raise ConfigurationError(
@@ -113,30 +123,30 @@ class PendingCompute(NotAValue):
             )
         return self._with(timeout_seconds=float(seconds))
 
-    def with_retry(self, retry: Retry | int) -> PendingCompute:
+    def with_retry(self, retry: Retry | int) -> PendingCompute[T_co]:
         """The call, made once more where it fails as `retry` says; a number stands for lost workers only."""
         return self._with(retry=Retry.parse(retry) or Retry(0))
 
-    def on(self, rank: On) -> PendingCompute:
+    def on(self, rank: On) -> PendingCompute[T_co]:
         """The call, on one rank: its number, or "head"."""
         return self._with(on=checked_rank(rank))
 
-    def remote(self) -> PendingCompute:
+    def remote(self) -> PendingCompute[T_co]:
         """The call, with the tensors of its result left on the worker, as remote tensors."""
         return self._with(remote=True)
 
-    def run(self, target: Any) -> Any:
+    def run(self, target: Target | Node) -> T_co:
         """`self >> target`: waits for the result. A generator function gives an iterator."""
         warn_in_a_loop(f"{self.name}() >> pool")
         if is_stream(self.function):
-            return self.stream(target)
+            return target_of(target).stream_call(self)  # type: ignore[return-value]  # T is an iterator then
         return target_of(target).submit_call(self).wait()
 
-    def submit(self, target: Any) -> PoolFuture[Any]:
+    def submit(self, target: Target | Node) -> PoolFuture[T_co]:
         """`self > target`: a future of the result."""
         return target_of(target).submit_call(self)
 
-    def broadcast(self, target: Any) -> list[Any]:
+    def broadcast(self, target: Target | Node) -> list[T_co]:
         """`self @ target`: waits for the results of all processes, in the order of ranks.
 
         Raises:
@@ -145,33 +155,41 @@ class PendingCompute(NotAValue):
         warn_in_a_loop(f"{self.name}() @ pool")
         return self.submit_to_all(target).wait()
 
-    def submit_to_all(self, target: Any) -> PoolFuture[list[Any]]:
+    def submit_to_all(self, target: Target | Node) -> PoolFuture[list[T_co]]:
         """The future of `broadcast`."""
         if self.options.on is not None:
             raise ConfigurationError(f"{self.name} was pinned with .on({self.options.on!r}); `@` runs on every rank.")
         return target_of(target).broadcast_call(self)
 
-    def stream(self, target: Any) -> Iterator[Any]:
+    @overload
+    def stream(self: PendingCompute[Iterator[U]], target: Target | Node) -> Iterator[U]: ...
+    @overload
+    def stream(self: PendingCompute[AsyncIterator[U]], target: Target | Node) -> Iterator[U]: ...
+    def stream(self, target: Target | Node) -> Iterator[Any]:
         """What a generator function yields on one process, as it comes."""
         return target_of(target).stream_call(self)
 
-    def __rshift__(self, target: Any) -> Any:
+    def __rshift__(self, target: Target | Node) -> T_co:
         return self.run(target)
 
-    def __gt__(self, target: Any) -> PoolFuture[Any]:
+    def __gt__(self, target: Target | Node) -> PoolFuture[T_co]:
         return self.submit(target)
 
-    def __matmul__(self, target: Any) -> list[Any]:
+    def __matmul__(self, target: Target | Node) -> list[T_co]:
         return self.broadcast(target)
 
-    def __and__(self, other: Any) -> PendingGroup:
-        return PendingGroup([self]).and_(other)
+    @overload
+    def __and__(self, other: PendingCompute[U]) -> PendingGroup[T_co, U]: ...
+    @overload
+    def __and__(self, other: PendingGroup[*Ts]) -> PendingGroup[T_co, *Ts]: ...
+    def __and__(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
+        return _joined([self], other)
 
 
-class PendingGroup(NotAValue):
+class PendingGroup(NotAValue, Generic[*Ts]):
     """Several calls that run in parallel; their results come as a tuple in the order of the calls."""
 
-    def __init__(self, calls: Sequence[PendingCompute]) -> None:
+    def __init__(self, calls: Sequence[PendingCompute[Any]]) -> None:
         self.calls = list(calls)
 
     @property
@@ -182,65 +200,88 @@ class PendingGroup(NotAValue):
     def __repr__(self) -> str:
         return f"<{self.name}, not run yet: `>> pool` runs them>"
 
-    def run(self, target: Any) -> tuple[Any, ...]:
+    def run(self, target: Target | Node) -> tuple[*Ts]:
         """`self >> target`: waits for all results. The first failure is raised, and ends the other calls."""
         warn_in_a_loop("(a() & b()) >> pool")
         return self.submit(target).wait()
 
-    def submit(self, target: Any) -> PoolFuture[tuple[Any, ...]]:
+    def submit(self, target: Target | Node) -> PoolFuture[tuple[*Ts]]:
         """`self > target`: a future of all results."""
         place = target_of(target)
         return together([place.submit_call(call) for call in self.calls], self.name)
 
-    def with_timeout(self, seconds: float) -> PendingGroup:
+    def with_timeout(self, seconds: float) -> PendingGroup[*Ts]:
         """The same limit for each of the calls."""
         return PendingGroup([call.with_timeout(seconds) for call in self.calls])
 
-    def remote(self) -> PendingGroup:
+    def remote(self) -> PendingGroup[*Ts]:
         """All calls with the tensors of their results left on the workers."""
         return PendingGroup([call.remote() for call in self.calls])
 
     def __len__(self) -> int:
         return len(self.calls)
 
-    def __rshift__(self, target: Any) -> tuple[Any, ...]:
+    def __rshift__(self, target: Target | Node) -> tuple[*Ts]:
         return self.run(target)
 
-    def __gt__(self, target: Any) -> PoolFuture[tuple[Any, ...]]:
+    def __gt__(self, target: Target | Node) -> PoolFuture[tuple[*Ts]]:
         return self.submit(target)
 
-    def __matmul__(self, target: Any) -> NoReturn:
-        raise TypeError(
-            "`@` sends one call to every process, and this is several calls. Broadcast them one after the other, "
-            "or use "
-            "(a() & b()) >> pool."
-        )
+    # As in `NotAValue`: a checker reports the line.
+    if not TYPE_CHECKING:
 
-    def __and__(self, other: Any) -> PendingGroup:
+        def __matmul__(self, target: Any) -> NoReturn:
+            raise TypeError(
+                "`@` sends one call to every process, and this is several calls. Broadcast them one after the other, "
+                "or use (a() & b()) >> pool."
+            )
+
+    @overload
+    def __and__(self, other: PendingCompute[U]) -> PendingGroup[*Ts, U]: ...
+    @overload
+    def __and__(self, other: PendingGroup[*tuple[Any, ...]]) -> PendingGroup[*tuple[Any, ...]]: ...
+    def __and__(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
         return self.and_(other)
 
-    def and_(self, other: Any) -> PendingGroup:
+    def and_(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
         """These calls and another one, or others."""
-        if isinstance(other, PendingCompute):
-            return PendingGroup([*self.calls, other])
-        if isinstance(other, PendingGroup):
-            return PendingGroup([*self.calls, *other.calls])
-        first = self.calls[-1].name
-        raise TypeError(
-            f"`{first}() & ...`: what stands on the right is a {type(other).__name__}, not a call. `>>`, `@` and "
-            "`>` bind "
-            f"tighter than `&`, or not as one thinks: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
-            f"pool)`, so b has run and {first} has not. Write ({first}() & b()) >> pool."
-        )
+        return _joined(self.calls, other)
 
 
-def gather(*calls: PendingCompute | PendingGroup) -> PendingGroup:
+def _joined(calls: Sequence[PendingCompute[Any]], other: Any) -> PendingGroup[*tuple[Any, ...]]:
+    if isinstance(other, PendingCompute):
+        return PendingGroup([*calls, other])
+    if isinstance(other, PendingGroup):
+        return PendingGroup([*calls, *other.calls])
+    first = calls[-1].name
+    raise TypeError(
+        f"`{first}() & ...`: what stands on the right is a {type(other).__name__}, not a call. `>>`, `@` and `>` bind "
+        f"tighter than `&`, or not as one thinks: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
+        f"pool)`, so b has run and {first} has not. Write ({first}() & b()) >> pool."
+    )
+
+
+@overload
+def gather(one: PendingCompute[T], /) -> PendingGroup[T]: ...
+@overload
+def gather(one: PendingCompute[T], two: PendingCompute[U], /) -> PendingGroup[T, U]: ...
+@overload
+def gather(one: PendingCompute[T], two: PendingCompute[U], three: PendingCompute[V], /) -> PendingGroup[T, U, V]: ...
+@overload
+def gather(
+    one: PendingCompute[T], two: PendingCompute[U], three: PendingCompute[V], four: PendingCompute[W], /
+) -> PendingGroup[T, U, V, W]: ...
+@overload
+def gather(*calls: PendingCompute[T]) -> PendingGroup[*tuple[T, ...]]: ...
+@overload
+def gather(*calls: PendingCompute[Any] | PendingGroup[*tuple[Any, ...]]) -> PendingGroup[*tuple[Any, ...]]: ...
+def gather(*calls: Any) -> PendingGroup[*tuple[Any, ...]]:
     """Several calls as one thing; `gather(a(), b())` is `a() & b()`.
 
     Raises:
         TypeError: one of them is something else.
     """
-    group = PendingGroup([])
+    parts: list[PendingCompute[Any]] = []
     for position, call in enumerate(calls):
         if not isinstance(call, PendingCompute | PendingGroup):
             raise TypeError(
@@ -248,8 +289,8 @@ def gather(*calls: PendingCompute | PendingGroup) -> PendingGroup:
                 "decorated with "
                 "@compute. Pass f(x), not f and not its result."
             )
-        group = group & call
-    return group
+        parts += call.calls if isinstance(call, PendingGroup) else [call]
+    return PendingGroup(parts)
 
 
 def checked_rank(rank: Any) -> On:

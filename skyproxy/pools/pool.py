@@ -9,9 +9,9 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.futures import PoolFuture
@@ -29,6 +29,11 @@ from skyproxy.runtime.plugin import reporting
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
+    from skyproxy.pools.remote_function import RemoteFunction
+
+A = TypeVar("A")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger("skyproxy")
 
@@ -308,15 +313,15 @@ class Compute:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+    def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
         """What `call > pool` does."""
         return self._running_scheduler().submit(call)
 
-    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: PendingCompute[T]) -> PoolFuture[list[T]]:
         """What `call @ pool` does, without waiting."""
         return self._running_scheduler().broadcast(call)
 
-    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
         """What `call.stream(pool)` does."""
         return self._running_scheduler().stream(call)
 
@@ -324,18 +329,82 @@ class Compute:
         """The pool as a place for calls that are to run on one of its nodes."""
         return _OnNode(self, self._running_workers().group.nodes.index(node))
 
+    @overload
+    def submit(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
+    @overload
+    def submit(
+        self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> PoolFuture[T]: ...
+    @overload
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture[Any]:
         """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`."""
         return self.submit_call(_call(function, args, kwargs))
 
+    @overload
+    def run(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def run(self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The same, and waits for the result."""
         return _call(function, args, kwargs).run(self)
 
+    @overload
+    def broadcast(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    @overload
+    def broadcast(
+        self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    @overload
+    def broadcast(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     def broadcast(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls any function on all processes and waits for the results, by rank."""
         return _call(function, args, kwargs).broadcast(self)
 
+    @overload
+    def map(
+        self,
+        function: RemoteFunction[Concatenate[A, ...], T],
+        items: Iterable[A],
+        /,
+        *,
+        timeout: float | None = None,
+        retry: Retry | int | None = None,
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: RemoteFunction[..., T],
+        first: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        retry: Retry | int | None = None,
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A], T],
+        items: Iterable[A],
+        /,
+        *,
+        timeout: float | None = None,
+        retry: Retry | int | None = None,
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[..., T],
+        first: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        retry: Retry | int | None = None,
+    ) -> Iterator[T]: ...
     def map(
         self,
         function: Callable[..., Any],
@@ -398,21 +467,21 @@ class _OnNode:
         self._pool = pool
         self._rank = rank
 
-    def submit_call(self, call: PendingCompute) -> PoolFuture[Any]:
+    def submit_call(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
         return self._pool.submit_call(call.on(self._rank))
 
-    def broadcast_call(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
         if self._pool.world_size > 1:
             raise ConfigurationError("`@` runs on all processes of a pool, and this is one of its nodes. Use `@ pool`.")
         return self._pool.broadcast_call(call)
 
-    def stream_call(self, call: PendingCompute) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
         return self._pool.stream_call(call.on(self._rank))
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCompute:
+def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCompute[Any]:
     if hasattr(function, "__skyproxy_rewrap__"):
-        return cast(PendingCompute, function(*args, **kwargs))
+        return cast(PendingCompute[Any], function(*args, **kwargs))
     if isinstance(function, PendingCompute):
         raise TypeError(
             f"{function!r} is a call already. Use call.submit(pool), or pass the function and its arguments."

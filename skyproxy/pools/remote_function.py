@@ -5,31 +5,37 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any, NoReturn, overload
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.pending import CallOptions, On, PendingCompute, Retry, checked_rank
 from skyproxy.pools.pool import Compute
 from skyproxy.pools.provisioned import provisioned
 
+P = ParamSpec("P")
+P2 = ParamSpec("P2")
+S = TypeVar("S")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 _DEFAULTS = CallOptions()
 
 
-class RemoteFunction:
+class RemoteFunction(Generic[P, T_co]):
     """A function whose calls wait to be told where to run.
 
     `f(x)` makes a `PendingCompute`; `f.local(x)` runs here and now. Arguments are checked against the signature when
     the call is written, not when it runs.
     """
 
-    def __init__(self, function: Callable[..., Any], options: CallOptions = _DEFAULTS) -> None:
+    def __init__(self, function: Callable[P, Any], options: CallOptions = _DEFAULTS) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._options = options
         self._signature = _signature(function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PendingCompute:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[T_co]:
         if self._signature is not None:
             try:
                 self._signature.bind(*args, **kwargs)
@@ -42,19 +48,25 @@ class RemoteFunction:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
 
     @property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Callable[P, Any]:
         """The function that was decorated."""
         return self._function
 
-    def local(self, *args: Any, **kwargs: Any) -> Any:
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Calls the function here, as if it had never been decorated."""
         return self._function(*args, **kwargs)
 
-    def __skyproxy_rewrap__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> RemoteFunction:
+    def __skyproxy_rewrap__(self, wrap: Callable[[Callable[P, Any]], Callable[P, Any]]) -> RemoteFunction[P, T_co]:
         """The same with another function inside: decorators above `@compute` work as they do below it."""
         return RemoteFunction(wrap(self._function), self._options)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> RemoteFunction:
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> RemoteFunction[P, T_co]: ...
+    @overload
+    def __get__(
+        self: RemoteFunction[Concatenate[S, P2], T_co], instance: S, owner: type | None = None
+    ) -> RemoteFunction[P2, T_co]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> RemoteFunction[..., T_co]:
         return self if instance is None else RemoteFunction(types.MethodType(self._function, instance), self._options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,17 +80,20 @@ class RemoteFunction:
             f"`{self._name} {symbol} ...`: a function was named, not called. Write {self._name}(...) {symbol} pool."
         )
 
-    def __rshift__(self, other: Any) -> NoReturn:
-        self._call_first(">>")
+    # Not for type checkers: without these, they report such a line before it runs.
+    if not TYPE_CHECKING:
 
-    def __matmul__(self, other: Any) -> NoReturn:
-        self._call_first("@")
+        def __rshift__(self, other: Any) -> NoReturn:
+            self._call_first(">>")
 
-    def __gt__(self, other: Any) -> NoReturn:
-        self._call_first(">")
+        def __matmul__(self, other: Any) -> NoReturn:
+            self._call_first("@")
 
-    def __and__(self, other: Any) -> NoReturn:
-        self._call_first("&")
+        def __gt__(self, other: Any) -> NoReturn:
+            self._call_first(">")
+
+        def __and__(self, other: Any) -> NoReturn:
+            self._call_first("&")
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -88,12 +103,38 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+class _Decorator(Protocol):
+    """What `function(timeout=...)` gives."""
+
+    @overload
+    def __call__(self, target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+    @overload
+    def __call__(self, target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+    @overload
+    def __call__(self, target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+
+
+class _WorkerDecorator(Protocol):
+    """What `compute(name=...)` gives: the function without the node that each call brings along."""
+
+    @overload
+    def __call__(
+        self, target: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __call__(self, target: Callable[Concatenate[Any, P], T], /) -> Callable[P, T]: ...
+
+
 @overload
-def function(target: Callable[..., Any], /) -> RemoteFunction: ...
+def function(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+@overload
+def function(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+@overload
+def function(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
 @overload
 def function(
     *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
-) -> Callable[[Callable[..., Any]], RemoteFunction]: ...
+) -> _Decorator: ...
 def function(
     target: Callable[..., Any] | None = None,
     /,
@@ -114,7 +155,7 @@ def function(
     """
     options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry))
 
-    def decorate(target: Callable[..., Any]) -> RemoteFunction:
+    def decorate(target: Callable[..., Any]) -> RemoteFunction[..., Any]:
         if isinstance(target, RemoteFunction):
             raise ConfigurationError(f"{target!r} is decorated already. One @compute or @function is enough.")
         if not callable(target):
@@ -130,6 +171,18 @@ _CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry"})
 _WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
 
 
+@overload
+def compute(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+@overload
+def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+@overload
+def compute(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+@overload
+def compute(
+    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
+) -> _Decorator: ...
+@overload
+def compute(**options: Any) -> _WorkerDecorator: ...
 def compute(target: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """A decorator for functions that run elsewhere. What it makes depends on what it is told.
 

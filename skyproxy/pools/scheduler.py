@@ -35,7 +35,7 @@ class Job:
         retries: how often it may still be made again.
     """
 
-    def __init__(self, call: PendingCompute, payload: Payload, rank: int | None, retry: Retry) -> None:
+    def __init__(self, call: PendingCompute[Any], payload: Payload, rank: int | None, retry: Retry) -> None:
         self.name = call.name
         self.payload = payload
         self.timeout_seconds = call.options.timeout_seconds
@@ -140,7 +140,7 @@ class Scheduler:
 
     # --- one process --------------------------------------------------------------------------------------------------
 
-    def submit(self, call: PendingCompute) -> PoolFuture[Any]:
+    def submit(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
         """Makes a call as soon as a process is free.
 
         Raises:
@@ -164,7 +164,7 @@ class Scheduler:
             self._start(job)
         return job.future
 
-    def _job(self, call: PendingCompute) -> Job:
+    def _job(self, call: PendingCompute[Any]) -> Job:
         from skyproxy.functions import Payload
 
         options = call.options
@@ -402,7 +402,7 @@ class Scheduler:
                 queue.remove(job)
                 self._waiting -= 1
 
-    def stream(self, call: PendingCompute) -> Iterator[Any]:
+    def stream(self, call: PendingCompute[Any]) -> Iterator[Any]:
         """What a generator function yields; the call is made at once."""
         future = self.submit(call)
 
@@ -416,7 +416,7 @@ class Scheduler:
 
     # --- all processes ------------------------------------------------------------------------------------------------
 
-    def broadcast(self, call: PendingCompute) -> PoolFuture[list[Any]]:
+    def broadcast(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
         """Makes a call on every process at once; it is pickled once.
 
         Raises:
@@ -449,7 +449,7 @@ class Scheduler:
                 return begin
         return None
 
-    def _broadcast(self, call: PendingCompute, payload: Payload, future: PoolFuture[list[Any]]) -> None:
+    def _broadcast(self, call: PendingCompute[Any], payload: Payload, future: PoolFuture[list[Any]]) -> None:
         calls: dict[int, Any] = {}
         outputs: list[TaskOutput] = []
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 _BINARY = (
     ("add", "+"),
@@ -29,45 +29,48 @@ class NotAValue:
     def _explain(self, attempt: str, instead: str) -> NoReturn:
         raise TypeError(f"{attempt}: {self.name} has not run yet, it has no value. {instead}")
 
-    def __bool__(self) -> bool:
-        self._explain("its truth was asked for", "Run it first: if (f() >> pool): ...")
+    # Not for type checkers: without these, they report such a line before it runs.
+    if not TYPE_CHECKING:
 
-    def __iter__(self) -> NoReturn:
-        self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
+        def __bool__(self) -> bool:
+            self._explain("its truth was asked for", "Run it first: if (f() >> pool): ...")
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._explain("an item of it was asked for", "Run it first, in brackets: (f() >> pool)[0]")
+        def __iter__(self) -> NoReturn:
+            self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
 
-    def __await__(self) -> NoReturn:
-        self._explain("it was awaited", "Say where it is to run: await (f() > pool)")
+        def __getitem__(self, key: Any) -> NoReturn:
+            self._explain("an item of it was asked for", "Run it first, in brackets: (f() >> pool)[0]")
 
-    def __lt__(self, other: Any) -> NoReturn:
-        self._explain(
-            "`<`",
-            "The pool stands on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
-            "b)`: write "
-            "one comparison a line.",
-        )
+        def __await__(self) -> NoReturn:
+            self._explain("it was awaited", "Say where it is to run: await (f() > pool)")
 
-    def __ge__(self, other: Any) -> NoReturn:
-        self._explain("`>=`", "Use `>>` for its result or `>` for a future.")
+        def __lt__(self, other: Any) -> NoReturn:
+            self._explain(
+                "`<`",
+                "The pool stands on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
+                "b)`: write "
+                "one comparison a line.",
+            )
 
-    def __le__(self, other: Any) -> NoReturn:
-        self._explain("`<=`", "Use `>>` for its result or `>` for a future.")
+        def __ge__(self, other: Any) -> NoReturn:
+            self._explain("`>=`", "Use `>>` for its result or `>` for a future.")
 
-    def __rrshift__(self, other: Any) -> NoReturn:
-        self._explain(
-            "`... >> f()`", "The pool stands on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
-        )
+        def __le__(self, other: Any) -> NoReturn:
+            self._explain("`<=`", "Use `>>` for its result or `>` for a future.")
 
-    def __rmatmul__(self, other: Any) -> NoReturn:
-        self._explain("`... @ f()`", "The pool stands on the right: f() @ pool")
+        def __rrshift__(self, other: Any) -> NoReturn:
+            self._explain(
+                "`... >> f()`", "The pool stands on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
+            )
 
-    def __rand__(self, other: Any) -> NoReturn:
-        self._explain(
-            f"`{type(other).__name__} & call`",
-            "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with brackets.",
-        )
+        def __rmatmul__(self, other: Any) -> NoReturn:
+            self._explain("`... @ f()`", "The pool stands on the right: f() @ pool")
+
+        def __rand__(self, other: Any) -> NoReturn:
+            self._explain(
+                f"`{type(other).__name__} & call`",
+                "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with brackets.",
+            )
 
 
 def _arithmetic(symbol: str) -> Any:
