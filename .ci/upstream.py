@@ -121,11 +121,11 @@ def fetch_source(name: str, version: str, cache: Path) -> Path:
 
 def run_tests(
     name: str, python: Path, source: Path, device: str, options: argparse.Namespace
-) -> tuple[dict[str, Result], str]:
+) -> tuple[dict[str, Result], str, bool]:
     """Run a library's tests on one device.
 
     Returns:
-        The outcomes by test, and the end of pytest's output.
+        The outcomes by test, the end of pytest's output, and True if it came to its own end.
     """
     library = LIBRARIES[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -159,10 +159,12 @@ def run_tests(
             process = subprocess.Popen(
                 command, cwd=place, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
+            in_time = False
             try:
                 process.wait(options.limit_seconds)
+                in_time = True
             except subprocess.TimeoutExpired:
-                print(f"{name} on {device} was ended after {options.limit_seconds:.0f} s", file=sys.stderr)
+                pass
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +173,7 @@ def run_tests(
             text = output.read()
         if options.logs:
             Path(options.logs, f"{name}-{device.partition(':')[0]}.log").write_text(text, encoding="utf-8")
-        return read_results(report.read_text(encoding="utf-8").splitlines()), text[-2000:]
+        return read_results(report.read_text(encoding="utf-8").splitlines()), text[-2000:], in_time
 
 
 def summary(rows: dict[str, tuple[Comparison, float]], torch: str) -> str:
@@ -219,13 +221,16 @@ def main() -> int:
         source, begin = fetch_source(name, LIBRARIES[name].version, cache), time.monotonic()
         runs = [run_tests(name, python, source, device, options) for device in ("cpu", options.device)]
         found = compare(runs[0][0], runs[1][0], DIFFERENCES[name])
+        for device, (_, _, in_time) in zip(("cpu", options.device), runs, strict=True):
+            if not in_time:
+                found.unfinished.append(f"the run on {device} did not end within {options.limit_seconds:.0f} s")
         rows[name] = found, time.monotonic() - begin
         for line in found.unexpected:
             print(f"{name}: {line}")
         for pattern in found.outlived:
             print(f"{name}: known as different, and is not: {pattern}")
         for test in found.unfinished:
-            print(f"{name}: run on one side only: {test}")
+            print(f"{name}: not run on both sides: {test}")
         for message, count in found.useless.most_common(5):
             print(f"{name}: {count} tests fail on both sides: {message}")
         if not found.counts:

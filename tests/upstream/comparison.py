@@ -34,7 +34,7 @@ class Comparison:
         unexpected: lines that name a test that is worse on the device, and say how.
         allowed: how many tests are worse on the device and stand in the table of known differences.
         outlived: patterns of that table that match tests that ran, none of which is worse.
-        unfinished: tests that one of the runs did not reach.
+        unfinished: tests that one of the runs did not reach, and what else did not come to its end.
         useless: how many tests fail on both sides, by what the CPU says.
     """
 
