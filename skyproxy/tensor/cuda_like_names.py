@@ -13,6 +13,7 @@ import torch
 
 from skyproxy.tensor import device_module
 from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.generators import DefaultGenerator
 from skyproxy.torch_codec import DTYPE_NAMES
 
 _LEGACY_DTYPES = {
@@ -44,46 +45,26 @@ class _TensorType(type):
         return torch.empty(*(sizes or (0,)), dtype=cls.dtype, device=device)
 
 
-class _DefaultGenerator:
-    """The generator that a device's operations draw from unless they are given another one."""
-
-    def __init__(self, index: int) -> None:
-        self.device = DEVICES.at(index).torch_device
-
-    def manual_seed(self, seed: int) -> _DefaultGenerator:
-        with device_module.device(self.device):
-            device_module.manual_seed(seed)
-        return self
-
-    def seed(self) -> int:
-        with device_module.device(self.device):
-            device_module.seed()
-        return self.initial_seed()
-
-    def initial_seed(self) -> int:
-        with device_module.device(self.device):
-            return device_module.initial_seed()
-
-    def get_state(self) -> torch.Tensor:
-        return device_module.get_rng_state(self.device)
-
-    def set_state(self, new_state: torch.Tensor) -> _DefaultGenerator:
-        device_module.set_rng_state(new_state, self.device)
-        return self
-
-
 class _DefaultGenerators:
     """One default generator a device, by its number."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, DefaultGenerator] = {}
 
     def __len__(self) -> int:
         return device_module.device_count()
 
-    def __getitem__(self, index: int) -> _DefaultGenerator:
-        if index >= len(self):
-            raise IndexError(f"there is no sky:{index}")
-        return _DefaultGenerator(index)
+    def __getitem__(self, index: int) -> DefaultGenerator:
+        try:
+            number = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"there is no sky:{index}") from None
+        made = self._made.get(number)
+        if made is None or made.sky_device is not DEVICES.at(number):  # another session took its place
+            made = self._made[number] = DefaultGenerator(f"sky:{number}")
+        return made
 
-    def __iter__(self) -> Iterator[_DefaultGenerator]:
+    def __iter__(self) -> Iterator[DefaultGenerator]:
         return (self[index] for index in range(len(self)))
 
 

@@ -22,7 +22,7 @@ from skyproxy.tensor import inference, known_values
 from skyproxy.tensor.capture import check_reshaped
 from skyproxy.tensor.copies import upload
 from skyproxy.tensor.devices import DEVICES, Handle, SkyDevice
-from skyproxy.tensor.generators import device_of, handle_of
+from skyproxy.tensor.generators import device_of, slot_of
 from skyproxy.tensor.inference import Entry
 from skyproxy.tensor.known_values import KnownMeta
 from skyproxy.tensor.metadata import Meta, meta_of
@@ -104,7 +104,8 @@ class Call:
         self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
         self.keyword_templates: dict[str, Any] = {}
         for name, a in kwargs.items():
-            if name == "pin_memory" and not a:
+            if name == "pin_memory":
+                _refuse_to_pin(a)
                 continue
             self.key.append(name)
             self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name], name in writes)
@@ -145,7 +146,7 @@ class Call:
             return self._take_list(a, is_written)
         if how == GENERATOR and a is not None:
             self.key.append("generator")
-            self.wire.append(handle_of(a, self.device).slot)
+            self.wire.append(slot_of(a, self.device))
             return "t"
         if a is None and how == TENSOR:
             self.key.append(kind)
@@ -237,6 +238,16 @@ class Call:
             return self.kwargs[name]
         position = self.plan.names.index(name)
         return self.args[position] if position < len(self.args) else None
+
+
+def _refuse_to_pin(wanted: Any) -> None:
+    """Raise what CUDA raises of `pin_memory=True`, without asking the worker.
+
+    Raises:
+        RuntimeError: it is wanted.
+    """
+    if wanted:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
 
 
 def _number(a: Any) -> Any:
@@ -345,7 +356,8 @@ def learn(
     if kwargs:
         kinds = plan.keyword_kinds
         for name, a in kwargs.items():
-            if name == "pin_memory" and not a:
+            if name == "pin_memory":
+                _refuse_to_pin(a)
                 continue
             named[name] = _look_and_template(a, kinds[name], keywords, device)
         keywords = list(zip(named, keywords, strict=True))

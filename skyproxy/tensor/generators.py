@@ -45,13 +45,11 @@ class SkyGenerator(torch._C.Generator):
         self.sky_device.session.do(name, self._handle.slot, *arguments)
 
     def manual_seed(self, seed: int) -> SkyGenerator:
-        seed = int(seed)
-        if not -(1 << 63) <= seed < 1 << 64:
-            raise RuntimeError("Overflow when unpacking long long")
-        self._seed = seed % (1 << 64)
+        value = as_seed(seed)
+        self._seed = value % (1 << 64)
         # C++ takes it for a generator of the CPU: a CPU op that is given it shall at least draw the same each time.
         super().manual_seed(self._seed)
-        self._do("seed_generator", seed if seed < 1 << 63 else seed - (1 << 64))
+        self._do("seed_generator", value)
         return self
 
     def seed(self) -> int:
@@ -70,9 +68,7 @@ class SkyGenerator(torch._C.Generator):
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> SkyGenerator:  # type: ignore[override]
-        if not isinstance(new_state, torch.Tensor) or new_state.dtype is not torch.uint8:
-            raise TypeError("RNG state must be a torch.ByteTensor")
-        self._do("set_generator_state", bytes(new_state.cpu().contiguous().numpy()))
+        self._do("set_generator_state", _bytes_of(new_state))
         self._seed = None
         return self
 
@@ -99,6 +95,38 @@ class SkyGenerator(torch._C.Generator):
         return f"<torch.Generator device={self.device}>"
 
 
+class DefaultGenerator(SkyGenerator):
+    """The generator that a device's operations draw from unless they are given another one.
+
+    On the worker it is the session's own state and no value, so an operation that is given it is given none.
+    """
+
+    def __init__(self, device: Any = "sky") -> None:
+        self.sky_device = DEVICES.of(device)
+        _by_address[self._cdata] = self
+
+    def manual_seed(self, seed: int) -> DefaultGenerator:
+        value = as_seed(seed)
+        self.sky_device.session.do("manual_seed", self.sky_device.place, value)
+        return self
+
+    def initial_seed(self) -> int:
+        return int(self.sky_device.session.call("initial_seed", self.sky_device.place))
+
+    def get_state(self) -> torch.Tensor:
+        """The state as a ByteTensor on the CPU. Waits."""
+        state = self.sky_device.session.call("random_state", self.sky_device.place)
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:  # type: ignore[override]
+        self.sky_device.session.do("set_random_state", self.sky_device.place, _bytes_of(new_state))
+        return self
+
+    def clone_state(self) -> SkyGenerator:
+        """A generator of its own in the same state. Waits."""
+        return SkyGenerator(self.device).set_state(self.get_state())
+
+
 class KeptRandomState:
     """The state of a device's default generator at this point of the program, kept on the worker. Never waits."""
 
@@ -112,6 +140,24 @@ class KeptRandomState:
         device.session.do("restore_random_state", self._handle.slot, device.place)
 
 
+def as_seed(seed: int) -> int:
+    """Return a seed as a signed number of 64 bits, which is how it travels.
+
+    Raises:
+        RuntimeError: it has more bits; in PyTorch's words.
+    """
+    seed = int(seed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise RuntimeError("Overflow when unpacking long long")
+    return seed if seed < 1 << 63 else seed - (1 << 64)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
+        raise TypeError("RNG state must be a torch.ByteTensor")
+    return bytes(state.cpu().contiguous().numpy())
+
+
 def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
     return SkyGenerator(device).set_state(state)
 
@@ -120,8 +166,8 @@ def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
 _by_address: weakref.WeakValueDictionary[int, SkyGenerator] = weakref.WeakValueDictionary()
 
 
-def handle_of(generator: torch.Generator, device: SkyDevice) -> Handle:
-    """The handle of any generator, for an op that runs on `device`.
+def slot_of(generator: torch.Generator, device: SkyDevice) -> int:
+    """Return the slot of any generator, for an op on `device`; 0, which is None, for the device's default one.
 
     Raises:
         RuntimeError: the generator is on another device.
@@ -129,7 +175,7 @@ def handle_of(generator: torch.Generator, device: SkyDevice) -> Handle:
     known = _by_address.get(generator._cdata)
     if known is None or known.sky_device is not device:
         raise _wrong_device(device, known or generator)
-    return known._handle
+    return 0 if isinstance(known, DefaultGenerator) else known._handle.slot
 
 
 def device_of(generator: torch.Generator) -> SkyDevice | None:

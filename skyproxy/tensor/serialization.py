@@ -83,15 +83,14 @@ def _reduce_ex(self: RemoteTensor, protocol: int) -> Any:
 
 
 def _reduce_strided(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    if tensor.is_conj() or tensor.is_neg():
-        # Files can hold these bits, but the storage's bytes are the same either way: simpler without.
-        tensor = tensor.detach().resolve_conj().resolve_neg().requires_grad_(tensor.requires_grad)
+    bits = {name: True for name, is_set in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if is_set}
+    metadata = (bits,) if bits else ()
     storage = tensor.untyped_storage()
     place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict())
     if tensor.dtype in torch.storage._new_dtypes():
-        return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype)
+        return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype, *metadata)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
-    return _utils._rebuild_tensor_v2, (typed, *place)
+    return _utils._rebuild_tensor_v2, (typed, *place, *metadata)
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -163,9 +162,10 @@ def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
             return result  # type: ignore[return-value]
     storage = _deepcopy_storage(tensor.untyped_storage(), memo)  # type: ignore[arg-type]
     fresh: Any = view_of(storage._root, plain_meta(meta.size, meta.dtype, meta.stride, meta.offset))
+    # As PyTorch copies: the values without the bits, which ends the sharing.
     if meta.conjugate:
-        fresh = fresh.conj()
-    return fresh._neg_view() if meta.negative else fresh  # type: ignore[no-any-return]
+        fresh = fresh.conj_physical()
+    return fresh.neg() if meta.negative else fresh  # type: ignore[no-any-return]
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -28,6 +32,52 @@ def test_each_device_has_a_default_generator(sky: str, sky1: str) -> None:
     assert torch.rand(3, device=sky1).tolist() == first
     with pytest.raises(IndexError):
         generators[99]
+
+
+DRAWS: list[Callable[..., torch.Tensor]] = [
+    lambda device, **g: torch.rand(3, device=device, **g),
+    lambda device, **g: torch.randn(3, device=device, **g),
+    lambda device, **g: torch.randint(9, (3,), device=device, **g),
+    lambda device, **g: torch.randperm(5, device=device, **g),
+    lambda device, **g: torch.empty(3, device=device).normal_(**g),
+    lambda device, **g: torch.multinomial(torch.ones(4, device=device), 2, **g),
+    lambda device, **g: torch.bernoulli(torch.full((4,), 0.5, device=device), **g),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_operations_take_the_default_generator_as_if_they_were_given_none(
+    draw: Callable[..., torch.Tensor], sky1: str
+) -> None:
+    generator = torch.sky.default_generators[1]
+    assert isinstance(generator, torch.Generator)
+    generator.manual_seed(5)
+    first, second = draw(sky1), draw(sky1, generator=generator)
+    generator.manual_seed(5)
+    assert torch.equal(draw(sky1, generator=generator), first)
+    assert torch.equal(draw(sky1), second)
+    locally = torch.Generator().manual_seed(5)
+    assert torch.equal(draw("cpu", generator=locally), first.cpu())
+
+
+def test_a_default_generator_is_of_its_device_alone(sky: str, sky1: str) -> None:
+    with pytest.raises(RuntimeError, match="device type for generator"):
+        torch.rand(3, device=sky, generator=torch.sky.default_generators[1])
+    assert torch.rand(3, device=sky1, generator=torch.sky.default_generators[-1]).device == torch.device(sky1)
+    assert torch.sky.default_generators[1] is torch.sky.default_generators[1]
+
+
+def test_copies_of_a_default_generator_go_their_own_way(sky1: str) -> None:
+    generator = torch.sky.default_generators[1].manual_seed(3)
+    copies = [generator.clone_state(), copy.deepcopy(generator), pickle.loads(pickle.dumps(generator))]
+    first = torch.rand(3, device=sky1)
+    for each in copies:
+        assert torch.equal(torch.rand(3, device=sky1, generator=each), first)
+    for wrong in (1 << 64, -(1 << 63) - 1):
+        with pytest.raises(RuntimeError, match="Overflow"):
+            generator.manual_seed(wrong)
+    with pytest.raises(TypeError, match="ByteTensor"):
+        generator.set_state(torch.ones(3))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("FloatTensor", torch.float32), ("LongTensor", torch.int64)])

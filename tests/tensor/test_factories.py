@@ -153,3 +153,25 @@ def test_the_bytes_of_an_upload_are_read_at_the_call(sky: str) -> None:
     remote = local.to(sky)
     ctypes.memset(local.data_ptr(), 0, local.nbytes)
     assert remote.tolist() == [1.0] * 4
+
+
+PINNED: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: torch.empty(2, device=x.device, pin_memory=True),
+    lambda x: torch.zeros(2, device=x.device, pin_memory=True),
+    lambda x: torch.rand(2, device=x.device, pin_memory=True),
+    lambda x: torch.arange(2, device=x.device, pin_memory=True),
+    lambda x: torch.empty_strided((2,), (1,), device=x.device, pin_memory=True),
+    lambda x: torch.empty_like(x, pin_memory=True),
+    lambda x: torch.ones_like(x, pin_memory=True),
+    lambda x: x.new_zeros(2, pin_memory=True),
+    lambda x: x.new_full((2,), 1, pin_memory=True),
+]
+
+
+@pytest.mark.parametrize("make", PINNED)
+def test_only_tensors_of_the_cpu_can_be_pinned(make: Callable[[torch.Tensor], torch.Tensor], sky1: str) -> None:
+    """In CUDA's words, and at once."""
+    x = torch.ones(2, device=sky1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^Only dense CPU tensors can be pinned$"):
+            make(x)
