@@ -35,6 +35,12 @@ def _arithmetic(target: Any, other: Any, alpha: Any = 1) -> RuleResult:
     return _when(fits and target.dtype is not torch.bool and keeps_target(target, other))
 
 
+@rule("clamp_min_.Tensor clamp_max_.Tensor")
+def _clamp(target: Any, bound: Any) -> RuleResult:
+    fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)
+    return _when(fits and keeps_target(target, bound))
+
+
 @rule("div_.Tensor div_.Scalar")
 def _division(target: Any, other: Any) -> RuleResult:
     fits = keeps_target(target, other) and castable(fractional(result_dtype((target, other))), target.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.tensor.elementwise import broadcast_sizes
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.shape_rules import FLOATS, INTEGERS, RULES, RuleResult, preserved, row_major, rule
 
@@ -34,23 +35,27 @@ def _alike(*tensors: Any) -> bool:
 
 @rule("linear")
 def _linear(x: Meta, weight: Meta, bias: Meta | None = None) -> RuleResult:
-    fits = _alike(x, weight) and len(weight.size) == 2 and len(x.size) >= 1 and x.size[-1] == weight.size[1]
-    if not fits or (bias is not None and (not _alike(weight, bias) or bias.size != weight.size[:1])):
+    fits = _multiplied(x, weight) and len(weight.size) == 2 and len(x.size) >= 1 and x.size[-1] == weight.size[1]
+    if not fits or (bias is not None and not (_multiplied(weight, bias) and bias.size == weight.size[:1])):
         return None
     return _fresh((*x.size[:-1], weight.size[0]), x.dtype)
 
 
+def _multiplied(a: Meta, b: Meta) -> bool:
+    return a.plain and b.plain and a.dtype is b.dtype and a.dtype in FLOATS and 0 not in a.size and 0 not in b.size
+
+
 @rule("matmul")
 def _matmul(a: Meta, b: Meta) -> RuleResult:
-    if not (a.plain and b.plain and a.dtype is b.dtype and a.dtype in FLOATS) or 0 in a.size or 0 in b.size:
+    rank, other = len(a.size), len(b.size)
+    if not _multiplied(a, b) or not rank or not other or (rank == 1 and other > 2):
         return None
-    ranks = len(a.size), len(b.size)
-    if min(ranks) < 2 or a.size[-1] != b.size[-2]:
+    if a.size[-1] != b.size[-2 if other > 1 else 0]:
         return None
-    size = (*a.size[:-1], b.size[-1])
-    if ranks == (2, 2) or (ranks[1] == 2 and row_major(a)):
-        return _fresh(size, a.dtype)
-    return _fresh(size, a.dtype) if ranks[0] == ranks[1] and a.size[:-2] == b.size[:-2] else None
+    batch = broadcast_sizes((a.size[:-2], b.size[:-2])) if rank > 1 else ()
+    if batch is None:
+        return None
+    return _fresh((*batch, *a.size[-2:-1], *(b.size[-1:] if other > 1 else ())), a.dtype)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -72,6 +77,11 @@ def _dropout(x: Meta, p: float, train: bool | None) -> RuleResult:
     if not (_alike(x) and train is True and type(p) is float and 0 < p < 1):
         return None
     return [(plain_meta(x.size, x.dtype), None), (plain_meta(x.size, torch.bool), None)]
+
+
+@rule("bernoulli")
+def _coins(x: Meta, **options: Any) -> RuleResult:
+    return _fresh(x.size, x.dtype) if x.plain and x.dtype in FLOATS and not options else None
 
 
 @rule("index_select")
@@ -99,6 +109,8 @@ def _stack(parts: list[Any], dim: int = 0) -> RuleResult:
 @rule("argmax argmin")
 def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     rank = len(x.size)
+    if dim is None and _alike(x):
+        return _fresh((1,) * rank if keepdim else (), torch.int64)
     if not (_alike(x) and type(dim) is int and rank and -rank <= dim < rank):
         return None
     dim %= rank

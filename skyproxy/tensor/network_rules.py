@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.tensor.elementwise import elementwise
+from skyproxy.tensor.elementwise import elementwise, result_dtype
 from skyproxy.tensor.metadata import Meta, plain_meta
 from skyproxy.tensor.selection_rules import RULES, fresh, suggests_row_major, whole
 from skyproxy.tensor.shape_rules import FLOATS, INTEGERS, RuleResult, rule
@@ -43,6 +43,17 @@ def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> RuleResult:
     return _of_one_dtype(x, a, b) if type(value) in (int, float) else None
 
 
+@rule("_prelu_kernel")
+def _prelu(x: Any, weight: Any) -> RuleResult:
+    return _of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
+
+
+@rule("complex polar")
+def _complex(real: Any, imaginary: Any) -> RuleResult:
+    found = _of_one_dtype(real, imaginary) if real.dtype in _EXACT else None
+    return [(plain_meta(found[0][0].size, real.dtype.to_complex(), found[0][0].stride), None)] if found else None
+
+
 @rule("lerp.Scalar")
 def _lerp(x: Any, end: Any, weight: Any) -> RuleResult:
     return _of_one_dtype(x, end) if type(weight) in (int, float) else None
@@ -64,7 +75,8 @@ def _activation_backward(gradient: Any, x: Any, *numbers: Any, **options: Any) -
 
 @rule("isnan isinf isposinf isneginf signbit")
 def _asked(x: Meta) -> RuleResult:
-    return [fresh(x.size, torch.bool)] if whole(x) and x.dtype in FLOATS else None
+    found = elementwise((x,)) if x.dtype in FLOATS and 0 not in x.size else None
+    return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 
 
 @rule("clamp clamp_min clamp_max")
@@ -73,6 +85,16 @@ def _clamp(x: Meta, *bounds: Any) -> RuleResult:
     fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and all(n is None or type(n) in kinds for n in bounds)
     found = elementwise((x,)) if fits and any(n is not None for n in bounds) else None
     return None if found is None else [(plain_meta(found[0], x.dtype, found[1]), None)]
+
+
+@rule("clamp.Tensor")
+def _clamp_between(x: Meta, low: Any = None, high: Any = None) -> RuleResult:
+    given = [a for a in (x, low, high) if a is not None]
+    if len(given) < 2 or not all(type(a) is Meta for a in given):
+        return None
+    dtype = result_dtype(given)
+    found = elementwise(given, dtype) if dtype in FLOATS else None
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
 @rule("_softmax_backward_data _log_softmax_backward_data")
@@ -113,7 +135,26 @@ def _nll_backward(gradient: Any, x: Any, target: Any, *rest: Any) -> RuleResult:
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
 
 
+@rule("binary_cross_entropy_with_logits")
+def _loss_of_logits(x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: Any = 1) -> RuleResult:
+    return _loss(x, target, reduction) if weight is None and positive is None else None
+
+
 # --- norms -----------------------------------------------------------------------------------------------------------
+
+
+@rule("native_batch_norm")
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: Any, momentum: Any, eps: Any
+) -> RuleResult:
+    parts = [t for t in (weight, bias, mean, variance) if t is not None]
+    fits = _alike(x) and x.dtype in _EXACT and suggests_row_major(x) and len(x.size) >= 2
+    if not fits or any(not t.plain or t.size != x.size[1:2] or t.dtype is not x.dtype for t in parts):
+        return None
+    if not training and (mean is None or variance is None):
+        return None
+    sums = fresh(x.size[1:2] if training else (0,), x.dtype)
+    return [fresh(x.size, x.dtype), sums, sums]
 
 
 @rule("native_group_norm")
@@ -210,7 +251,11 @@ def _interpolated(x: Any, size: Any, aligned: Any, *scales: Any) -> RuleResult:
 def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
     parts = [t for t in (weight, bias) if t is not None]
     rank = len(x.size) - 2
-    if not _alike(x, *parts) or x.dtype not in _EXACT or rank not in (1, 2) or len(weight.size) != rank + 2:
+    if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
+        return None
+    if x.dtype not in _EXACT or rank not in (1, 2) or len(weight.size) != rank + 2:
+        return None
+    if rank == 1 and not _alike(x, *parts):  # computed with one dimension more, where another order is a format
         return None
     if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
         return None

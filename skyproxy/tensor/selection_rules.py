@@ -36,6 +36,19 @@ def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
     return plain_meta(size, dtype), None
 
 
+def _in_order(*tensors: Any) -> bool:
+    """Whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
+    return all(
+        type(t) is Meta
+        and t.plain
+        and 0 not in t.size
+        and t.dtype in _DTYPES
+        and all(s > 0 for s in t.stride)
+        and all(a >= b * n for a, b, n in zip(t.stride, t.stride[1:], t.size[1:], strict=False))
+        for t in tensors
+    )
+
+
 def _axis(x: Meta, dim: Any) -> int | None:
     rank = len(x.size)
     return dim % rank if rank and type(dim) is int and -rank <= dim < rank else None
@@ -66,28 +79,38 @@ def _indexed_size(x: Meta, indices: Any) -> Ints | None:
 
 @rule("index.Tensor")
 def _index(x: Meta, indices: Any) -> RuleResult:
-    size = _indexed_size(x, indices) if whole(x) else None
+    size = _indexed_size(x, indices) if _in_order(x) else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 def _can_be_put(x: Meta, indices: Any, values: Any) -> bool:
-    size = _indexed_size(x, indices) if whole(x) and values.plain and x.dtype is values.dtype else None
+    size = _indexed_size(x, indices) if _in_order(x) and values.plain and x.dtype is values.dtype else None
     return size is not None and broadcast_sizes((size, values.size)) == size
 
 
 @rule("index_put")
 def _index_put(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if _can_be_put(x, indices, values) else None
+    return [fresh(x.size, x.dtype)] if whole(x) and _can_be_put(x, indices, values) else None
 
 
 @rule("index_put_")
 def _index_put_in_place(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
-    return TARGET if _can_be_put(x, indices, values) and keeps_target(x) else None
+    fits = _can_be_put(x, indices, values) or _can_be_put_by_mask(x, indices, values)
+    return TARGET if fits and keeps_target(x) else None
+
+
+def _can_be_put_by_mask(x: Meta, indices: Any, values: Any) -> bool:
+    """Whether a mask of the first dimensions chooses what one value is put into, however much that is."""
+    mask = indices[0] if len(indices) == 1 else None
+    if type(mask) is not Meta or mask.dtype is not torch.bool or not mask.plain or not mask.size:
+        return False
+    return x.size[: len(mask.size)] == mask.size and values.size == () and values.dtype is x.dtype
 
 
 def _fits(x: Meta, dim: Any, index: Any) -> bool:
     at = _axis(x, dim)
-    fits = at is not None and whole(x, index) and index.dtype is torch.int64 and len(index.size) == len(x.size)
+    fits = at is not None and x.plain and index.plain and 0 not in x.size and 0 not in index.size
+    fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in _DTYPES
     return fits and all(n <= m for i, (n, m) in enumerate(zip(index.size, x.size, strict=True)) if i != at)
 
 
@@ -99,13 +122,13 @@ def _gather(x: Meta, dim: Any, index: Any, *, sparse_grad: bool = False) -> Rule
 @rule("scatter.src scatter_add")
 def _scatter(x: Meta, dim: Any, index: Any, source: Any) -> RuleResult:
     fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
-    fits = fits and all(n <= m for n, m in zip(index.size, source.size, strict=True))
+    fits = fits and whole(x) and all(n <= m for n, m in zip(index.size, source.size, strict=True))
     return [fresh(x.size, x.dtype)] if fits else None
 
 
 @rule("scatter.value")
 def _scatter_number(x: Meta, dim: Any, index: Any, value: Any) -> RuleResult:
-    fits = type(value) in (int, float) and x.dtype in FLOATS and _fits(x, dim, index)
+    fits = type(value) in (int, float) and x.dtype in FLOATS and whole(x) and _fits(x, dim, index)
     return [fresh(x.size, x.dtype)] if fits else None
 
 
@@ -173,10 +196,15 @@ def _padded(x: Meta, pad: Any) -> Ints | None:
     pairs = len(pad) // 2
     if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
+    if min(pad, default=0) < 0 and max(pad) <= 0:  # cut off only: the copy of a part, in that part's strides
+        return None
     size = list(x.size)
     for pair in range(pairs):
-        size[-1 - pair] += pad[2 * pair] + pad[2 * pair + 1]
-    return tuple(size) if min(pad, default=0) >= 0 else None
+        before, after = pad[2 * pair], pad[2 * pair + 1]
+        if before + size[-1 - pair] <= 0 or size[-1 - pair] + after <= 0 or size[-1 - pair] + before + after <= 0:
+            return None
+        size[-1 - pair] += before + after
+    return tuple(size)
 
 
 @rule("constant_pad_nd")
@@ -187,7 +215,7 @@ def _pad(x: Meta, pad: Any, value: Any = 0) -> RuleResult:
 
 @rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
 def _mirror(x: Meta, pad: Any) -> RuleResult:
-    size = _padded(x, pad)
+    size = _padded(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
     pairs = len(pad) // 2
     if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
         return None
@@ -238,7 +266,7 @@ def _unbind(x: Meta, dim: Any = 0) -> RuleResult:
 
 def _reduced(x: Meta, dims: Any, keepdim: Any) -> Ints | None:
     """The size of a reduction; None where it is not plain. No dimensions are all of them."""
-    if not whole(x) or type(keepdim) is not bool:
+    if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and type(keepdim) is bool):
         return None
     if dims is None or (type(dims) in (list, tuple) and not dims):
         places: list[int | None] = list(range(len(x.size)))
@@ -253,6 +281,48 @@ def _reduced(x: Meta, dims: Any, keepdim: Any) -> Ints | None:
 def _extreme(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
     size = _reduced(x, [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+
+
+@rule("median.dim nanmedian.dim mode")
+def _middle(x: Meta, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+    return _extreme(x, dim, keepdim) if x.dtype in FLOATS else None
+
+
+@rule("kthvalue")
+def _at_place(x: Meta, k: Any, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+    at = _axis(x, dim)
+    fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
+    return _extreme(x, dim, keepdim) if fits else None
+
+
+@rule("cummax cummin")
+def _extreme_so_far(x: Meta, dim: Any) -> RuleResult:
+    fits = whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None
+    return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
+
+
+@rule("logcumsumexp")
+def _logcumsumexp(x: Meta, dim: Any) -> RuleResult:
+    return [fresh(x.size, x.dtype)] if whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
+
+
+@rule("bucketize.Tensor")
+def _bucketize(x: Meta, bounds: Any, *, out_int32: bool = False, right: bool = False) -> RuleResult:
+    fits = whole(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
+    return [fresh(x.size, torch.int32 if out_int32 else torch.int64)] if fits else None
+
+
+@rule("multinomial")
+def _multinomial(x: Meta, count: Any, replacement: bool = False, **options: Any) -> RuleResult:
+    fits = whole(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
+    if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
+        return None
+    return [fresh((*x.size[:-1], count), torch.int64)]
+
+
+@rule("take")
+def _take(x: Meta, index: Any) -> RuleResult:
+    return [fresh(index.size, x.dtype)] if whole(x, index) and index.dtype is torch.int64 else None
 
 
 @rule("max min")
@@ -283,6 +353,30 @@ def _variance(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any 
     return None if size is None else [fresh(size, x.dtype)]
 
 
+@rule("var_mean.correction std_mean.correction")
+def _variance_and_mean(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
+    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
+
+
+@rule("aminmax")
+def _range(x: Meta, *, dim: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, None if dim is None else [dim], keepdim) if x.size else None
+    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
+
+
+@rule("nansum")
+def _sum_of_numbers(x: Meta, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("count_nonzero count_nonzero.dim_IntList")
+def _count(x: Meta, dim: Any = None) -> RuleResult:
+    size = _reduced(x, dim, False)
+    return None if size is None else [fresh(size, torch.int64)]
+
+
 @rule("linalg_vector_norm")
 def _norm(x: Meta, order: Any = 2, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
@@ -299,15 +393,9 @@ def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
 
 
 @rule("new_zeros new_ones new_empty")
-def _new(x: Meta, size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, **rest: Any) -> RuleResult:
+def _new(x: Meta, size: Any, *, dtype: Any = None, layout: Any = None, **rest: Any) -> RuleResult:
     chosen = x.dtype if dtype is None else dtype
-    fits = (
-        x.plain
-        and layout in (None, torch.strided)
-        and device is None
-        and not rest.get("pin_memory")
-        and chosen in _DTYPES
-    )
+    fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and chosen in _DTYPES
     return [fresh(tuple(size), chosen)] if fits and _integers(size) and min(size, default=0) >= 0 else None
 
 
@@ -328,7 +416,7 @@ def _new_strided(x: Meta, size: Any, stride: Any, **options: Any) -> RuleResult:
 @rule("index_add index_copy")
 def _index_add(x: Meta, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> RuleResult:
     at = _axis(x, dim)
-    fits = at is not None and whole(x, index, source) and index.dtype is torch.int64 and len(index.size) == 1
+    fits = at is not None and whole(x, index) and source.plain and index.dtype is torch.int64 and len(index.size) == 1
     if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:
         return None
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None

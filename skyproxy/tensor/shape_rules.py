@@ -37,19 +37,31 @@ TARGET: RuleAnswer = []
 RULES: dict[str, Rule] = dict(VIEW_RULES)
 
 _ARITHMETIC = (
-    "add.Tensor mul.Tensor maximum minimum fmod.Tensor remainder.Tensor fmax fmin floor_divide add.Scalar mul.Scalar "
-    "remainder.Scalar"
+    "maximum minimum fmod.Tensor remainder.Tensor fmax fmin floor_divide fmod.Scalar remainder.Scalar "
+    "floor_divide.Scalar"
 )
-_BITWISE = "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor"
-_TRUE_DIVISION = "div.Tensor atan2 div.Scalar true_divide.Tensor xlogy.Tensor"
+_BITWISE = " ".join(
+    f"bitwise_{name}.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar", "Scalar_Tensor")
+)
+_SHIFTS = (
+    "bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor "
+    "bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar __lshift__.Tensor __rshift__.Tensor"
+)
+_TRUE_DIVISION = (
+    "div.Tensor atan2 div.Scalar true_divide.Tensor xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other copysign.Tensor "
+    "copysign.Scalar"
+)
+_OF_FRACTIONS = "hypot logaddexp logaddexp2 nextafter pow.Tensor_Tensor"
 _COMPARISONS = (
     "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
     "ge.Scalar"
 )
-_FLOAT_UNARY = (
-    "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf silu gelu neg relu abs square floor ceil round "
-    "hardswish softplus leaky_relu elu dropout"
+_FLOAT_UNARY = "silu gelu hardswish softplus leaky_relu elu dropout mish hardsigmoid frac round.decimals"
+_FRACTIONAL_UNARY = (
+    "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf acos acosh asin asinh atan atanh cosh sinh tan expm1 exp2 "
+    "log10 log1p log2 erfc erfinv lgamma digamma sinc i0 logit deg2rad rad2deg"
 )
+_SIGNED_UNARY = "neg abs relu square floor ceil round trunc sign sgn"
 _WITH_SCALARS = "pow.Tensor_Scalar"
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -116,6 +128,20 @@ def _has_tensor(*operands: Any) -> bool:
     return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
 
 
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+
+@rule("add.Tensor mul.Tensor add.Scalar mul.Scalar")
+def _sum_or_product(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    """These know of masks and complex numbers, too."""
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    if dtype in _COMPLEX or dtype is torch.bool:
+        return _result((a, b), dtype) if type(alpha) is int and alpha == 1 else None
+    return _arithmetic(a, b, alpha)
+
+
 @rule(_ARITHMETIC)
 def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
     if not _has_tensor(a, b):
@@ -145,6 +171,37 @@ def _bitwise(a: Any, b: Any) -> RuleResult:
     return _result((a, b), dtype) if dtype is torch.bool or dtype in INTEGERS else None
 
 
+@rule(_SHIFTS)
+def _shift(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype in INTEGERS else None
+
+
+@rule(_OF_FRACTIONS)
+def _function_of_fractions(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b) or any(type(x) is bool for x in (a, b)):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype in FLOATS else None
+
+
+@rule("pow.Scalar")
+def _power_of_number(a: Any, b: Meta) -> RuleResult:
+    return _function_of_fractions(a, b) if row_major(b) and 0 not in b.size else None
+
+
+@rule("heaviside")
+def _step(a: Meta, b: Meta) -> RuleResult:
+    return _result((a, b), a.dtype) if a.dtype is b.dtype and a.dtype in FLOATS else None
+
+
+@rule("div.Tensor_mode div.Scalar_mode")
+def _division_with_mode(a: Any, b: Any, *, rounding_mode: Any = None) -> RuleResult:
+    return _division(a, b) if rounding_mode is None else _arithmetic(a, b)
+
+
 @rule(_TRUE_DIVISION)
 def _division(a: Any, b: Any) -> RuleResult:
     if not _has_tensor(a, b):
@@ -171,6 +228,28 @@ def _logical(a: Meta, b: Meta) -> RuleResult:
 def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
     fits = a.dtype in FLOATS and not any(isinstance(r, Meta) for r in (*rest, *kwargs.values()))
     return _result((a,), a.dtype) if fits else None
+
+
+@rule(_FRACTIONAL_UNARY)
+def _fraction(a: Meta, *numbers: Any) -> RuleResult:
+    """Integers and masks become fractions first."""
+    fits = a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool
+    return _result((a,), fractional(a.dtype), a.dtype) if fits else None
+
+
+@rule(_SIGNED_UNARY)
+def _signed(a: Meta, *numbers: Any) -> RuleResult:
+    return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in INTEGERS else None
+
+
+@rule("hardtanh")
+def _hardtanh(a: Meta, *bounds: Any) -> RuleResult:
+    return _unary(a, *bounds) if row_major(a) and 0 not in a.size else None
+
+
+@rule("nan_to_num")
+def _without_nan(a: Meta, *numbers: Any) -> RuleResult:
+    return _signed(a) if row_major(a) and 0 not in a.size else None
 
 
 @rule(_WITH_SCALARS)
@@ -220,7 +299,7 @@ def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleRes
 @rule("_to_copy")
 def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
     like = preserved(a)
-    if kwargs or like is None:
+    if like is None or kwargs.keys() - {"layout"} or kwargs.get("layout") not in (None, torch.strided):
         return None
     return _shaped(like, dtype if dtype is not None else a.dtype)
 
@@ -237,6 +316,13 @@ def _bmm(a: Meta, b: Meta) -> RuleResult:
     if not (fits and a.dtype is b.dtype and a.plain and b.plain):
         return None
     return [(plain_meta((a.size[0], a.size[1], b.size[2]), a.dtype), None)]
+
+
+@rule("baddbmm")
+def _baddbmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+    found = _bmm(a, b) if bias.plain and bias.dtype is a.dtype and a.dtype in FLOATS else None
+    size = found[0][0].size if found else None  # type: ignore[union-attr]
+    return found if size is not None and 0 not in size and broadcast_sizes((bias.size, size)) == size else None
 
 
 @rule("addmm")
@@ -260,18 +346,22 @@ def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
         return None
     dim %= rank
     rest = first.size[:dim] + first.size[dim + 1 :]
+    alike = all(part.dtype is first.dtype for part in parts)
+    if not alike and any(part.dtype.is_complex for part in parts):
+        return None
+    dtype = first.dtype if alike else result_dtype(parts)
     for part in parts:
-        same = len(part.size) == rank and part.dtype is first.dtype and 0 not in part.size
+        same = len(part.size) == rank and 0 not in part.size
         if not same or part.size[:dim] + part.size[dim + 1 :] != rest:
             return None
     size = (*first.size[:dim], sum(part.size[dim] for part in parts), *first.size[dim + 1 :])
-    return [(plain_meta(size, first.dtype), None)]
+    return [(plain_meta(size, dtype), None)]
 
 
 @rule("_softmax _log_softmax")
 def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
-    fits = not half_to_float and a.dtype in FLOATS and row_major(a) and len(a.size) > 0
-    return _shaped(a, a.dtype) if fits and -len(a.size) <= dim < len(a.size) else None
+    fits = not half_to_float and a.dtype in FLOATS and a.plain and len(a.size) > 0 and 0 not in a.size
+    return [(plain_meta(a.size, a.dtype), None)] if fits and -len(a.size) <= dim < len(a.size) else None
 
 
 @rule("embedding")
@@ -280,12 +370,10 @@ def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
     return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
 
 
-@rule("sum.dim_IntList mean.dim amax amin")
+@rule("mean.dim amax amin")
 def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(a.size)
-    if not (dim and a.dtype in FLOATS and dtype in (None, a.dtype) and a.plain and rank and 0 not in a.size):
-        return None
-    if not (row_major(a) or (rank == len(dim) + 1 and not keepdim)):  # a line has no other order
+    if not (dim and a.dtype in FLOATS and (dtype is None or dtype in FLOATS) and a.plain and rank and 0 not in a.size):
         return None
     if not all(type(d) is int and -rank <= d < rank for d in dim):
         return None
@@ -293,12 +381,30 @@ def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.
     if len(dims) != len(dim):
         return None
     size = tuple(1 if i in dims else n for i, n in enumerate(a.size) if keepdim or i not in dims)
-    return [(plain_meta(size, a.dtype), None)]
+    return [(plain_meta(size, dtype or a.dtype), None)]
 
 
-@rule("sum mean")
+@rule("sum.dim_IntList")
+def _sum_of_lines(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+    """Integers and masks are counted in 64 bits."""
+    if a.dtype in INTEGERS or a.dtype is torch.bool:
+        counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain and dtype is None else None
+        found = _reduction(counted, dim, keepdim) if counted is not None else None
+        return [(plain_meta(found[0][0].size, torch.int64), None)] if found else None  # type: ignore[union-attr]
+    return _reduction(a, dim, keepdim, dtype=dtype)
+
+
+@rule("sum")
+def _whole_sum(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
+    if a.plain and (a.dtype in INTEGERS or a.dtype is torch.bool) and dtype is None:
+        return [(plain_meta((), torch.int64), None)]
+    return _whole_reduction(a, dtype=dtype)
+
+
+@rule("mean")
 def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    return [(plain_meta((), a.dtype), None)] if a.plain and a.dtype in FLOATS and dtype in (None, a.dtype) else None
+    fits = a.plain and a.dtype in FLOATS and (dtype is None or dtype in FLOATS)
+    return [(plain_meta((), dtype or a.dtype), None)] if fits else None
 
 
 @rule("arange.start arange arange.start_step")

@@ -6,7 +6,7 @@ See `shape_rules`. Every rule answers for plain strided tensors only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from skyproxy.tensor.metadata import Meta, plain_meta
@@ -104,6 +104,58 @@ def _squeeze(a: Meta, dim: int) -> RuleResult:
     if a.size[at] != 1:
         return _view(a, a.size, a.stride, a.offset)
     return _view(a, a.size[:at] + a.size[at + 1 :], a.stride[:at] + a.stride[at + 1 :], a.offset)
+
+
+@_rule("squeeze")
+def _squeeze_all(a: Meta) -> RuleResult:
+    return _without(a, range(len(a.size))) if a.plain else None
+
+
+@_rule("squeeze.dims")
+def _squeeze_several(a: Meta, dims: Any) -> RuleResult:
+    places = [_dim(a, dim) for dim in dims]
+    return None if None in places or len(set(places)) != len(places) else _without(a, places)
+
+
+def _without(a: Meta, places: Iterable[int | None]) -> RuleResult:
+    """The tensor without those of its dimensions that are of size one and in these places."""
+    kept = [i for i in range(len(a.size)) if a.size[i] != 1 or i not in places]
+    return _permuted(a, kept)
+
+
+@_rule("diagonal")
+def _diagonal(a: Meta, offset: Any = 0, dim1: Any = 0, dim2: Any = 1) -> RuleResult:
+    first, second = _dim(a, dim1), _dim(a, dim2)
+    if first is None or second is None or first == second or type(offset) is not int:
+        return None
+    length = min(a.size[first] + min(offset, 0), a.size[second] - max(offset, 0))
+    if length <= 0:
+        return None
+    start = a.offset + (offset * a.stride[second] if offset >= 0 else -offset * a.stride[first])
+    kept = [i for i in range(len(a.size)) if i not in (first, second)]
+    size = (*(a.size[i] for i in kept), length)
+    return _view(a, size, (*(a.stride[i] for i in kept), a.stride[first] + a.stride[second]), start)
+
+
+@_rule("unfold")
+def _unfold(a: Meta, dim: Any, length: Any, step: Any) -> RuleResult:
+    at = _dim(a, dim)
+    if at is None or type(length) is not int or type(step) is not int or step < 1 or not 0 < length <= a.size[at]:
+        return None
+    size = (*a.size[:at], (a.size[at] - length) // step + 1, *a.size[at + 1 :], length)
+    return _view(a, size, (*a.stride[:at], a.stride[at] * step, *a.stride[at + 1 :], a.stride[at]), a.offset)
+
+
+@_rule("as_strided")
+def _as_strided(a: Meta, size: Any, stride: Any, offset: Any = None) -> RuleResult:
+    """Within the part of the storage that is surely there: where the tensor itself begins and ends."""
+    numbers = (*size, *stride, 0 if offset is None else offset)
+    if not a.plain or 0 in a.size or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+        return None
+    start = a.offset if offset is None else offset
+    end = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    last = a.offset + sum((n - 1) * s for n, s in zip(a.size, a.stride, strict=True))
+    return _view(a, tuple(size), tuple(stride), start) if 0 not in size and a.offset <= start and end <= last else None
 
 
 @_rule("select.int")

@@ -152,8 +152,106 @@ def _layer_cases() -> Iterator[Case]:
             yield "full", (size, value), {"dtype": dtype}
 
 
+def _kinds() -> Iterator[torch.Tensor]:
+    """Tensors of several dtypes, sizes and layouts, with values that all functions are defined for."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool):
+        for a in _tensors():
+            yield torch.ones_like(a, memory_format=torch.preserve_format).to(dtype)
+            yield a.to(dtype)
+
+
+def _stranger_cases() -> Iterator[Case]:
+    """What somebody else's program asks, whatever its tensors look like."""
+    for a in _kinds():
+        for name in (
+            "sin",
+            "log1p",
+            "erfinv",
+            "lgamma",
+            "trunc",
+            "sign",
+            "nan_to_num",
+            "hardtanh",
+            "mish",
+            "frac",
+            "isinf",
+            "abs",
+        ):
+            yield name, (a,), {}
+        for number in (2, 2.5, True):
+            for name in ("bitwise_and.Scalar", "__lshift__.Scalar", "fmod.Scalar", "xlogy.Scalar_Other"):
+                yield name, (a, number), {}
+            yield "pow.Scalar", (number, a), {}
+            yield "div.Tensor_mode", (a, number), {"rounding_mode": "floor"}
+        yield "add.Tensor", (a, 1j), {}
+        yield "mul.Tensor", (a, a.bool()), {}
+        for b in (a, a.mT if a.dim() > 1 else a, a[:1] if a.dim() else a, torch.ones(())):
+            for name in ("hypot", "logaddexp", "pow.Tensor_Tensor", "copysign.Tensor", "heaviside", "clamp.Tensor"):
+                yield name, (a, b), {}
+            yield "_prelu_kernel", (a, b), {}
+            yield "complex", (a, b), {}
+            yield "cat", ([a, b],), {}
+            yield "cat", ([a, b.double()], -1), {}
+        for name in ("sum", "any", "count_nonzero", "argmax", "aminmax", "squeeze", "logical_not", "bernoulli"):
+            yield name, (a,), {}
+        for dtype in (torch.float64, torch.float16):
+            yield "sum", (a,), {"dtype": dtype}
+            yield "mean.dim", (a, [0]), {"dtype": dtype}
+        for dim, keep in itertools.product(range(-3, 3), (False, True)):
+            for name in ("sum.dim_IntList", "var.correction", "var_mean.correction", "nansum", "any.dims"):
+                yield name, (a, [dim]), {"keepdim": keep}
+            for name in ("max.dim", "median.dim", "all.dim", "prod.dim_int", "argmin"):
+                yield name, (a, dim, keep), {}
+            yield "kthvalue", (a, 1, dim, keep), {}
+            yield "aminmax", (a,), {"dim": dim, "keepdim": keep}
+        for dim in range(-3, 3):
+            for name in ("cummax", "logcumsumexp"):
+                yield name, (a, dim), {}
+            yield "count_nonzero.dim_IntList", (a, [dim]), {}
+            yield "squeeze.dims", (a, [dim, 0]), {}
+            for length, step in ((1, 1), (2, 1), (2, 2), (9, 1)):
+                yield "unfold", (a, dim, length, step), {}
+            for offset in (-2, -1, 0, 1, 3):
+                yield "diagonal", (a, offset, dim, 0), {}
+            index = torch.zeros(a.shape, dtype=torch.int64)
+            for places in (index, index.mT.contiguous().mT if a.dim() > 1 else index, index[:1] if a.dim() else index):
+                yield "gather", (a, dim, places), {}
+                yield "scatter_add", (a, dim, places, a), {}
+        for indices in (
+            [torch.tensor([0, 0])],
+            [None, torch.tensor([0])],
+            [torch.tensor([[0]]), torch.tensor([0, 0])],
+            [torch.tensor([0]), None, torch.tensor([0])],
+        ):
+            yield "index.Tensor", (a, indices), {}
+        for value in (torch.zeros((), dtype=a.dtype), torch.zeros(1, dtype=a.dtype)):
+            for mask in (torch.ones(a.shape) > 0, torch.zeros(a.shape[:1]) > 0, torch.zeros(7) > 0):
+                yield "index_put_", (a.clone(memory_format=torch.preserve_format), [mask], value), {}
+        for pad in ([1, 0], [-1, 2], [-9, 1], [0, 1, -1, 0], [0, 0, -1, 0], [-1, 0]):
+            yield "constant_pad_nd", (a, pad), {}
+        for size, stride, offset in (([2], [1], None), ([2, 2], [1, 0], 1), ([], [], 2), ([9], [2], 0)):
+            yield "as_strided", (a, size, stride, offset), {}
+        yield "_to_copy", (a,), {"dtype": torch.float64, "layout": torch.strided}
+        for training in (True, False):
+            parts = [torch.ones(a.shape[1:2]).to(a.dtype) for _ in range(4)]
+            yield "native_batch_norm", (a, *parts, training, 0.1, 1e-5), {}
+            yield "native_batch_norm", (a, None, None, None, None, training, 0.1, 1e-5), {}
+        yield "take", (a, torch.tensor([0, 0])), {}
+        yield "multinomial", (torch.ones_like(a), 1), {}
+        yield "bucketize.Tensor", (a, a.flatten()[:2].contiguous()), {}
+        yield "binary_cross_entropy_with_logits", (a, a), {}
+        yield "clamp_min_.Tensor", (a.clone(), a), {}
+    for a, b in itertools.product(_tensors(), _tensors()):
+        if a.dim() == b.dim() == 3:
+            yield "baddbmm", (torch.zeros(a.shape[0], 1, b.shape[2]), a, b), {}
+            yield "baddbmm", (torch.zeros(7, 7, 7), a, b), {}
+        if a.dim() == b.dim() in (3, 4):
+            rank = a.dim() - 2
+            yield "convolution", (a, b, None, [1] * rank, [1] * rank, [1] * rank, False, [0] * rank, 1), {}
+
+
 _BY_NAME: dict[str, list[Case]] = {}
-for _case in itertools.chain(_cases(), _layer_cases()):
+for _case in itertools.chain(_cases(), _layer_cases(), _stranger_cases()):
     _BY_NAME.setdefault(_case[0], []).append(_case)
 
 
