@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         help="how much of uploads to keep for clients that come again; 0: nothing (default: SKYPROXY_MAX_BLOB_BYTES; "
         "with --embedded nothing, for nobody comes again)",
     )
+    add("--share-uploads", action="store_true", help="keep what came with one token for the clients of all")
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
     add("--no-functions", action="store_true", help="run tensor operations only, no code of clients")
     add(
@@ -364,7 +365,7 @@ def _blob_store(arguments: argparse.Namespace) -> BlobStore | None:
         # One for each port: several workers may be given the same folder, and each keeps its own bound.
         where = str(arguments.blob_dir / f"port-{arguments.port}")
         shelf = FolderShelf(Path(where))
-    store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes)
+    store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes, shared=arguments.share_uploads)
     logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
     return store
 

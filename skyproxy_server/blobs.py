@@ -1,17 +1,19 @@
-"""What clients uploaded, kept under the hash of its content: bounded, and shared by the sessions of this worker.
+"""What clients uploaded, kept under the hash of its content: bounded, and for the clients of one token.
 
-The hash is the only key. A client cannot read what it does not have already, for it can only name it by a hash of all
-of it; and what stands under a hash was hashed here, whatever the client said of it.
+What stands under a hash was hashed here, whatever the client said of it. Where uploads are shared among tokens, a
+client that has not uploaded some bytes itself shows that it has them before it gets a copy: a hash may be known without
+its content.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +34,21 @@ class _Blob:
     byte_count: int
     user: str
     """The session that used it last."""
+    owners: set[str]
+    """Who has uploaded it, or shown that they have it."""
 
 
 class Incoming:
     """An upload that is being kept. The thread that receives it writes; any may end it."""
 
-    def __init__(self, store: BlobStore, draft: Draft, byte_count: int, user: str) -> None:
-        self.draft = draft
+    def __init__(self, store: BlobStore, byte_count: int, user: str, owner: str, most_bytes: int | None) -> None:
+        self.draft: Draft | None = None
         self.byte_count = byte_count
+        self.held_bytes = 0
+        """What came; the store reserves no more, whatever was announced."""
         self.user = user
+        self.owner = owner
+        self.most_bytes = most_bytes
         self._store = store
         self._over = False
         self._lock = threading.RLock()
@@ -51,16 +59,23 @@ class Incoming:
             if self._over:
                 return
             self._store._last_write = time.monotonic()
+            if not self._store._reserve(self, min(len(piece), self.byte_count - self.held_bytes)):
+                self.discard()
+                return
             try:
+                if self.draft is None:
+                    self.draft = self._store._shelf.draft(self.byte_count)
                 self.draft.write(offset, piece)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 logger.warning("an upload is not kept: %s", error)
                 self.discard()
 
     def finish(self) -> None:
         """All pieces are there: hashed and kept by a thread of the store's own."""
         with self._lock:
-            if not self._over:
+            if self.draft is None:
+                self.discard()
+            elif not self._over:
                 self._over = True
                 self.draft.seal()
                 self._store._complete(self)
@@ -81,15 +96,21 @@ class BlobStore:
 
     Attributes:
         max_bytes: how much it keeps, what is still arriving included.
+        shared: whether who has one token may use what came with another.
     """
 
-    def __init__(self, max_bytes: int, shelf: Shelf | None = None, least_bytes: int = 1) -> None:
+    def __init__(
+        self, max_bytes: int, shelf: Shelf | None = None, least_bytes: int = 1, *, shared: bool = False
+    ) -> None:
         """Args:
         max_bytes: how much to keep.
         shelf: where; by default in memory.
         least_bytes: what is smaller is not worth an entry of its own.
+        shared: whether who has one token may use what came with another.
         """
         self.max_bytes = max_bytes
+        self.shared = shared
+        self._held_by: Counter[str] = Counter()
         self._least_bytes = max(least_bytes, 1)
         self._shelf: Shelf = shelf if shelf is not None else MemoryShelf()
         self._blobs: OrderedDict[bytes, _Blob] = OrderedDict()
@@ -100,7 +121,7 @@ class BlobStore:
         self._lock = threading.Lock()
         self._finished: queue.SimpleQueue[Incoming | None] = queue.SimpleQueue()
         for digest, kept, byte_count in self._shelf.found():
-            self._blobs[digest] = _Blob(kept, byte_count, "")
+            self._blobs[digest] = _Blob(kept, byte_count, "", set())
             self._held_bytes += byte_count
         with self._lock:
             self._make_room(0, "")
@@ -120,24 +141,38 @@ class BlobStore:
                 "unhashed": self._unhashed,
             }
 
-    def start(self, byte_count: int, user: str) -> Incoming | None:
-        """Begins to keep an upload; None where there is no room.
+    def start(self, byte_count: int, user: str, owner: str = "", most_bytes: int | None = None) -> Incoming | None:
+        """Begins to keep an upload; None where there is no room. Nothing is reserved until bytes come.
 
         Args:
             byte_count: its size.
             user: the session that it belongs to.
+            owner: who that session's token belongs to; an empty text for who has the only token.
+            most_bytes: what may be kept for this owner; None: as much as there is.
         """
         with self._lock:
-            if byte_count < self._least_bytes or not self._make_room(byte_count, user):
+            if byte_count < self._least_bytes or not self._has_room(byte_count, user):
                 return None
+            if most_bytes is not None and self._held_by[owner] + byte_count > most_bytes:
+                return None
+        return Incoming(self, byte_count, user, owner, most_bytes)
+
+    def _reserve(self, incoming: Incoming, byte_count: int) -> bool:
+        """Whether there is room for so much more of an upload; then it is taken."""
+        with self._lock:
+            most, held = incoming.most_bytes, self._held_by[incoming.owner]
+            if (most is not None and held + byte_count > most) or not self._make_room(byte_count, incoming.user):
+                return False
             self._held_bytes += byte_count
-        try:
-            return Incoming(self, self._shelf.draft(byte_count), byte_count, user)
-        except (OSError, MemoryError) as error:
-            logger.warning("an upload is not kept: %s", error)
-            with self._lock:
-                self._held_bytes -= byte_count
-            return None
+            self._held_by[incoming.owner] += byte_count
+            incoming.held_bytes += byte_count
+            return True
+
+    def _has_room(self, byte_count: int, user: str) -> bool:
+        """Whether so much would find room now; under the lock."""
+        fixed = sum(blob.byte_count for blob in self._blobs.values() if blob.user == user and user)
+        arriving = self._held_bytes - sum(blob.byte_count for blob in self._blobs.values())
+        return fixed + arriving + byte_count <= self.max_bytes
 
     def _make_room(self, byte_count: int, user: str) -> bool:
         """Whether there is room for so much now; under the lock."""
@@ -155,22 +190,45 @@ class BlobStore:
             self._remove(digest)
         return True
 
-    def _remove(self, digest: bytes) -> None:
-        blob = self._blobs.pop(digest)
+    def _remove(self, name: bytes) -> None:
+        blob = self._blobs.pop(name)
         self._held_bytes -= blob.byte_count
+        for owner in blob.owners:
+            self._held_by[owner] -= blob.byte_count
         blob.kept.remove()
 
-    def copy_into(self, digest: bytes, target: memoryview, user: str) -> bool:
+    def _name_of(self, digest: bytes, owner: str) -> bytes:
+        """What bytes are kept under: apart for each owner, where they are not shared."""
+        if self.shared or not owner:
+            return digest
+        return hashlib.blake2b(digest, key=hashlib.sha256(owner.encode()).digest(), digest_size=len(digest)).digest()
+
+    def needs_proof(self, digest: bytes, byte_count: int, owner: str) -> bool:
+        """Return whether bytes of this name are here, and their asker must show first that it has them."""
+        with self._lock:
+            blob = self._blobs.get(self._name_of(digest, owner))
+            return self.shared and blob is not None and blob.byte_count == byte_count and owner not in blob.owners
+
+    def is_owned(self, digest: bytes, owner: str) -> None:
+        """Take note that this owner has shown that it has these bytes."""
+        with self._lock:
+            blob = self._blobs.get(self._name_of(digest, owner))
+            if blob is not None and owner not in blob.owners:
+                blob.owners.add(owner)
+                self._held_by[owner] += blob.byte_count
+
+    def copy_into(self, digest: bytes, target: memoryview, user: str, owner: str = "") -> bool:
         """Whether the bytes of this name and size are there; then `target` holds a copy of them.
 
-        Otherwise its content is undefined.
+        Otherwise its content is undefined. Where `needs_proof` says so, its caller asks for one first.
         """
+        name = self._name_of(digest, owner)
         with self._lock:
-            blob = self._blobs.get(digest)
+            blob = self._blobs.get(name)
             if blob is None or blob.byte_count != len(target):
                 return False
             blob.user = user
-            self._blobs.move_to_end(digest)
+            self._blobs.move_to_end(name)
         # Without the lock: what is removed meanwhile stays readable until we are done with it.
         try:
             sound = blob.kept.copy_into(target, digest)
@@ -179,8 +237,8 @@ class BlobStore:
             sound = False
         if not sound:
             with self._lock:
-                if self._blobs.get(digest) is blob:
-                    self._remove(digest)
+                if self._blobs.get(name) is blob:
+                    self._remove(name)
         return sound
 
     def _complete(self, incoming: Incoming) -> None:
@@ -189,9 +247,12 @@ class BlobStore:
         self._finished.put(incoming)
 
     def _drop(self, incoming: Incoming) -> None:
-        incoming.draft.discard()
+        if incoming.draft is not None:
+            incoming.draft.discard()
         with self._lock:
-            self._held_bytes -= incoming.byte_count
+            self._held_bytes -= incoming.held_bytes
+            self._held_by[incoming.owner] -= incoming.held_bytes
+            incoming.held_bytes = 0
 
     def _hash(self) -> None:
         """Names what has arrived, one after another."""
@@ -210,19 +271,22 @@ class BlobStore:
                     self._unhashed -= 1
 
     def _name(self, incoming: Incoming) -> None:
+        assert incoming.draft is not None, "sealed, so it was begun"
         with incoming.draft.view() as view:
             digest = content_digest(view)
+        name = self._name_of(digest, incoming.owner)
         with self._lock:
-            blob = self._blobs.get(digest)
+            blob = self._blobs.get(name)
             if blob is not None:
                 blob.user = incoming.user
-                self._blobs.move_to_end(digest)
+                self._blobs.move_to_end(name)
         if blob is not None:
             self._drop(incoming)
+            self.is_owned(digest, incoming.owner)
             return
-        kept = incoming.draft.keep(digest)
+        kept = incoming.draft.keep(name)
         with self._lock:
-            self._blobs[digest] = _Blob(kept, incoming.byte_count, incoming.user)
+            self._blobs[name] = _Blob(kept, incoming.byte_count, incoming.user, {incoming.owner})
 
     def close(self) -> None:
         """Ends the hashing thread; what is on disk stays there."""
@@ -232,7 +296,7 @@ class BlobStore:
         with contextlib.suppress(queue.Empty):
             while True:
                 rest = self._finished.get_nowait()
-                if rest is not None:
+                if rest is not None and rest.draft is not None:
                     rest.draft.discard()
         self._shelf.close()
 

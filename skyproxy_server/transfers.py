@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import queue
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -11,12 +13,27 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk, Ping, Pong
+from skyproxy.protocol.digests import content_proof
+from skyproxy.protocol.messages import (
+    CancelTransfer,
+    Challenge,
+    Chunk,
+    Known,
+    Message,
+    Offer,
+    PackedChunk,
+    Ping,
+    Pong,
+    Proof,
+)
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
 from skyproxy_server.blobs import BlobStore, Incoming
 from skyproxy_server.cuda_staging import Arriving, Staging
 
+_MOST_CHALLENGES = 65_536
+_MOST_UNANNOUNCED = 65_536
+"""Transfers whose pieces came before the command that says what they are for."""
 _REMEMBERED_CANCELS = 1000
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
 
@@ -158,6 +175,8 @@ class Transfers:
         moved: Callable[[], None] = lambda: None,
         blobs: BlobStore | None = None,
         user: str = "",
+        owner: str = "",
+        most_blob_bytes: int | None = None,
     ) -> None:
         """Args:
         chunk_bytes: the size of the pieces that are sent.
@@ -165,7 +184,12 @@ class Transfers:
         moved: called for each piece that came or went.
         blobs: where uploads are kept.
         user: the session's name there.
+        owner: the name of its token there; an empty text for the only one.
+        most_blob_bytes: what may be kept for that token.
         """
+        self._owner = owner
+        self._most_blob_bytes = most_blob_bytes
+        self._challenged: dict[int, tuple[Offer, bytes]] = {}
         self.blobs = blobs
         self._user = user
         self._staging = staging or Staging(chunk_bytes)
@@ -224,6 +248,8 @@ class Transfers:
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
+                if len(self._arrivals) - len(self._announced) >= _MOST_UNANNOUNCED:
+                    raise ProtocolError(f"{_MOST_UNANNOUNCED} transfers have begun that no command speaks of")
                 arrival = self._arrivals[number] = Arrival(byte_count)
             if arrival.byte_count != byte_count:
                 raise ProtocolError(
@@ -259,14 +285,52 @@ class Transfers:
             elif isinstance(message, CancelTransfer):
                 self.on_cancel(message)
             elif isinstance(message, Offer):
+                nonce = self.challenge(message)
+                if nonce:
+                    transport.send(Challenge(message.transfer, nonce))
+                    continue
                 known = self.on_offer(message)
                 if message.digest:
                     transport.send(Known(message.transfer, known))
+            elif isinstance(message, Proof):
+                transport.send(Known(message.transfer, self.on_proof(message)))
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
 
-    def on_offer(self, offer: Offer) -> bool:
+    def challenge(self, offer: Offer) -> bytes:
+        """Return a nonce where the client must show that it has what it offers; else nothing.
+
+        Raises:
+            ProtocolError: so many offers wait for their proof already.
+        """
+        if self.blobs is None or not offer.digest:
+            return b""
+        if not self.blobs.needs_proof(offer.digest, offer.total_bytes, self._owner):
+            return b""
+        if len(self._challenged) >= _MOST_CHALLENGES:
+            raise ProtocolError(f"{_MOST_CHALLENGES} offers wait for a proof")
+        nonce = secrets.token_bytes(32)
+        self._challenged[offer.transfer] = offer, nonce
+        return nonce
+
+    def on_proof(self, message: Proof) -> bool:
+        """Take a client's answer to a challenge; return whether its bytes are now where they belong.
+
+        Raises:
+            ProtocolError: it was not asked.
+        """
+        try:
+            offer, nonce = self._challenged.pop(message.transfer)
+        except KeyError:
+            raise ProtocolError(f"a proof for transfer {message.transfer}, which nobody has asked for") from None
+        return self.on_offer(offer, (nonce, message.proof))
+
+    def on_offer(self, offer: Offer, proof: tuple[bytes, bytes] | None = None) -> bool:
         """An upload begins. Whether its bytes were here already, and are now where they belong; if not, they are kept.
+
+        Args:
+            offer: what the client said of it.
+            proof: the nonce that it was asked with, and its answer; None where it need not be asked.
 
         Raises:
             ProtocolError: this worker keeps nothing, or the transfer is under way already.
@@ -278,17 +342,22 @@ class Transfers:
             return False
         if arrival.missing != arrival.byte_count or arrival.kept is not None:
             raise ProtocolError(f"transfer {offer.transfer} was offered after it had begun")
-        if offer.digest and self.blobs.copy_into(offer.digest, arrival.view, self._user):
-            arrival.early.append((0, arrival.byte_count))
-            arrival.pieces.append((0, arrival.byte_count))
-            self._landed(offer.transfer, arrival, arrival.byte_count)
-            return True
-        arrival.kept = self.blobs.start(offer.total_bytes, self._user)
+        if offer.digest and self.blobs.copy_into(offer.digest, arrival.view, self._user, self._owner):
+            # What was copied is the client's only once it has shown that; bytes that it sends itself replace all of it.
+            if proof is None or hmac.compare_digest(content_proof(arrival.view, proof[0]), proof[1]):
+                self.blobs.is_owned(offer.digest, self._owner)
+                arrival.early.append((0, arrival.byte_count))
+                arrival.pieces.append((0, arrival.byte_count))
+                self._landed(offer.transfer, arrival, arrival.byte_count)
+                return True
+        arrival.kept = self.blobs.start(offer.total_bytes, self._user, self._owner, self._most_blob_bytes)
         return False
 
     def on_chunk(self, chunk: Chunk) -> None:
         """A piece has landed."""
         arrival, size = self._of_chunk(chunk), len(chunk.buffers[0])
+        if not size and chunk.total_bytes:
+            raise ProtocolError(f"a chunk of transfer {chunk.transfer} without a byte")  # they would add up
         buffer, self._buffer = self._buffer, None
         if chunk.offset + size < chunk.total_bytes:
             self._piece_bytes = size

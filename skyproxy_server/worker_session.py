@@ -18,7 +18,7 @@ from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.activity import Activity
 from skyproxy_server.admission import refuse_session
-from skyproxy_server.auth import FUNCTIONS, client_of
+from skyproxy_server.auth import FUNCTIONS, OWNER, client_of
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
@@ -69,7 +69,14 @@ class WorkerSession:
         self.client = client_of(transport)
         self._transport = transport
         self._activity = activity
-        self._transfers = Transfers(settings.chunk_bytes, moved=activity.touch, blobs=blobs, user=self.identity)
+        self._transfers = Transfers(
+            settings.chunk_bytes,
+            moved=activity.touch,
+            blobs=blobs,
+            user=self.identity,
+            owner="" if self.client.name == OWNER.name else self.client.name,
+            most_blob_bytes=self.client.bounds.blob_bytes,
+        )
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.session, self._executor.calls = self.identity, calls
         self.calls = calls

@@ -73,6 +73,9 @@ def serve_command(
     blob_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
     ] = None,
+    share_uploads: Annotated[
+        bool, typer.Option("--share-uploads", help="Keep what came with one token for the clients of all.")
+    ] = False,
     no_functions: Annotated[
         bool, typer.Option("--no-functions", help="Take tensor operations only, and run no code of clients.")
     ] = False,
@@ -129,7 +132,12 @@ def serve_command(
         arguments += ["--allow-ops", name]
     if session_processes is not None:
         arguments.append("--session-processes" if session_processes else "--sessions-in-process")
-    switches = {"--insecure": insecure, "--embedded": embedded, "--no-functions": no_functions}
+    switches = {
+        "--insecure": insecure,
+        "--embedded": embedded,
+        "--no-functions": no_functions,
+        "--share-uploads": share_uploads,
+    }
     arguments += [flag for flag, given in switches.items() if given]
     run_server(arguments)
 

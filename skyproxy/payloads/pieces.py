@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -9,6 +10,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.protocol.messages import Buffer, CallData, Message
 
 Made = TypeVar("Made")
+_LARGE_BYTES = 1 << 20
 
 
 class Head(Protocol):
@@ -42,10 +44,12 @@ def send_payload(
 
 
 class Assembly(Generic[Made]):
-    """A payload that is coming in.
+    """A payload that is coming in: its pieces one after another, each from its first byte on.
+
+    Memory is taken as bytes come, and not as they are announced: at most one piece is there in part.
 
     Attributes:
-        pieces: what `allocate` made for each piece; filled once `complete`.
+        pieces: what `allocate` made for each piece; all of them once `complete`.
     """
 
     def __init__(
@@ -67,15 +71,19 @@ class Assembly(Generic[Made]):
         total = sum(sizes)
         if any(size < 0 for size in sizes) or total > max_bytes:
             raise ProtocolError(f"a payload of {total:,} bytes in {len(sizes)} pieces is not allowed")
-        made = [allocate(index, size) for index, size in enumerate(sizes)]
-        self.pieces: list[Made] = [piece for piece, _ in made]
-        self._views = [view for _, view in made]
-        self._missing = total
-        if total and buffers:
-            if [flat_size(buffer) for buffer in buffers] != list(sizes):
-                raise ProtocolError("the buffers of a payload have other sizes than it says")
-            for index, buffer in enumerate(buffers):
-                self._fill(index, 0, buffer)
+        self.pieces: list[Made] = []
+        self._sizes = sizes
+        self._allocate = allocate
+        self._view = memoryview(b"")
+        self._filled = 0
+        """Bytes of the last piece that are there."""
+        self._total = self._missing = total
+        if total and buffers and [flat_size(buffer) for buffer in buffers] != list(sizes):
+            raise ProtocolError("the buffers of a payload have other sizes than it says")
+        for index, buffer in enumerate(buffers if total else ()):
+            self._fill(index, 0, buffer)
+        if self.complete:
+            self._begin_until(len(sizes))
 
     @property
     def complete(self) -> bool:
@@ -86,20 +94,42 @@ class Assembly(Generic[Made]):
         """Takes a part that came.
 
         Raises:
-            ProtocolError: it does not fit.
+            ProtocolError: it does not fit, or is not the next one.
         """
-        if data.piece >= len(self._views) or data.offset + flat_size(data.buffers[0]) > len(self._views[data.piece]):
+        size = flat_size(data.buffers[0])
+        if data.piece >= len(self._sizes) or not size or data.offset + size > self._sizes[data.piece]:
             raise ProtocolError(f"CallData for piece {data.piece}, byte {data.offset} does not fit its payload")
         self._fill(data.piece, data.offset, data.buffers[0])
+        if self.complete:
+            self._begin_until(len(self._sizes))
 
     def _fill(self, piece: int, offset: int, buffer: Buffer) -> None:
         size = flat_size(buffer)
-        if size:
-            self._views[piece][offset : offset + size] = memoryview(buffer).cast("B")
-            self._missing -= size
+        if not size:
+            return
+        if piece >= len(self.pieces) and self._filled == len(self._view):
+            self._begin_until(piece + 1)
+        if piece != len(self.pieces) - 1 or offset != self._filled:
+            raise ProtocolError(f"CallData for piece {piece}, byte {offset} does not fit: it is not what comes next")
+        self._view[offset : offset + size] = memoryview(buffer).cast("B")
+        self._filled += size
+        self._missing -= size
+
+    def _begin_until(self, count: int) -> None:
+        """Makes the next pieces: one, after those that have no bytes."""
+        while len(self.pieces) < count:
+            if self._filled != len(self._view):
+                raise ProtocolError(f"CallData left out bytes of piece {len(self.pieces) - 1}, so it does not fit")
+            index = len(self.pieces)
+            try:
+                made, self._view = self._allocate(index, self._sizes[index])
+            except (MemoryError, OSError, RuntimeError) as error:
+                raise ProtocolError(f"there is no memory for a payload of {self._total:,} bytes: {error}") from error
+            self._filled = 0
+            self.pieces.append(made)
 
 
 def plain_memory(index: int, size: int) -> tuple[Any, memoryview]:
-    """An `allocate` that makes a bytearray of every piece."""
-    memory = bytearray(size)
+    """An `allocate` that makes a bytearray of a small piece; a large one gets memory that is there once written."""
+    memory: Any = bytearray(size) if size < _LARGE_BYTES else mmap.mmap(-1, size)
     return memory, memoryview(memory)

@@ -13,6 +13,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
+from skyproxy.payloads.pieces import plain_memory
 from skyproxy.torch_codec import Description
 
 VALUE = "value"
@@ -201,8 +202,7 @@ def memory_for(tables: dict[str, Any], count: int) -> Callable[[int, int], tuple
 
     def allocate(index: int, size: int) -> tuple[Any, memoryview]:
         if index < first:
-            memory = bytearray(size)
-            return memory, memoryview(memory)
+            return plain_memory(index, size)
         content = torch.empty(size, dtype=torch.uint8)
         return content, torch_codec.byte_view(content)
 

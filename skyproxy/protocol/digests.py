@@ -28,12 +28,25 @@ def content_digest(view: memoryview, mapped: Map = map) -> bytes:
     return root.digest()
 
 
+def content_proof(view: memoryview, nonce: bytes, mapped: Map = map) -> bytes:
+    """SHA-256 as `content_digest`, in which each piece and the whole begin with a nonce of the other side.
+
+    Who knows only the content's name cannot make it, nor who has the content but for a byte: each byte of it is hashed
+    behind a nonce that was not known before.
+    """
+    root = hashlib.sha256(b"skyproxy proof root %d:" % len(view) + nonce)
+    leaf_start = b"skyproxy proof leaf:" + nonce
+    for leaf in mapped(lambda piece: _leaf(piece, leaf_start), _pieces(view)):
+        root.update(leaf)
+    return root.digest()
+
+
 def _pieces(view: memoryview) -> Iterator[memoryview]:
     for offset in range(0, len(view), LEAF_BYTES):
         yield view[offset : offset + LEAF_BYTES]
 
 
-def _leaf(piece: memoryview) -> bytes:
-    leaf = hashlib.sha256(b"skyproxy leaf:")
+def _leaf(piece: memoryview, start: bytes = b"skyproxy leaf:") -> bytes:
+    leaf = hashlib.sha256(start)
     leaf.update(piece)  # without the interpreter's lock
     return leaf.digest()

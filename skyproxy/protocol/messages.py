@@ -260,6 +260,31 @@ class Known(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """The answer to an `Offer` of bytes that the worker has from another client: they are for who has them, too.
+
+    The client answers with a `Proof`, and gets its `Known` then.
+    """
+
+    code: ClassVar[int] = 23
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
+    transfer: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(Message):
+    """The bytes of an upload, hashed behind the nonce of a `Challenge`; see `protocol.digests`."""
+
+    code: ClassVar[int] = 24
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
+    transfer: int
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Ping(Message):
     """Asks for a `Pong` with the same number. Answered by a thread that never executes operations."""
 
@@ -391,6 +416,8 @@ MESSAGES: dict[int, type[Message]] = {
         CancelTransfer,
         Offer,
         Known,
+        Challenge,
+        Proof,
         Ping,
         Pong,
         CallStart,

@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
-from skyproxy.protocol.digests import content_digest
+from skyproxy.protocol.digests import content_digest, content_proof
 
 _MISSES = 3
 """Questions about one size that were answered with no, in a row, before that size is not asked about any more."""
@@ -73,6 +73,10 @@ class Offers:
             threads = min(_THREADS, os.cpu_count() or 1)
             self._pool = ThreadPoolExecutor(threads, "skyproxy-hashing")
         return content_digest(view, self._pool.map)
+
+    def proof(self, view: memoryview, nonce: bytes) -> bytes:
+        """What shows a worker that these bytes are here."""
+        return content_proof(view, nonce, map if self._pool is None else self._pool.map)
 
     def answered(self, byte_count: int, known: bool) -> None:
         """The worker has answered a question about an upload of this size."""

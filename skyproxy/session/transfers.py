@@ -14,7 +14,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import RemoteError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
+from skyproxy.protocol.messages import CancelTransfer, Challenge, Chunk, Known, Message, Offer, PackedChunk, Proof
 from skyproxy.session.offers import Offers, Plan
 from skyproxy.session.progress import Watch
 from skyproxy.session.trace import SessionTrace
@@ -240,7 +240,7 @@ class Uploads:
         self.last_progress = 0.0
         self._transport = transport
         self._chunk_bytes = chunk_bytes
-        self._jobs: queue.SimpleQueue[_Job | Known | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Known | Challenge | None] = queue.SimpleQueue()
         self._asked: dict[int, _Job] = {}
         self._ended: SessionLostError | None = None
         self._lock = threading.Lock()
@@ -289,9 +289,9 @@ class Uploads:
             job.done.fail(self._ended or SessionLostError("the session ended"))
         self.offers.end()
 
-    def _attend_to(self, item: _Job | Known) -> None:
+    def _attend_to(self, item: _Job | Known | Challenge) -> None:
         asked = self._asked.pop(item.transfer, None)
-        job = asked if isinstance(item, Known) else item
+        job = item if isinstance(item, _Job) else asked
         if job is None or job.done.done:
             return  # it comes a second time, because its sender was interrupted
         self.last_progress = time.monotonic()
@@ -303,6 +303,10 @@ class Uploads:
                     job.sent_bytes = len(job.view)
                     job.done.set(None)
                     return
+            elif isinstance(item, Challenge):
+                self._asked[job.transfer] = job
+                self._transport.send(Proof(job.transfer, self.offers.proof(job.view, item.nonce)))
+                return
             elif self._ask(job):
                 return
             self._write(job)
@@ -313,7 +317,7 @@ class Uploads:
         finally:
             self.busy = False
 
-    def on_known(self, message: Known) -> None:
+    def on_known(self, message: Known | Challenge) -> None:
         """The worker's answer; called by the reading thread."""
         self._jobs.put(message)
 
