@@ -266,7 +266,7 @@ class Challenge(Message):
     The client answers with a `Proof`, and gets its `Known` then.
     """
 
-    code: ClassVar[int] = 23
+    code: ClassVar[int] = 25
     senders: ClassVar[frozenset[str]] = frozenset({WORKER})
     roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
@@ -277,7 +277,7 @@ class Challenge(Message):
 class Proof(Message):
     """The bytes of an upload, hashed behind the nonce of a `Challenge`; see `protocol.digests`."""
 
-    code: ClassVar[int] = 24
+    code: ClassVar[int] = 26
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
     roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int

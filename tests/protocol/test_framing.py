@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError
-from skyproxy.protocol import framing
+from skyproxy.protocol import framing, messages
 from skyproxy.protocol.messages import (
     MESSAGES,
     Ack,
@@ -90,8 +90,8 @@ CASES: list[tuple[Message, bytes]] = [
     (PackedChunk(1, 2, 9, 7, 4, (b"\xff\xfe",)), raw_frame(14, b"\x96\x01\x02\x09\x07\x04\x91\x02", b"\xff\xfe")),
     (Offer(3, 7, b"\x01\x02"), raw_frame(20, b"\x93\x03\x07\xc4\x02\x01\x02")),
     (Known(3, True), raw_frame(21, b"\x92\x03\xc3")),
-    (Challenge(3, b"no"), raw_frame(23, b"\x92\x03\xc4\x02no")),
-    (Proof(3, b"ok"), raw_frame(24, b"\x92\x03\xc4\x02ok")),
+    (Challenge(3, b"no"), raw_frame(25, b"\x92\x03\xc4\x02no")),
+    (Proof(3, b"ok"), raw_frame(26, b"\x92\x03\xc4\x02ok")),
     (CancelTransfer(1, "no"), raw_frame(9, b"\x92\x01\xa2no")),
     (Ping(-5), raw_frame(10, b"\x91\xfb")),
     (Pong(0, {"queued_batches": 3}), raw_frame(11, b"\x92\x00\x81\xaequeued_batches\x03")),
@@ -312,3 +312,9 @@ def test_fuzz_flipped_and_cut_frames(frame: bytes, data: st.DataObject) -> None:
 def test_fuzz_round_trip(stream: list[Any], buffers: list[bytes]) -> None:
     frame = encode(Batch(Sequence(1), stream, tuple(buffers)))
     assert encode(framing.decode(frame, LIMIT)) == frame
+
+
+def test_every_message_has_a_code_of_its_own() -> None:
+    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and hasattr(kind, "code")]
+    assert sorted(kind.code for kind in kinds) == sorted({kind.code for kind in kinds})
+    assert {kind for kind in kinds if kind is not messages.Message} == set(MESSAGES.values())
