@@ -25,30 +25,60 @@ def install(
     overlay: Annotated[
         Overlay, typer.Option(help="base; with a Gateway API controller; or for OpenShift.")
     ] = Overlay.BASE,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", "-n", help="A namespace in which there are to be workers; repeatable."),
+    ] = None,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Workers in every namespace; the operator's rights, too.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifests, and change nothing.")] = False,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Install skyproxy in a cluster, or bring it to this version. Needs an administrator's rights.
 
-    The same as `kubectl apply --server-side -k` of the manifests that come with this package.
+    The operator looks after the namespaces that you name, and has no rights in others; without a name, after those that
+    it looks after already, or that of your kubeconfig. With --all-namespaces, and with an overlay other than base, it
+    is the same as `kubectl apply --server-side -k` of the manifests that come with this package.
     """
-    from skyproxy.kubernetes.manifests import apply_manifests, manifests_folder, render
+    from skyproxy.kubernetes.client import ClusterClient
+    from skyproxy.kubernetes.manifests import (
+        apply_manifests,
+        manifests_folder,
+        narrowed,
+        reach_of_installation,
+        render,
+    )
 
-    folder = manifests_folder(overlay.value)
-    objects = render(folder)
+    if namespace and all_namespaces:
+        raise ConfigurationError("--namespace and --all-namespaces exclude one another. Leave one out.")
+    objects = render(manifests_folder(overlay.value))
+    address = address_of(None, context, kubeconfig)
+
+    async def reach() -> list[str]:
+        """The namespaces; none for all of them."""
+        if all_namespaces or namespace or overlay is not Overlay.BASE:
+            return list(namespace or ())
+        async with ClusterClient(address) as client:
+            found = await reach_of_installation(client, objects)
+            return [client.namespace] if found is None else found
+
+    async def work() -> list[str]:
+        with progress("Installing") as say:
+            names = await reach()
+            await apply_manifests(address, narrowed(objects, names) if names else objects, say)
+            return names
+
     if dry_run:
         import yaml
 
-        typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)
+        shown = narrowed(objects, namespace) if namespace else objects
+        typer.echo(yaml.safe_dump_all(shown, sort_keys=False), nl=False)
         return
-
-    async def work() -> None:
-        with progress("Installing") as say:
-            await apply_manifests(address_of(None, context, kubeconfig), objects, say)
-
-    asyncio.run(work())
-    note(f"Applied {len(objects)} objects of {overlay.value}. See: skyproxy doctor")
+    names = asyncio.run(work())
+    where = f"in {', '.join(names)}" if names else "in every namespace"
+    note(f"Applied skyproxy ({overlay.value}); there can be workers {where}. See: skyproxy doctor")
 
 
 def uninstall(

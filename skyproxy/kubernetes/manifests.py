@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from skyproxy.kubernetes.versions import check_version
 
 _KNOWN_FIELDS = {"apiVersion", "kind", "resources", "patches"}
 _FIRST = ("Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "Role")
+OPERATOR = "skyproxy-operator"
+WORKERS_BINDING = "skyproxy-operator-workers"
+DISCOVERY = "skyproxy-operator-discovery"
+_RBAC = "/apis/rbac.authorization.k8s.io/v1/"
 _LOOK_SECONDS = 1.0
 _SHOWN = 5
 _LIST_KEYS = ("name", "containerPort", "mountPath", "port", "ip")
@@ -116,10 +121,45 @@ def _merged(base: Any, patch: Any) -> Any:
     return copy.deepcopy(patch)
 
 
+def narrowed(objects: list[Manifest], namespaces: Sequence[str]) -> list[Manifest]:
+    """The same installation, whose operator looks after some namespaces and may do nothing in the others.
+
+    What it may do is bound by a RoleBinding in each of them. In the cluster it may still see which custom resources are
+    defined, as anyone who lists the API's kinds can.
+
+    Args:
+        objects: an installation for the whole cluster.
+        namespaces: those that it is to look after.
+    """
+    result: list[Manifest] = []
+    for item in objects:
+        if item["kind"] == "ClusterRoleBinding" and item["metadata"]["name"] == OPERATOR:
+            labels = item["metadata"].get("labels", {})
+            for namespace in namespaces:
+                metadata = {"name": WORKERS_BINDING, "namespace": namespace, "labels": labels}
+                result.append({**item, "kind": "RoleBinding", "metadata": metadata})
+            result.append({**item, "metadata": {"name": DISCOVERY, "labels": labels}})
+            result[-1] = {**result[-1], "roleRef": {**item["roleRef"], "name": DISCOVERY}}
+        elif item["kind"] == "ClusterRole" and item["metadata"]["name"] == OPERATOR:
+            in_cluster = [rule for rule in item["rules"] if "apiextensions.k8s.io" in rule["apiGroups"]]
+            in_namespaces = [rule for rule in item["rules"] if rule not in in_cluster]
+            result.append({**item, "rules": in_namespaces})
+            result.append({**item, "metadata": {**item["metadata"], "name": DISCOVERY}, "rules": in_cluster})
+        elif item["kind"] == "Deployment" and item["metadata"]["name"] == OPERATOR:
+            item = copy.deepcopy(item)
+            for container in item["spec"]["template"]["spec"]["containers"]:
+                args = [part for part in container.get("args", ()) if part not in ("--all-namespaces", "-A")]
+                container["args"] = [part for name in namespaces for part in ("--namespace", name)] + args
+            result.append(item)
+        else:
+            result.append(item)
+    return result
+
+
 async def apply_manifests(
     address: ClusterAddress, objects: list[Manifest], say: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Server-side apply of objects, in order.
+    """Server-side apply of objects, in order. Rights that an installation of another reach had are taken away.
 
     Raises:
         ClusterError: the cluster is too old, and nothing is applied; or it refused one, and those before it are there.
@@ -131,6 +171,8 @@ async def apply_manifests(
             path = await _path_of(client, item)
             query = [("fieldManager", "skyproxy-install"), ("force", "true")]
             await client.request("PATCH", path, body=item, query=query, content_type=APPLY)
+        if any(item["kind"] == "Deployment" and item["metadata"]["name"] == OPERATOR for item in objects):
+            await _delete_bindings(client, objects)
 
 
 async def remove_manifests(
@@ -171,6 +213,7 @@ async def remove_manifests(
         if found and computes == "delete":
             await _delete_computes(client, found, timeout_seconds, say)
         keeps = computes == "keep" and bool(found)
+        await _delete_bindings(client, [])
         for item in reversed(objects):
             what = f"{item['kind']} {item['metadata']['name']}"
             if keeps and item["kind"] == "CustomResourceDefinition":
@@ -184,6 +227,47 @@ async def remove_manifests(
             say(what)
             await _delete(client, item)
     return left
+
+
+async def reach_of_installation(client: ClusterClient, objects: Sequence[Manifest]) -> list[str] | None:
+    """The namespaces that the installed operator looks after, none for all of them; None where none is installed."""
+    deployment = next(
+        (row for row in objects if row["kind"] == "Deployment" and row["metadata"]["name"] == OPERATOR), None
+    )
+    if deployment is None:
+        return None
+    folder = f"/apis/apps/v1/namespaces/{deployment['metadata']['namespace']}/deployments"
+    found = await client.find(f"{folder}/{OPERATOR}")
+    if found is None:
+        return None
+    args = [str(part) for row in found["spec"]["template"]["spec"]["containers"] for part in row.get("args", ())]
+    return [name for flag, name in itertools.pairwise(args) if flag in ("--namespace", "-n")]
+
+
+async def _delete_bindings(client: ClusterClient, wanted: list[Manifest]) -> None:
+    """Delete what gives the operator rights and is not among `wanted`: whichever reach an installation before had."""
+    keep = {_identity(item) for item in wanted}
+    rows = []
+    plurals = {
+        "RoleBinding": "rolebindings",
+        "ClusterRoleBinding": "clusterrolebindings",
+        "ClusterRole": "clusterroles",
+    }
+    for kind, plural in plurals.items():
+        query = [("labelSelector", "app.kubernetes.io/name=skyproxy")]
+        found = (await client.request("GET", _RBAC + plural, query=query)).get("items", [])
+        rows += [{"apiVersion": "rbac.authorization.k8s.io/v1", "kind": kind, **item} for item in found]
+    ours = [("RoleBinding", WORKERS_BINDING), ("ClusterRoleBinding", DISCOVERY), ("ClusterRoleBinding", OPERATOR)]
+    ours.append(("ClusterRole", DISCOVERY))
+    for item in rows:
+        place = _identity(item)
+        if (place[0], place[2]) in ours and place not in keep:
+            folder = f"namespaces/{place[1]}/{plurals[place[0]]}" if place[1] else plurals[place[0]]
+            try:
+                await client.request("DELETE", f"{_RBAC}{folder}/{place[2]}")
+            except ClusterError as error:
+                if error.status != 404:
+                    raise
 
 
 async def _computes_anywhere(client: ClusterClient) -> list[Manifest]:

@@ -16,7 +16,14 @@ from aiohttp import web
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.kubernetes.manifests import apply_manifests, manifests_folder, remove_manifests, render
+from skyproxy.kubernetes.manifests import (
+    apply_manifests,
+    manifests_folder,
+    narrowed,
+    reach_of_installation,
+    remove_manifests,
+    render,
+)
 from skyproxy.kubernetes.versions import check_version
 
 OVERLAYS = ("base", "e2e", "openshift")
@@ -234,3 +241,125 @@ def test_a_namespace_with_pods_of_others_is_left(server: Any, kubeconfig: Path) 
     left = uninstalled(server, kubeconfig, cluster, "refuse")
     assert left == ["Namespace skyproxy-system: other Pods are in it: database-0"]
     assert "skyproxy-system" not in cluster.deleted
+
+
+def test_a_narrow_installation_has_rights_in_its_namespaces_only() -> None:
+    whole = render(manifests_folder("base"))
+    narrow = narrowed(whole, ["team", "lab"])
+    by = {(item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"]): item for item in narrow}
+    assert len(by) == len(narrow)
+    # Bound in the cluster: nothing but which custom resources there are.
+    roles = {item["roleRef"]["name"] for item in narrow if item["kind"] == "ClusterRoleBinding"}
+    assert roles == {"skyproxy-operator-discovery"}
+    rules = by["ClusterRole", None, "skyproxy-operator-discovery"]["rules"]
+    assert rules == [
+        {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["list", "watch"]}
+    ]
+    for namespace in ("team", "lab"):
+        binding = by["RoleBinding", namespace, "skyproxy-operator-workers"]
+        assert binding["roleRef"] == {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "ClusterRole",
+            "name": "skyproxy-operator",
+        }
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": "skyproxy-operator", "namespace": "skyproxy-system"}
+        ]
+    (container,) = by["Deployment", "skyproxy-system", "skyproxy-operator"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--namespace", "team", "--namespace", "lab", "--log-format", "json"]
+    # All rights of the whole installation are somewhere, and nothing was changed in it.
+    original = next(item for item in whole if item["kind"] == "ClusterRole")["rules"]
+    assert by["ClusterRole", None, "skyproxy-operator"]["rules"] + rules == original
+    assert whole == render(manifests_folder("base"))
+
+
+class Bindings(Installed):
+    """The same cluster, with bindings of an installation before."""
+
+    def __init__(self, args: list[str] | None, *bindings: str) -> None:
+        super().__init__([], OPERATOR)
+        self.args = args
+        self.bindings = list(bindings)
+        self.applied: list[dict[str, Any]] = []
+
+    async def answer(self, request: Any) -> Any:
+        path = request.path.removeprefix("/apis/rbac.authorization.k8s.io/v1/")
+        if request.path == "/version":
+            return web.json_response(NEW)
+        if request.method == "PATCH":
+            self.applied.append(json.loads(await request.text()))
+            return web.json_response({})
+        if request.method == "DELETE" and path in self.bindings:
+            self.bindings.remove(path)
+            return web.json_response({})
+        if request.method == "GET" and path in ("rolebindings", "clusterrolebindings", "clusterroles"):
+            items = []
+            for text in self.bindings:
+                parts = text.split("/")
+                if parts[-2] == path:
+                    inside = {"namespace": parts[1]} if parts[0] == "namespaces" else {}
+                    items.append({"metadata": {"name": parts[-1], **inside}})
+            return web.json_response({"items": items})
+        if request.path.endswith("/deployments/skyproxy-operator"):
+            if self.args is None:
+                return web.json_response({"reason": "NotFound"}, status=404)
+            spec = {"template": {"spec": {"containers": [{"args": self.args}]}}}
+            return web.json_response({"spec": spec})
+        return await super().answer(request)
+
+
+def installed(kubeconfig: Path, *arguments: str) -> Any:
+    from typer.testing import CliRunner
+
+    from skyproxy.cli.main import app
+
+    done = CliRunner().invoke(app, ["install", "--kubeconfig", str(kubeconfig), *arguments])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments", "reach"),
+    [
+        (None, (), ["--namespace", "team"]),  # that of the kubeconfig
+        (None, ("-n", "lab", "-n", "team"), ["--namespace", "lab", "--namespace", "team"]),
+        (None, ("-A",), ["--all-namespaces"]),
+        # What is installed keeps its reach, for its workers would have no operator otherwise.
+        (["--all-namespaces"], (), ["--all-namespaces"]),
+        (["--namespace", "lab"], (), ["--namespace", "lab"]),
+        (["--namespace", "lab"], ("-A",), ["--all-namespaces"]),
+    ],
+)
+def test_an_installation_is_narrow_unless_somebody_says_otherwise(
+    server: Any, kubeconfig: Path, before: list[str] | None, arguments: tuple[str, ...], reach: list[str]
+) -> None:
+    cluster = Bindings(before)
+    server.handler = cluster.answer
+    installed(kubeconfig, *arguments)
+    (deployment,) = [item for item in cluster.applied if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == [*reach, "--log-format", "json"]
+
+
+def test_rights_of_another_reach_are_taken_away(server: Any, kubeconfig: Path) -> None:
+    own, lease = "namespaces/team/rolebindings/skyproxy-operator-workers", "namespaces/skyproxy-system/rolebindings/x"
+    cluster = Bindings(
+        ["--all-namespaces"],
+        own,
+        lease,
+        "namespaces/old/rolebindings/skyproxy-operator-workers",
+        "clusterrolebindings/skyproxy-operator",
+        "clusterrolebindings/skyproxy-operator-discovery",
+        "clusterroles/skyproxy-operator-discovery",
+        "clusterrolebindings/of-somebody-else",
+    )
+    server.handler = cluster.answer
+    installed(kubeconfig, "-n", "team")
+    discovery = ["clusterrolebindings/skyproxy-operator-discovery", "clusterroles/skyproxy-operator-discovery"]
+    assert cluster.bindings == [own, lease, *discovery, "clusterrolebindings/of-somebody-else"]
+    installed(kubeconfig, "-A")
+    assert cluster.bindings == [lease, "clusterrolebindings/of-somebody-else"]
+
+
+def test_the_reach_of_an_installation_that_is_not_there_is_unknown() -> None:
+    assert asyncio.run(reach_of_installation(None, [])) is None  # type: ignore[arg-type]
