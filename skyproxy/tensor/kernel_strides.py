@@ -15,6 +15,7 @@ from skyproxy.tensor.elementwise import (
     broadcast_sizes,
     channels_last_stride,
     elementwise,
+    is_contiguous,
     preserved_stride,
     result_dtype,
 )
@@ -114,7 +115,8 @@ def _copy(a: Meta, *args: Any, memory_format: torch.memory_format | None = None,
     "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
     "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_copy huber_loss_backward "
-    "smooth_l1_loss_backward mse_loss_backward native_layer_norm col2im renorm tril triu"
+    "smooth_l1_loss_backward mse_loss_backward native_layer_norm col2im renorm tril triu "
+    "softmax.int log_softmax.int"
 )
 def _row_major(*args: Any, **kwargs: Any) -> list[Strides]:
     return [_ROW_MAJOR, _ROW_MAJOR]
@@ -139,6 +141,11 @@ def _dropout_backward(gradient: Meta, mask: Meta, scale: float) -> list[Strides]
 @_corrects("ldexp.Tensor")
 def _ldexp(a: Meta, exponent: Meta) -> list[Strides]:
     return _iterated(a, plain_meta(exponent.size, exponent.dtype))  # what `pow` makes of a number is row-major
+
+
+@_corrects("rms_norm")
+def _rms_norm(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
+    return [a.stride if is_contiguous(a.size, a.stride) else _ROW_MAJOR]
 
 
 @_corrects("soft_margin_loss_backward")

@@ -28,7 +28,12 @@ _COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 @implements("composite")
 def _divide(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """A composite that came undivided, as they do below autograd and in inference mode."""
+    """A composite that came undivided, as they do below autograd and in inference mode.
+
+    By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
+    """
+    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 
 
@@ -147,6 +152,30 @@ def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, 
     return aten.tensor_split.sections(self, values, dim)
 
 
+def _differentiates(x: torch.Tensor) -> bool:
+    return (torch.is_grad_enabled() and x.requires_grad) or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    """`torch.linalg.svdvals`. For subclasses PyTorch computes the vectors too, and the values round otherwise then."""
+    result: torch.Tensor = aten._linalg_svd.default(A, False, _differentiates(A), driver=driver)[1]
+    return result
+
+
+def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    """`torch.linalg.eigvalsh`, likewise."""
+    result: torch.Tensor = aten._linalg_eigh.default(self, UPLO, _differentiates(self))[0]
+    return result
+
+
+def _eigvals(self: torch.Tensor) -> torch.Tensor:
+    """`torch.linalg.eigvals`, likewise."""
+    result: torch.Tensor = (
+        aten.linalg_eig.default(self)[0] if _differentiates(self) else aten._linalg_eigvals.default(self)
+    )
+    return result
+
+
 def _ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
@@ -195,6 +224,9 @@ _COMPOSITES: dict[str, Any] = {
     "ctc_loss.Tensor": _ctc_loss,
     "set_.source_Tensor_storage_offset": set_to_part,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
+    "linalg_svdvals": _svdvals,
+    "linalg_eigvalsh": _eigvalsh,
+    "linalg_eigvals": _eigvals,
     "matmul.out": _filled(aten.matmul.default),
     "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),
     "linalg_matrix_rank.out_tol_tensor": _filled(aten.linalg_matrix_rank.tol_tensor),

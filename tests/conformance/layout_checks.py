@@ -77,7 +77,7 @@ def check_layouts(op: Any, device: str, *, inference: bool = False) -> Tally:
     Args:
         inference: whether to run in inference mode, where PyTorch hands over composites undivided.
     """
-    checks = _Checks(op, device, gradients=op.supports_autograd and not inference)
+    checks = _Checks(op, device, inference=inference)
     if op.name not in _CRASHES_LOCALLY:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -91,11 +91,12 @@ def check_layouts(op: Any, device: str, *, inference: bool = False) -> Tally:
 class _Checks:
     """The checks of one entry, and what was found."""
 
-    def __init__(self, op: Any, device: str, *, gradients: bool) -> None:
+    def __init__(self, op: Any, device: str, *, inference: bool) -> None:
         self.tally = Tally()
         self._op = op
         self._device = device
-        self._gradients = gradients
+        self._gradients = op.supports_autograd and not inference
+        self._once = inference
 
     def samples(self) -> list[Any]:
         """The samples with the most dimensions, of different kinds."""
@@ -107,15 +108,15 @@ class _Checks:
             if any(tensor.dim() for tensor in tensors):
                 found.setdefault((tuple(tensor.dim() for tensor in tensors), tuple(sample.kwargs)), sample)
         most = sorted(found.items(), key=lambda item: (-max(item[0][0]), -len(item[0][0])))
-        return [sample for _, sample in most[:_TAKEN]]
+        return [sample for _, sample in most[: 1 if self._once else _TAKEN]]
 
     def sample(self, number: int, sample: Any) -> None:
         """Check one sample in all its layouts."""
         whole: Sample = ((sample.input, *sample.args), dict(sample.kwargs))
         cut = self._cut(whole)
         variants = [(f"a batch of one, {name}", x) for name, x in _laid_out(cut, LAYOUTS)] if cut is not None else []
-        variants += [(name, x) for name, x in _laid_out(whole, ORDERS)]
-        for name, variant in (*variants, *reversed(variants[:-1])):
+        again = [] if self._once else variants[::-1]
+        for name, variant in (*variants, *_laid_out(whole, ORDERS), *again):
             self._compare(f"sample {number}, {name}", variant, sample.output_process_fn_grad)
 
     def _cut(self, whole: Sample) -> Sample | None:

@@ -19,3 +19,13 @@ _OPERATORS = [pytest.param(op, id=entry_name(op)) for op in op_db if op.supports
 @pytest.mark.usefixtures("sky_devices")
 def test_an_operator_does_the_same_in_every_layout(op: Any, judge: Judge) -> None:
     judge("operators in other layouts, float32, sky:1", lambda: check_layouts(op, "sky:1"), None)
+
+
+@pytest.mark.parametrize("op", _OPERATORS)
+@pytest.mark.usefixtures("sky_devices")
+def test_an_operator_does_the_same_in_every_layout_in_inference_mode(op: Any, judge: Judge) -> None:
+    judge(
+        "operators in other layouts and inference mode, float32, sky:1",
+        lambda: check_layouts(op, "sky:1", inference=True),
+        None,
+    )
