@@ -254,6 +254,23 @@ def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
         return RemoteError
     if issubclass(foreign, RemoteError):
         return foreign
+
+    def reduce(self: RemoteError, protocol: Any) -> Any:  # the class has no name that pickle could look up
+        return _remote_error, (foreign, self.args), self.__dict__
+
     # Some classes make their text from arguments that only they know (UnicodeDecodeError), or quote it (KeyError).
-    body = {"__module__": __name__, "__doc__": foreign.__doc__, "__str__": Exception.__str__}
+    body = {
+        "__module__": __name__,
+        "__doc__": foreign.__doc__,
+        "__str__": Exception.__str__,
+        "__reduce_ex__": reduce,
+    }
     return type("Remote" + foreign.__name__, (RemoteError, foreign), body)
+
+
+def _remote_error(foreign: type[BaseException], args: tuple[Any, ...]) -> RemoteError:
+    """An error that was pickled."""
+    kind = remote_error_class(foreign)  # type: ignore[arg-type]
+    error = kind.__new__(kind)
+    error.args = args
+    return error

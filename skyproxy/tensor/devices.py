@@ -41,6 +41,17 @@ class Handle:
     meta: Any
     root: Handle | None
 
+    # Libraries copy the attributes of tensors that they do not know. A second handle would give the slot back while
+    # the first still has it, and whoever gets it next would share it.
+    def __copy__(self) -> Handle:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a slot of a worker cannot be pickled: it belongs to this process. Pickle the tensor itself")
+
 
 class SkyDevice:
     """One `sky:k`.

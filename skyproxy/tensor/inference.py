@@ -188,6 +188,9 @@ _ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_
 """Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
 
 
+_FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})
+"""Ops that give tensors which they write a size, where those have none yet: observers of each channel."""
+
 _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
 
 
@@ -200,6 +203,8 @@ def infer(call: Call) -> Entry | None:
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
     if call.plan.writes and tuple(call.key) in _refused:
+        return None
+    if call.plan.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
         return None
     if call.plan.columns:
         return _infer_columns(call)

@@ -144,8 +144,11 @@ def _ldexp(a: Meta, exponent: Meta) -> list[Strides]:
 
 
 @_corrects("rms_norm")
-def _rms_norm(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
-    return [a.stride if is_contiguous(a.size, a.stride) else _ROW_MAJOR]
+def _rms_norm(a: Meta, shape: Any, weight: Meta | None = None, eps: Any = None) -> list[Strides]:
+    rank = len(a.size) - len(shape)
+    rows = plain_meta(a.size, a.dtype, a.stride if is_contiguous(a.size, a.stride) else None)
+    stride = _stride_of(elementwise([rows, plain_meta((*a.size[:rank], *[1] * len(shape)), a.dtype)]))
+    return [stride] if weight is None else _iterated(plain_meta(a.size, a.dtype, stride), weight)
 
 
 @_corrects("soft_margin_loss_backward")

@@ -6,9 +6,11 @@ The bytes are on the worker; here a storage is the handle of the tensor that fir
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, UnsupportedOpError
@@ -34,11 +36,13 @@ class Memory:
         key: unique for the life of the process; what PyTorch calls `_cdata`.
         address: where it would lie, aligned as CUDA aligns; moves when the storage grows. Never given twice.
         byte_count: its size.
+        face: a weak reference to the storage object that stands for it, or None.
     """
 
-    __slots__ = ("address", "byte_count", "key")
+    __slots__ = ("address", "byte_count", "face", "key")
 
     def __init__(self, byte_count: int) -> None:
+        self.face: weakref.ref[SkyStorage] | None = None
         self.resize(byte_count)
         self.key = self.address
 
@@ -355,8 +359,23 @@ def _root(tensor: RemoteTensor) -> Handle:
     return tensor._sky.root or tensor._sky
 
 
+_faces = WeakTensorKeyDictionary()
+"""The storage object of each tensor that was asked for it: as in PyTorch, it stays the same one while the tensor lives.
+
+Programs remember storages by `id()`. One that is made for each question dies at once, and the next one, of another
+tensor, may get its number.
+"""
+
+
 def _untyped_storage(self: RemoteTensor) -> SkyStorage:
-    return SkyStorage(_root(self))
+    root = _root(self)
+    memory = memory_of(root)
+    face = memory.face() if memory.face is not None else None
+    if face is None or torch.UntypedStorage.nbytes(face) != memory.byte_count:  # C++ knows the size that it had
+        face = SkyStorage(root)
+        memory.face = weakref.ref(face)
+    _faces[self] = face
+    return face
 
 
 def _data_ptr(self: RemoteTensor) -> int:

@@ -75,7 +75,8 @@ def check_layouts(op: Any, device: str, *, inference: bool = False) -> Tally:
     """Compares an entry on samples that are cut to a batch of one, and on whole ones in other orders of memory.
 
     Args:
-        inference: whether to run in inference mode, where PyTorch hands over composites undivided.
+        inference: whether to run in inference mode, where PyTorch hands over composites undivided: then one sample is
+            taken, cut, and each layout comes once.
     """
     checks = _Checks(op, device, inference=inference)
     if op.name not in _CRASHES_LOCALLY:
@@ -115,8 +116,9 @@ class _Checks:
         whole: Sample = ((sample.input, *sample.args), dict(sample.kwargs))
         cut = self._cut(whole)
         variants = [(f"a batch of one, {name}", x) for name, x in _laid_out(cut, LAYOUTS)] if cut is not None else []
+        orders = [] if self._once else list(_laid_out(whole, ORDERS))
         again = [] if self._once else variants[::-1]
-        for name, variant in (*variants, *_laid_out(whole, ORDERS), *again):
+        for name, variant in (*variants, *orders, *again):
             self._compare(f"sample {number}, {name}", variant, sample.output_process_fn_grad)
 
     def _cut(self, whole: Sample) -> Sample | None:

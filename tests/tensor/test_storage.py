@@ -416,3 +416,46 @@ def test_bytes_are_swapped_in_place(sky1: str) -> None:
     x = torch.tensor([1, 256], dtype=torch.int16, device=sky1)
     x.untyped_storage().byteswap(torch.int16)
     assert x.tolist() == [256, 1]
+
+
+def test_a_tensors_storage_is_one_object_while_the_tensor_lives(sky1: str) -> None:
+    """Programs that copy state remember storages by `id()`: two of them must never have one number."""
+    tensors = [torch.full((3,), float(n), device=sky1) for n in range(20)]
+    numbers = [id(tensor.untyped_storage()) for tensor in tensors]
+    assert len(set(numbers)) == len(tensors)
+    assert [id(tensor.untyped_storage()) for tensor in tensors] == numbers
+    assert tensors[0][1:].untyped_storage() is tensors[0].untyped_storage()
+    tensors[0].resize_(100)
+    assert torch.UntypedStorage.nbytes(tensors[0].untyped_storage()) == 400
+
+
+def test_a_storage_object_does_not_keep_memory(sky1: str) -> None:
+    before = torch.sky.memory_allocated(sky1)
+    for _ in range(5):
+        torch.zeros(1 << 20, device=sky1).untyped_storage()
+    assert torch.sky.memory_allocated(sky1) <= before + (1 << 20)
+
+
+READ_WITHOUT_MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "values": lambda x: x.tolist(),
+    "copy": lambda x: x.cpu(),
+    "one value": lambda x: x[0].item(),
+    "text": repr,
+    "operation": lambda x: (x + 1).tolist(),
+    "clone": lambda x: x.clone().cpu(),
+    "product": lambda x: (x.view(2, 2) @ x.view(2, 2)).tolist(),
+    "view": lambda x: x.view(2, 2)[1].tolist(),
+    "two reads": lambda x: [x.sum().item(), x.tolist()],
+}
+
+
+@pytest.mark.parametrize("name", READ_WITHOUT_MEMORY)
+def test_reading_what_lost_its_memory_fails_in_words_and_spares_the_session(name: str, sky1: str) -> None:
+    x, other = torch.arange(4.0, device=sky1), torch.arange(3.0, device=sky1)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage"):
+        READ_WITHOUT_MEMORY[name](x)
+    assert (other + 1).tolist() == [1, 2, 3]
+    x.untyped_storage().resize_(16)
+    x.copy_(torch.ones(4))
+    assert x.tolist() == [1, 1, 1, 1]
