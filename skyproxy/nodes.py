@@ -224,6 +224,7 @@ def connect(
         certificate: PEM text of the only authorities to trust, in place of an ssl_context.
         server_name: the name that the worker's certificate has, where it is not the url's host.
         insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
+        renew: gives the token and the certificate anew, for further connections of a session that has outlived them.
         trust_worker: whether functions may return any object from there: as a pickle, which may run any code here.
             By default they return plain data: tensors, numbers, text, arrays, containers and the like; but a worker
             that this process started is trusted.
