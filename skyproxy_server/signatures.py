@@ -202,7 +202,7 @@ class Signature:
         lines.append(f"return i + {self._next_operand}")
         parameters = ", ".join(["S", "L", "i", *(f"{name}={name}" for name in self._constants)])
         source = f"def handler({parameters}):\n " + "\n ".join(lines)
-        scope = dict(self._constants)
+        scope = {"__name__": __name__, **self._constants}  # warnings are given in this module's name
         exec(compile(source, f"<skyproxy {self.name}>", "exec"), scope)
         handler: Handler = scope["handler"]
         return handler

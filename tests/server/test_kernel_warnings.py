@@ -28,6 +28,7 @@ def installed_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_warn_always(always)
 
 
+@pytest.mark.filterwarnings("always")  # of this module; those of the worker's own are heard always
 def test_what_a_kernel_warns_of_is_heard_each_time() -> None:
     for _ in range(2):
         found: list[KernelWarning] = []
