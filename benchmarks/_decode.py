@@ -139,14 +139,14 @@ def compare(
         tokens[side] = pair[side](prompts[side], new_tokens).cpu()
         return new_tokens / (time.perf_counter() - started)
 
-    for side in pair:
-        rate(side)
+    cold = {side: [rate(side)] for side in pair}
     rounds = scale.rounds if bench.direct else scale.slow_rounds
     before = torch.sky.stats()["round_trips"]
     figures = interleaved({side: lambda side=side: rate(side) for side in pair}, rounds)
     trips = torch.sky.stats()["round_trips"] - before
     assert tokens["local"].shape == (1, _PROMPT_TOKENS + new_tokens)
     assert torch.equal(tokens["sky"], tokens["local"]), f"other tokens: {tokens['sky']} against {tokens['local']}"
+    bench.compare("decode", f"{name}: cold", "tokens/s", cold, (ratio_at_least(0.5),) if bench.direct else ())
     row = bench.compare("decode", name, "tokens/s", figures, targets)
     # Two waits of a round belong to `synchronize`, before the clock starts for either side.
     bench.add("decode", f"{name}: round trips", "a token", [(trips / rounds - 2) / new_tokens])
