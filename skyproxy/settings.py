@@ -61,6 +61,8 @@ class Settings:
     """Connections that did not show the token yet; when one more comes, the oldest of them ends."""
     max_pending_connections_per_address: int = 32
     """The same for those that come from one address."""
+    token_timeout_seconds: float = 5.0
+    """How long a fresh connection to a worker may take to show its token, encryption included."""
     max_sessions_per_client: int = 48
     """The same for those that have one token and come from one address."""
     max_connections_per_client: int = 192

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class Executor:
         self.devices = devices
         self.modes = SessionModes()
         self.random = RandomState(self)
-        self.gates = Gates(self.modes.idle)
+        self.gates = Gates(self._idle)
         self.unseen: list[Failed] = []
         self.max_bytes = 0
         self.commands_done = 0
@@ -265,6 +265,12 @@ class Executor:
             self.unseen.append(failed)
         self._send(Failure(RequestId(0), failed.record))
         return failed
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Keep nothing from other sessions during the block, in which this one waits for its client."""
+        with self.random.lent(), self.modes.idle():
+            yield
 
     @property
     def blobs(self) -> BlobStore | None:

@@ -207,11 +207,13 @@ class Listener:
     # --- one connection ----------------------------------------------------------------------------------------------
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
-        deadline = time.monotonic() + self._settings.handshake_timeout_seconds
+        began = time.monotonic()
+        deadline = began + self._settings.handshake_timeout_seconds
+        token_deadline = min(deadline, began + self._settings.token_timeout_seconds)
         try:
-            stream = self._stream(sock, deadline)
+            stream = self._stream(sock, token_deadline)
             admitted: list[Identity] = []
-            received = self._upgrader.upgrade(stream, peer, deadline, admitted.append)
+            received = self._upgrader.upgrade(stream, peer, token_deadline, admitted.append)
             with self._lock:
                 self._pending.pop(sock, None)
             if received is None:

@@ -6,7 +6,9 @@ when another session's op draws, the states are exchanged first.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +70,20 @@ class RandomState:
     def exclusive() -> threading.RLock:
         """The lock that keeps other sessions from the default generators."""
         return _lock
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let other sessions draw during the block, in which this one waits for its client, if it was about to draw."""
+        if not _lock._is_owned():  # type: ignore[attr-defined]
+            yield
+            return
+        saved = _lock._release_save()  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            _lock._acquire_restore(saved)  # type: ignore[attr-defined]
+            if _owner is not self:
+                self._take_over()
 
     def forget(self) -> None:
         """The session is over."""

@@ -73,6 +73,17 @@ def test_half_open_connections_do_not_keep_others_out(listener: Listener) -> Non
         sock.close()
 
 
+def test_a_connection_without_a_token_does_not_live_as_long_as_a_handshake() -> None:
+    quick = Settings(close_timeout_seconds=0.3, handshake_timeout_seconds=600.0, token_timeout_seconds=0.05)
+    listener = serve("127.0.0.1", 0, TOKEN, NoSessions(), settings=quick)
+    try:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as sock:
+            sock.sendall(b"GET /")
+            assert sock.recv(10) == b""
+    finally:
+        listener.close()
+
+
 def test_a_thread_that_cannot_start_costs_one_connection(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Message, Reply, Sequence
+from skyproxy.protocol.messages import Batch, Chunk, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
 from skyproxy_server.transfers import Transfers
@@ -111,3 +113,37 @@ def test_own_generators_are_independent_of_everything(sessions: tuple[Session, S
     first.draw()
     state = first.call("generator_state", 9)
     assert state == bytes(torch.Generator().manual_seed(11).get_state().tolist())
+
+
+def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Session, Session]) -> None:
+    waiting, other = sessions
+    waiting.do("manual_seed", CPU, 5)
+    other.do("manual_seed", CPU, 5)
+    waiting._run(commands.DEFINE, RAND + 1, ["aten::rand_like", ["t"], {}, ["n"]])
+    waiting._run(commands.RECEIVE, 2, ["float32", [3], [1], 0], CPU, 9)
+    lent = threading.Event()
+    idle = waiting.executor.modes.idle
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        with idle():
+            lent.set()
+            yield
+
+    waiting.executor.modes.idle = noting  # type: ignore[method-assign]
+    thread = threading.Thread(target=waiting._run, args=(RAND + 1, 2, 3))
+    thread.start()
+    assert lent.wait(60)
+    drawing = threading.Thread(target=other.draw, daemon=True)
+    drawing.start()
+    drawing.join(60)
+    assert not drawing.is_alive()
+    transfers = waiting.executor._transfers
+    sink = transfers.sink(Chunk(9, 0, 12))
+    assert sink is not None
+    sink[:12] = bytes(12)
+    transfers.on_chunk(Chunk(9, 0, 12, (sink[:12],)))
+    thread.join(60)
+    assert not thread.is_alive()
+    # And each has the numbers of its own seed.
+    assert waiting.executor.values[3].tolist() == other.executor.values[1].tolist() == local(5, 3)
