@@ -23,12 +23,13 @@ from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
 from skyproxy_server.allocator import keep_freed_memory
-from skyproxy_server.blob_shelves import FolderShelf
+from skyproxy_server.blob_shelves import FolderShelf, Shelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds, TemplateSetup
+from skyproxy_server.isolation.uploads import SealedFolderShelf, SealedMemoryShelf
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.processes import run_processes, wait_for_ports
 from skyproxy_server.program_log import log_to_stderr
@@ -184,10 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         token, made = _token(arguments)
         session_host: SessionHost
         if _wants_processes(arguments):
-            session_host = processes = _process_host(arguments)
+            blobs = _blob_store(arguments, shared=True)
+            session_host = processes = _process_host(arguments, blobs)
             devices = processes.start(stop)
         else:
-            blobs = _blob_store(arguments)
+            blobs = _blob_store(arguments, shared=False)
             with collector_paused():
                 devices = inventory(arguments.device)
             session_host = _session_host(arguments, devices, blobs)
@@ -319,12 +321,13 @@ def _wants_processes(arguments: argparse.Namespace) -> bool:
     return wanted
 
 
-def _process_host(arguments: argparse.Namespace) -> ProcessHost:
+def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> ProcessHost:
     hide_memory()
     setup = TemplateSetup(
         arguments.device, not arguments.no_functions, tuple(arguments.allow_ops), arguments.log_level.upper()
     )
-    return ProcessHost(setup, SessionBounds(arguments.session_memory, arguments.session_gpu_fraction))
+    bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction)
+    return ProcessHost(setup, bounds, SETTINGS, blobs)
 
 
 def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
@@ -356,15 +359,22 @@ def _blob_bytes(arguments: argparse.Namespace) -> int:
     return (wanted if usable is None else min(wanted, usable // 4)) // int(arguments.processes)
 
 
-def _blob_store(arguments: argparse.Namespace) -> BlobStore | None:
+def _blob_store(arguments: argparse.Namespace, *, shared: bool) -> BlobStore | None:
+    """Return where uploads are kept; None where none are.
+
+    Args:
+        arguments: those of the program.
+        shared: whether sessions in processes of their own use it.
+    """
     byte_count = _blob_bytes(arguments)
     if not byte_count:
         return None
-    where, shelf = "memory", None
+    where = "memory"
+    shelf: Shelf | None = SealedMemoryShelf() if shared else None
     if arguments.blob_dir is not None:
         # One for each port: several workers may be given the same folder, and each keeps its own bound.
         where = str(arguments.blob_dir / f"port-{arguments.port}")
-        shelf = FolderShelf(Path(where))
+        shelf = SealedFolderShelf(Path(where)) if shared else FolderShelf(Path(where))
     store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes, shared=arguments.share_uploads)
     logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
     return store

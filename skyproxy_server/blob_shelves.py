@@ -29,6 +29,13 @@ class Kept(Protocol):
     def copy_into(self, target: memoryview, digest: bytes) -> bool:
         """Copies them; whether they are what `digest` names."""
 
+    def open(self, digest: bytes) -> int | None:
+        """Open them for another process; the descriptor is the caller's. None where they are not what `digest` names.
+
+        Raises:
+            OSError: they are gone.
+        """
+
     def remove(self) -> None:
         """Forgets them; who reads them at the moment can finish."""
 
@@ -90,6 +97,9 @@ class _Memory:
         target[:] = self._view  # hashed when it came, and nobody else can reach it
         return True
 
+    def open(self, digest: bytes) -> int | None:
+        raise OSError("kept in the memory of this process")
+
     def discard(self) -> None:
         """The memory goes with the last reader."""
 
@@ -126,6 +136,15 @@ class _File:
         with contextlib.suppress(OSError):
             os.utime(self._path)  # after a restart, the order of use is known
         return content_digest(target, self._hashing.map) == digest
+
+    def open(self, digest: bytes) -> int | None:
+        with self._path.open("rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as view:
+                if content_digest(view, self._hashing.map) != digest:
+                    return None
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+            return os.dup(file.fileno())
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from skyproxy.protocol.digests import content_digest
 from skyproxy_server.blob_shelves import Draft, Kept, MemoryShelf, Shelf
@@ -36,6 +37,34 @@ class _Blob:
     """The session that used it last."""
     owners: set[str]
     """Who has uploaded it, or shown that they have it."""
+
+
+class Keeping(Protocol):
+    """An upload that is being kept, as whoever receives it sees it."""
+
+    def write(self, offset: int, piece: memoryview) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class Uploads(Protocol):
+    """A store, as sessions see it: this process's `BlobStore`, or one in another process."""
+
+    max_bytes: int
+
+    def __len__(self) -> int: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+    def start(self, byte_count: int, user: str, owner: str = "", most_bytes: int | None = None) -> Keeping | None: ...
+
+    def needs_proof(self, digest: bytes, byte_count: int, owner: str) -> bool: ...
+
+    def is_owned(self, digest: bytes, owner: str) -> None: ...
+
+    def copy_into(self, digest: bytes, target: memoryview, user: str, owner: str = "") -> bool: ...
 
 
 class Incoming:
@@ -69,6 +98,20 @@ class Incoming:
             except (OSError, MemoryError) as error:
                 logger.warning("an upload is not kept: %s", error)
                 self.discard()
+
+    def begin(self) -> bool:
+        """Reserve all of it and make its draft, for bytes that come another way; False where there is no room."""
+        with self._lock:
+            if self._over or not self._store._reserve(self, self.byte_count - self.held_bytes):
+                self.discard()
+                return False
+            try:
+                self.draft = self._store._shelf.draft(self.byte_count)
+            except (OSError, MemoryError) as error:
+                logger.warning("an upload is not kept: %s", error)
+                self.discard()
+                return False
+            return True
 
     def finish(self) -> None:
         """All pieces are there: hashed and kept by a thread of the store's own."""
@@ -222,13 +265,9 @@ class BlobStore:
 
         Otherwise its content is undefined. Where `needs_proof` says so, its caller asks for one first.
         """
-        name = self._name_of(digest, owner)
-        with self._lock:
-            blob = self._blobs.get(name)
-            if blob is None or blob.byte_count != len(target):
-                return False
-            blob.user = user
-            self._blobs.move_to_end(name)
+        blob = self._find(digest, len(target), user, owner)
+        if blob is None:
+            return False
         # Without the lock: what is removed meanwhile stays readable until we are done with it.
         try:
             sound = blob.kept.copy_into(target, digest)
@@ -236,10 +275,43 @@ class BlobStore:
             logger.warning("a kept upload cannot be read: %s", error)
             sound = False
         if not sound:
-            with self._lock:
-                if self._blobs.get(name) is blob:
-                    self._remove(name)
+            self._forget(digest, owner, blob)
         return sound
+
+    def open(self, digest: bytes, byte_count: int, user: str, owner: str = "") -> int | None:
+        """Open the bytes of this name and size, to be read by another process; None where they are not there.
+
+        Nor where their asker would have to show first that it has them: it is the other process who would ask.
+        """
+        if self.needs_proof(digest, byte_count, owner):
+            return None
+        blob = self._find(digest, byte_count, user, owner)
+        if blob is None:
+            return None
+        try:
+            descriptor = blob.kept.open(digest)
+        except OSError as error:
+            logger.warning("a kept upload cannot be read: %s", error)
+            descriptor = None
+        if descriptor is None:
+            self._forget(digest, owner, blob)
+        return descriptor
+
+    def _find(self, digest: bytes, byte_count: int, user: str, owner: str) -> _Blob | None:
+        name = self._name_of(digest, owner)
+        with self._lock:
+            blob = self._blobs.get(name)
+            if blob is None or blob.byte_count != byte_count:
+                return None
+            blob.user = user
+            self._blobs.move_to_end(name)
+            return blob
+
+    def _forget(self, digest: bytes, owner: str, blob: _Blob) -> None:
+        name = self._name_of(digest, owner)
+        with self._lock:
+            if self._blobs.get(name) is blob:
+                self._remove(name)
 
     def _complete(self, incoming: Incoming) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES, check_device
-from skyproxy_server.blobs import BlobStore
+from skyproxy_server.blobs import Uploads
 from skyproxy_server.compiled import CompiledSignature
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
@@ -273,7 +273,7 @@ class Executor:
             yield
 
     @property
-    def blobs(self) -> BlobStore | None:
+    def blobs(self) -> Uploads | None:
         """Where this worker keeps uploads."""
         return self._transfers.blobs
 

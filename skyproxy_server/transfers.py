@@ -28,7 +28,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
-from skyproxy_server.blobs import BlobStore, Incoming
+from skyproxy_server.blobs import Keeping, Uploads
 from skyproxy_server.cuda_staging import Arriving, Staging
 
 _MOST_CHALLENGES = 65_536
@@ -62,7 +62,7 @@ class Arrival:
         self.device: Arriving | None = None
         self.early: list[tuple[int, int]] = []
         self.pieces: list[tuple[int, int]] = []
-        self.kept: Incoming | None = None
+        self.kept: Keeping | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
         try:
@@ -173,7 +173,7 @@ class Transfers:
         chunk_bytes: int,
         staging: Staging | None = None,
         moved: Callable[[], None] = lambda: None,
-        blobs: BlobStore | None = None,
+        blobs: Uploads | None = None,
         user: str = "",
         owner: str = "",
         most_blob_bytes: int | None = None,

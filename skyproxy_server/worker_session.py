@@ -19,7 +19,7 @@ from skyproxy_server import audit
 from skyproxy_server.activity import Activity
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, OWNER, client_of
-from skyproxy_server.blobs import BlobStore
+from skyproxy_server.blobs import Uploads
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.foreign_memory import only_one_session
@@ -61,7 +61,7 @@ class WorkerSession:
         devices: list[dict[str, Any]],
         settings: Settings,
         activity: Activity,
-        blobs: BlobStore | None = None,
+        blobs: Uploads | None = None,
         calls: Calls | None = None,
         identity: str = "",
     ) -> None:
@@ -243,7 +243,7 @@ class WorkerHost:
         devices: list[dict[str, Any]],
         settings: Settings = SETTINGS,
         activity: Activity | None = None,
-        blobs: BlobStore | None = None,
+        blobs: Uploads | None = None,
         *,
         functions: bool = False,
     ) -> None:

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from skyproxy.errors import ProtocolError, SessionLostError
@@ -26,6 +27,7 @@ from skyproxy_server.auth import Identity
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.supervisor import OVER, SLOT_BOUNDS, SLOT_BYTES, SLOTS
+from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.listener import Served
 from skyproxy_server.program_log import log_to_stderr
 from skyproxy_server.worker_session import WorkerHost
@@ -56,14 +58,20 @@ class SessionProcess:
         control: the channel to the supervisor.
         marks: memory that both processes share, with a slot for each connection.
         start: the session's name, the devices, who the client is, and what it may do.
+        uploads: the supervisor's store; None where nothing is kept.
     """
 
-    def __init__(self, control: Channel, marks: memoryview, start: dict[str, Any]) -> None:
+    def __init__(
+        self, control: Channel, marks: memoryview, start: dict[str, Any], uploads: SharedUploads | None
+    ) -> None:
         self._control = control
         self._marks = marks
         self._session: str = start["session"]
         self._client = Identity.from_plain(start["client"])
-        self._host = WorkerHost(devices=start["devices"], settings=SETTINGS, functions=start["functions"])
+        self._uploads = uploads
+        self._host = WorkerHost(
+            devices=start["devices"], settings=SETTINGS, blobs=uploads, functions=start["functions"]
+        )
         self._operations_over = threading.Event()
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
@@ -72,6 +80,8 @@ class SessionProcess:
     def _abandon_in_child(self) -> None:
         """Let go of all connections in a process that a function forks; they would outlive the session in it."""
         self._control.abandon()
+        if self._uploads is not None:
+            self._uploads.abandon()
         for transport in list(self._transports):
             transport.abandon()
 
@@ -180,18 +190,17 @@ class SessionProcess:
             threading.Thread(target=transport.close, args=(code_name, reason), daemon=True).start()
 
 
-def main(control: Channel, marks: int, start: dict[str, Any], supervisor: int) -> NoReturn:
+def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     """Be a session's process, from the fork to its end.
 
     Args:
-        control: the channel to the supervisor.
-        marks: the descriptor of the shared memory.
-        start: see `SessionProcess`; and its bounds.
-        supervisor: the process that must be our parent.
+        descriptors: the channel to the supervisor, the shared memory, and the channel to the store of uploads.
+        start: see `SessionProcess`; the process that must be our parent; and our bounds.
     """
+    control = Channel(socket.socket(fileno=descriptors[0]))
     status = 1
     try:
-        limits.end_with(supervisor)
+        limits.end_with(start["supervisor"])
         limits.hide_memory()
         limits.adopt_orphans()
         limits.be_first_to_go()
@@ -204,9 +213,12 @@ def main(control: Channel, marks: int, start: dict[str, Any], supervisor: int) -
             open_ops(WITH_FUNCTIONS)
         _be_random()
         _bound(start)
-        shared = memoryview(mmap.mmap(marks, SLOTS * SLOT_BYTES))
-        os.close(marks)
-        process = SessionProcess(control, shared, start)
+        shared = memoryview(mmap.mmap(descriptors[1], SLOTS * SLOT_BYTES))
+        os.close(descriptors[1])
+        uploads: SharedUploads | None = None
+        if len(descriptors) > 2:
+            uploads = SharedUploads(Channel(socket.socket(fileno=descriptors[2])), start["blob_bytes"])
+        process = SessionProcess(control, shared, start, uploads)
         control.send({"up": os.getpid()})
         process.run()
         status = 0

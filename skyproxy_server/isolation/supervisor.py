@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
@@ -29,11 +30,13 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, Identity, client_of
+from skyproxy_server.blobs import BlobStore
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.endings import Ending
 from skyproxy_server.isolation.relay import relay
 from skyproxy_server.isolation.sockets import bytes_written
+from skyproxy_server.isolation.uploads import UploadDesk
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -204,6 +207,7 @@ class SupervisedSession:
         pid: int,
         control: Channel,
         marks: mmap.mmap,
+        uploads: tuple[Channel, UploadDesk] | None,
         on_end: Callable[[SupervisedSession], None],
     ) -> None:
         self.identity = identity
@@ -217,6 +221,7 @@ class SupervisedSession:
         self.is_open = True
         self._control = control
         self._marks = marks
+        self._uploads = uploads
         self._on_end = on_end
         self._why = ""
         self._lock = threading.Lock()
@@ -325,26 +330,30 @@ class SupervisedSession:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def _watch(self) -> None:
+        answers: dict[int, tuple[Channel, Callable[[], None]]] = {
+            self._control.fileno(): (self._control, self._on_message)
+        }
+        if self._uploads is not None:
+            channel, desk = self._uploads
+            answers[channel.fileno()] = channel, partial(desk.answer, channel)
         poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        poll.register(self._control, select.POLLIN)
+        for descriptor in (self.pidfd, *answers):
+            poll.register(descriptor, select.POLLIN)
         while True:
             ready = [descriptor for descriptor, _ in poll.poll()]
             if self.pidfd in ready:
                 break
-            try:
-                message, descriptors = self._control.receive(0)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                self._on_message(message)
-            except TimeoutError:
-                continue
-            except (ChannelClosedError, KeyError, TypeError, ValueError) as error:
-                poll.unregister(self._control)
-                logger.debug("session %s: its control channel ended: %s", self.identity[:8], error)
-                # Without the channel nobody could tell it anything; it may be ending by itself.
-                if not self._is_ending():
-                    self.kill("it broke its control channel")
+            for descriptor in ready:
+                try:
+                    answers[descriptor][1]()
+                except TimeoutError:
+                    continue
+                except (ChannelClosedError, KeyError, TypeError, ValueError) as error:
+                    poll.unregister(descriptor)
+                    logger.debug("session %s: a channel of it ended: %s", self.identity[:8], error)
+                    # Without its channels nobody could tell it anything; it may be ending by itself.
+                    if not self._is_ending():
+                        self.kill("it broke its control channel")
         self._reap()
 
     def _is_ending(self) -> bool:
@@ -352,7 +361,10 @@ class SupervisedSession:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(_REAP_SECONDS * 1e3))
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self) -> None:
+        message, descriptors = self._control.receive(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
         if message.get("over") and self.is_open:
             with self._lock:
                 self.is_open = False
@@ -380,6 +392,10 @@ class SupervisedSession:
             self.ended.set()
             self._answered.notify_all()
         self._control.close()
+        if self._uploads is not None:
+            channel, desk = self._uploads
+            channel.close()
+            desk.close()
         self._on_end(self)
         self.release()
 
@@ -517,14 +533,20 @@ class ProcessHost:
         setup: what sessions can do.
         bounds: what each may use.
         settings: limits.
+        blobs: where uploads are kept, on a shelf of `isolation.uploads`; None keeps none.
     """
 
     def __init__(
-        self, setup: TemplateSetup, bounds: SessionBounds = SessionBounds(), settings: Settings = SETTINGS
+        self,
+        setup: TemplateSetup,
+        bounds: SessionBounds = SessionBounds(),
+        settings: Settings = SETTINGS,
+        blobs: BlobStore | None = None,
     ) -> None:
         self._setup = setup
         self._bounds = bounds
         self._settings = settings
+        self._blobs = blobs
         self._template = Template(setup)
         self._forking = threading.Lock()
         self._lock = threading.Lock()
@@ -606,7 +628,10 @@ class ProcessHost:
 
     def _lent(self, session: SupervisedSession, hello: Hello, transport: Transport) -> _LentConnection:
         assert isinstance(transport, WebSocketTransport)
-        welcome = Welcome(0, session.identity, self._software, self._devices, {"functions": int(self._setup.functions)})
+        offers = {"functions": int(self._runs_functions(session.client))}
+        if self._blobs is not None:
+            offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
+        welcome = Welcome(0, session.identity, self._software, self._devices, offers)
         return _LentConnection(welcome, hello, session, transport, self._settings)
 
     def _runs_functions(self, client: Identity) -> bool:
@@ -658,11 +683,21 @@ class ProcessHost:
         raise LimitExceededError("this worker cannot start a process for another session now; see its log")
 
     def _fork(self, identity: str, client: Identity) -> SupervisedSession:
-        control, theirs = Channel.pair()
-        descriptor = os.memfd_create("skyproxy-marks")
-        try:
-            os.ftruncate(descriptor, SLOTS * SLOT_BYTES)
-            marks = mmap.mmap(descriptor, SLOTS * SLOT_BYTES)
+        with ExitStack() as theirs, ExitStack() as ours:
+            control, end = Channel.pair()
+            ours.callback(control.close)
+            theirs.enter_context(end)
+            uploads: tuple[Channel, UploadDesk] | None = None
+            memory = os.memfd_create("skyproxy-marks")
+            theirs.callback(os.close, memory)
+            os.ftruncate(memory, SLOTS * SLOT_BYTES)
+            descriptors = [end.fileno(), memory]
+            if self._blobs is not None:
+                channel, end = Channel.pair()
+                ours.callback(channel.close)
+                theirs.enter_context(end)
+                descriptors.append(end.fileno())
+                uploads = channel, UploadDesk(self._blobs, identity, client)
             order = {
                 "session": identity,
                 "supervisor": os.getpid(),
@@ -672,17 +707,14 @@ class ProcessHost:
                 "log_level": self._setup.log_level,
                 "memory_bytes": _least(self._bounds.memory_bytes, client.bounds.memory_bytes),
                 "gpu_fraction": self._bounds.gpu_fraction,
+                "blob_bytes": self._blobs.max_bytes if self._blobs is not None else 0,
             }
-            self._template.fork(order, [theirs.fileno(), descriptor])
+            self._template.fork(order, descriptors)
+            marks = mmap.mmap(memory, SLOTS * SLOT_BYTES)
             theirs.close()  # so that the channel ends where the process does not come up
             first, _ = control.receive(_FORK_SECONDS)
-            session = SupervisedSession(identity, client, int(first["up"]), control, marks, self._forget)
-        except BaseException:
-            control.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(descriptor)
+            session = SupervisedSession(identity, client, int(first["up"]), control, marks, uploads, self._forget)
+            ours.pop_all()
         self._template.worked()
         with self._lock:
             self._sessions[identity] = session
@@ -690,7 +722,7 @@ class ProcessHost:
 
     def _forget(self, session: SupervisedSession) -> None:
         ending = session.ending
-        if ending.is_failure:
+        if ending.is_failure and not self._closing:
             logger.error("session %s: its process %s", session.identity[:8], ending.how)
         else:
             logger.info("session %s closed", session.identity[:8])

@@ -127,7 +127,7 @@ def _fork_session(channel: Channel, order: dict[str, Any], descriptors: list[int
             time.sleep(0.0002)
         from skyproxy_server.isolation.session_process import main as be_session
 
-        be_session(Channel(socket.socket(fileno=descriptors[0])), descriptors[1], order, order["supervisor"])
+        be_session(descriptors, order)
     except BaseException:
         logging.getLogger("skyproxy.server").exception("a session's process could not begin")
     finally:

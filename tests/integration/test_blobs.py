@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyproxy_server.isolation.limits import are_sessions_separable
 from tests.integration.programs import succeed, worker
 
 PROGRAM = """
@@ -46,8 +47,11 @@ def again(mib: int, folder: Path, *arguments: str) -> tuple[dict[str, int], dict
 
 
 @pytest.mark.parametrize("place", ["memory", "folder"])
-def test_a_program_that_starts_again_moves_its_weights_once(tmp_path: Path, place: str) -> None:
-    arguments = ["--blob-bytes", str(256 << 20)]
+@pytest.mark.parametrize("sessions", ["--sessions-in-process", "--session-processes"])
+def test_a_program_that_starts_again_moves_its_weights_once(tmp_path: Path, place: str, sessions: str) -> None:
+    if sessions == "--session-processes" and not are_sessions_separable():
+        pytest.skip("session processes need Linux")
+    arguments = [sessions, "--blob-bytes", str(256 << 20)]
     if place == "folder":
         arguments += ["--blob-dir", str(tmp_path / "blobs")]
     first, second = again(128, tmp_path, *arguments)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.errors import ConnectError, SessionLostError
+from skyproxy.errors import AuthenticationError, ConfigurationError, ConnectError, SessionLostError
 from skyproxy.protocol.messages import BULK, Hello, Ping, Pong
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
@@ -310,6 +310,45 @@ def test_sessions_and_their_memory_are_bounded(tmp_path: Path) -> None:
             assert ones(again, 2).sum().item() == 2
     finally:
         worker.end()
+
+
+def test_a_token_bounds_its_sessions_and_its_end_ends_them_whatever_they_do(tmp_path: Path) -> None:
+    small, owner = "a-token-of-a-stranger", TOKEN
+    worker = Worker(tmp_path, SKYPROXY_TOKEN_POLL_SECONDS="0.1")
+    file = worker.tokens / "stranger"
+    try:
+        for text in (f"{small}\nscopes: operations\nmemory: 300MiB\n", f"{small}\nscopes: operations, functions\n"):
+            draft = worker.tokens / ".draft"
+            draft.write_text(text, encoding="ascii")
+            draft.chmod(0o600)
+            draft.rename(file)
+            may_run = int("functions" in text)
+            wait_for(lambda wanted=may_run: _functions(worker, small) == wanted, "the token is known")
+            if not may_run:
+                with worker.connect(token=small) as node:
+                    with pytest.raises(RuntimeError, match="can't allocate memory"):
+                        ones(node, 1 << 27).sum().item()
+                    with pytest.raises(ConfigurationError, match=r"runs no functions|--no-functions"):
+                        node.run(os.getpid)
+        with worker.connect(token=owner) as honest:
+            hog = worker.connect(token=small)
+            hog.submit(hold_the_interpreter)
+            file.unlink()
+            wait_for(lambda: worker.activity()["sessions"] == 1, "the session of the revoked token ends")
+            assert ones(honest, 2).sum().item() == 2
+            hog.close()
+    finally:
+        worker.end()
+
+
+def _functions(worker: Worker, token: str) -> int | None:
+    """Whether a new session with this token may run functions; None where it cannot even begin."""
+    try:
+        transport, welcome = connect_websocket(worker.url, token, Hello([1], "operations", "", {}), settings=FAST)
+    except AuthenticationError:
+        return None
+    transport.close()
+    return welcome.limits["functions"]
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

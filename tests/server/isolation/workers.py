@@ -15,16 +15,22 @@ TOKEN = "a-token-that-nobody-should-see-anywhere"
 
 
 class Worker:
-    """A worker's program, with a process for each session."""
+    """A worker's program, with a process for each session.
+
+    Attributes:
+        tokens: the folder of its tokens, of which `TOKEN` is one.
+    """
 
     def __init__(self, folder: Path, *arguments: str, **extra: str) -> None:
-        token, self._port_file, self.log_file = folder / "token", folder / "port", folder / "log"
+        self.tokens, self._port_file, self.log_file = folder / "tokens", folder / "port", folder / "log"
+        self.tokens.mkdir()
+        token = self.tokens / "owner"
         token.write_text(TOKEN, encoding="ascii")
         token.chmod(0o600)
         self._tls = "--tls-cert" in arguments
         with self.log_file.open("wb") as log:
             self.process = start_worker(
-                token, log, "--session-processes", "--port-file", str(self._port_file), *arguments, **extra
+                self.tokens, log, "--session-processes", "--port-file", str(self._port_file), *arguments, **extra
             )
         try:
             self.port = int(wait_for(self._written_port, "the worker listens", 100))
@@ -44,8 +50,8 @@ class Worker:
     def url(self) -> str:
         return f"{'wss' if self._tls else 'ws'}://127.0.0.1:{self.port}"
 
-    def connect(self, context: ssl.SSLContext | None = None) -> skyproxy.Node:
-        return skyproxy.connect(self.url, token=TOKEN, ssl_context=context)
+    def connect(self, context: ssl.SSLContext | None = None, token: str = TOKEN) -> skyproxy.Node:
+        return skyproxy.connect(self.url, token=token, ssl_context=context)
 
     def get(self, path: str) -> str:
         request = urllib.request.Request(
