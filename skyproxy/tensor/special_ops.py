@@ -97,6 +97,12 @@ def _is_pinned(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+@implements("aten::_validate_compressed_sparse_indices")
+def _validate_indices(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Check here what the worker is not asked to: from 2.15 on, `torch.load` does so for every sparse tensor."""
+    return func(*(a.cpu() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
+
+
 @implements("aten::_pin_memory")
 def _pin_memory(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     raise RuntimeError(f"cannot pin '{args[0].device.type}' tensors: only dense CPU tensors can be pinned")

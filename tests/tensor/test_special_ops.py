@@ -358,3 +358,10 @@ def test_ctc_loss_refuses_lengths_in_pytorchs_words(sky1: str, lengths: torch.Te
         scores, targets = torch.zeros(8, 2, 5, device=place), torch.ones(2, 3, dtype=torch.long, device=place)
         with pytest.raises(RuntimeError, match=message):
             torch.nn.functional.ctc_loss(scores, targets, lengths, torch.tensor([3, 2]))
+
+
+def test_compressed_indices_are_checked_as_by_the_cpu(sky1: str) -> None:
+    rows, columns = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+    torch._validate_compressed_sparse_indices(True, rows.to(sky1), columns.to(sky1), 2, 2, 2)
+    with pytest.raises(RuntimeError, match="crow_indices"):
+        torch._validate_compressed_sparse_indices(True, (rows + 1).to(sky1), columns.to(sky1), 2, 2, 2)
