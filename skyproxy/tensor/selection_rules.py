@@ -266,7 +266,7 @@ def _unbind(x: Meta, dim: Any = 0) -> RuleResult:
 
 def _reduced(x: Meta, dims: Any, keepdim: Any) -> Ints | None:
     """The size of a reduction; None where it is not plain. No dimensions are all of them."""
-    if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and type(keepdim) is bool):
+    if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and len(x.size) <= 64 and type(keepdim) is bool):
         return None
     if dims is None or (type(dims) in (list, tuple) and not dims):
         places: list[int | None] = list(range(len(x.size)))
@@ -315,6 +315,7 @@ def _bucketize(x: Meta, bounds: Any, *, out_int32: bool = False, right: bool = F
 @rule("multinomial")
 def _multinomial(x: Meta, count: Any, replacement: bool = False, **options: Any) -> RuleResult:
     fits = whole(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
+    fits = fits and x.size[-1] <= 1 << 24
     if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
         return None
     return [fresh((*x.size[:-1], count), torch.int64)]
