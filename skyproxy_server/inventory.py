@@ -19,7 +19,8 @@ def inventory(choice: str) -> list[dict[str, Any]]:
 
     Returns:
         A row a device: "type", "index", "name", "total_memory_bytes"; for CUDA also "compute_capability",
-        "multiprocessors", and "uuid" where torch tells it; for the CPU "threads".
+        "multiprocessors", and "uuid" where torch tells it; for the CPU "threads" and "onednn_lstm", the dtypes in which
+        PyTorch may compute an LSTM with oneDNN.
 
     Raises:
         ConfigurationError: the choice is none, or CUDA was asked for and is not to be had.
@@ -68,7 +69,17 @@ def _cpu_row(torch: Any) -> dict[str, Any]:
         "name": platform.processor() or platform.machine() or "cpu",
         "total_memory_bytes": _host_memory_bytes(),
         "threads": torch.get_num_threads(),
+        "onednn_lstm": _onednn_lstm_dtypes(torch),
     }
+
+
+def _onednn_lstm_dtypes(torch: Any) -> list[str]:
+    """The dtypes in which PyTorch may compute an LSTM with oneDNN: by what this torch has, and this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return []
+    supported = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
+    checks = {name: getattr(torch.ops.mkldnn, check, None) for name, check in supported.items()}
+    return ["float32", *(name for name, check in checks.items() if check is not None and check())]
 
 
 def _host_memory_bytes() -> int:

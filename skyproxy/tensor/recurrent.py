@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.torch_codec import DTYPE_NAMES
 
 Tensor = torch.Tensor
 Hidden = tuple[Tensor, ...]
@@ -184,9 +185,15 @@ def _network(
 
 
 def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
-    """Whether PyTorch computes an LSTM of the CPU with oneDNN: float32, and no projection."""
+    """Tell whether PyTorch would compute an LSTM with oneDNN on the worker's CPU: one without a projection, in a dtype
+    that its processor has instructions for.
+    """
     plain = hiddens[0].size(-1) == hiddens[1].size(-1) and sequence.numel() > 0
-    return plain and sequence.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+    if not plain or not torch._C._get_mkldnn_enabled():
+        return False
+    if sequence.dtype is torch.float16 and torch.is_grad_enabled():
+        return False
+    return DTYPE_NAMES.get(sequence.dtype) in sequence._sky.device.row.get("onednn_lstm", ())  # type: ignore[attr-defined]
 
 
 def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:

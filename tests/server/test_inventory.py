@@ -19,6 +19,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: list[SimpleNamespace], cuda: 
         version=SimpleNamespace(cuda=cuda, hip=None),
         cuda=SimpleNamespace(device_count=lambda: len(gpus), get_device_properties=lambda index: gpus[index]),
         get_num_threads=lambda: 4,
+        backends=SimpleNamespace(mkldnn=SimpleNamespace(is_available=lambda: True)),
+        ops=SimpleNamespace(
+            mkldnn=SimpleNamespace(
+                _is_mkldnn_bf16_supported=lambda: True,
+                _is_mkldnn_fp16_supported=lambda: False,
+            )
+        ),
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
 
@@ -41,6 +48,7 @@ def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [])
     assert kinds("auto") == [("cpu", 0)]
+    assert inventory("cpu")[0]["onednn_lstm"] == ["float32", "bfloat16"]
     with pytest.raises(ConfigurationError, match=r"sees no CUDA device.*nvidia-smi"):
         inventory("cuda")
 
@@ -62,5 +70,6 @@ def test_this_machine_for_real() -> None:
     assert row["type"] == "cpu"
     assert row["name"]
     assert row["threads"] >= 1
+    assert set(row["onednn_lstm"]) <= {"float32", "bfloat16", "float16"}
     if sys.platform == "linux":
         assert row["total_memory_bytes"] > 1 << 20

@@ -171,6 +171,29 @@ def test_an_lstm_of_one_sequence_is_exact_with_and_without_gradients(train: bool
             assert torch.equal(network(x.to(sky))[0].cpu(), twin(x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("options", [{}, {"proj_size": 3}, {"bias": False, "bidirectional": True}], ids=str)
+def test_an_lstm_takes_the_kernel_of_the_cpu_in_every_dtype(
+    options: dict[str, Any], onednn: bool, dtype: torch.dtype, sky: str
+) -> None:
+    torch.manual_seed(0)
+    twin = nn.LSTM(6, 8, 2, **options).to(dtype)
+    network = nn.LSTM(6, 8, 2, **options).to(dtype)
+    network.load_state_dict(twin.state_dict())
+    network.to(sky)
+    x = torch.randn(5, 3, 6).to(dtype)
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        with torch.no_grad():
+            assert torch.equal(network(x.to(sky))[0].cpu(), twin(x)[0])
+        for module, values in ((twin, x), (network, x.to(sky))):
+            output, (_, cell) = module(values)
+            (output.float().sin().sum() + cell.float().sum()).backward()
+    for ours, theirs in zip(network.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad.cpu(), theirs.grad)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_networks_wait_for_nothing_once_their_shapes_were_seen(mode: Any, kind: Any, sky: str) -> None:
