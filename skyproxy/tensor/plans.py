@@ -78,6 +78,7 @@ _FAKED_WRONGLY = frozenset(
         "aten::_grouped_mm",
         "aten::max_unpool2d",
         "aten::mkldnn_rnn_layer",
+        "aten::mkldnn_rnn_layer_backward",
         "aten::multilabel_margin_loss_forward",
     }
 )

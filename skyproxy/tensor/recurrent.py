@@ -9,12 +9,14 @@ On a CUDA worker PyTorch's own way for accelerators is taken.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from skyproxy.tensor.plans import Plan, implements
 from skyproxy.tensor.remote_tensor import RemoteTensor
@@ -196,6 +198,24 @@ def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
     return DTYPE_NAMES.get(sequence.dtype) in sequence._sky.device.row.get("onednn_lstm", ())  # type: ignore[attr-defined]
 
 
+class _SeesOneDNN(TorchDispatchMode):
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func._overloadpacket is torch.ops.aten.mkldnn_rnn_layer
+        return func(*args, **kwargs or {})
+
+
+@functools.cache
+def _takes_onednn_for_packed() -> bool:
+    """Tell whether this PyTorch computes packed sequences of one length with oneDNN, as 2.13 does and 2.11 does not."""
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+    rows, weights, states = zeros(2, 1), [zeros(4, 1), zeros(4, 1)], [zeros(1, 1, 1), zeros(1, 1, 1)]
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _SeesOneDNN() as mode:
+        torch.lstm(rows, torch.tensor([1, 1], device="cpu"), states, weights, False, 1, 0.0, False, False)
+    return mode.found
+
+
 def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
     """Input weight, hidden weight, their biases, projection; None for what there is not."""
     count = 4 if has_biases else 2
@@ -219,7 +239,8 @@ def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., An
         if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
-        if cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens):  # all of one length: no gaps
+        gapless = cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens)
+        if gapless and _takes_onednn_for_packed():
             sequence = rows.view(len(sizes), sizes[0], rows.size(-1))
             output, *final = _network(cell, sequence, hiddens, params, *options)
             return (output.view(rows.size(0), output.size(-1)), *final)
