@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import importlib.metadata
 import operator
 import os
 import site
@@ -56,7 +57,28 @@ _scripts = str(Path(sysconfig.get_path("scripts")).resolve())
 def _is_library(path: str) -> bool:
     """Whether a file or folder belongs to what is installed."""
     resolved = Path(path).resolve()
-    return str(resolved).startswith(_roots) or not LIBRARY_FOLDERS.isdisjoint(resolved.parts)
+    if str(resolved).startswith(_roots) or not LIBRARY_FOLDERS.isdisjoint(resolved.parts):
+        return True
+    below, place = resolved, resolved.parent
+    while below != place:
+        if below.stem in _installed_into(place):
+            return True
+        below, place = place, place.parent
+    own = _installed_into(resolved)
+    return bool(own) and not any(
+        found.stem not in own and (found.suffix == ".py" or (found / "__init__.py").is_file())
+        for found in resolved.iterdir()
+    )
+
+
+@functools.lru_cache(4096)
+def _installed_into(folder: Path) -> frozenset[str]:
+    """The names that `pip install --target` has put into a folder, where a program may have modules of its own, too."""
+    names: set[str] = set()
+    for record in folder.glob("*.dist-info/RECORD"):
+        files = importlib.metadata.PathDistribution(record.parent).files or ()
+        names.update(Path(file.parts[0]).stem for file in files)
+    return frozenset(names)
 
 
 def is_project_module(module: object) -> bool:

@@ -59,7 +59,7 @@ _COMPARISONS = (
 _FLOAT_UNARY = "silu gelu hardswish softplus leaky_relu elu dropout mish hardsigmoid frac round.decimals"
 _FRACTIONAL_UNARY = (
     "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf acos acosh asin asinh atan atanh cosh sinh tan expm1 exp2 "
-    "log10 log1p log2 erfc erfinv lgamma digamma sinc i0 logit deg2rad rad2deg"
+    "log10 log1p log2 erfc erfinv lgamma digamma sinc i0 logit"
 )
 _SIGNED_UNARY = "neg abs relu square floor ceil round trunc sign sgn"
 _WITH_SCALARS = "pow.Tensor_Scalar"
@@ -235,6 +235,11 @@ def _fraction(a: Meta, *numbers: Any) -> RuleResult:
     """Integers and masks become fractions first."""
     fits = a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool
     return _result((a,), fractional(a.dtype), a.dtype) if fits else None
+
+
+@rule("deg2rad rad2deg")
+def _degrees(a: Meta) -> RuleResult:
+    return _fraction(a) if row_major(a) else None
 
 
 @rule(_SIGNED_UNARY)

@@ -28,8 +28,10 @@ def _kernel(op: torch._ops.OpOverload) -> Any:
 
     def kernel(*args: Any) -> Any:
         # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
-        # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit.
-        if not (_is_differentiated(args) or _modes() or args[0].is_complex()) and _function_transforms() is None:
+        # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit. Those
+        # of integers are so rare that they stay what they are locally, views of a part.
+        whole = args[0].is_floating_point() and not _is_differentiated(args) and not _modes()
+        if whole and _function_transforms() is None:
             if all(type(a) is RemoteTensor for a in args):
                 return dispatch_remote(RemoteTensor, op, (), args)
             if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):

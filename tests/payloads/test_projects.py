@@ -34,6 +34,21 @@ def test_what_is_no_module_is_none() -> None:
     assert not is_project_module(types.ModuleType("made_up"))
 
 
+def test_what_pip_has_put_into_a_folder_is_installed_and_its_neighbours_are_not(folder: Path) -> None:
+    write(folder / "sky_apart" / "__init__.py")
+    write(folder / "sky_apart" / "part.py")
+    write(folder / "sky_apart-1.dist-info" / "RECORD", "sky_apart/__init__.py,,\nsky_apart/part.py,,\n")
+    installed = importlib.import_module("sky_apart.part")
+    assert not is_project_module(installed)
+    assert str(folder) not in dict(project_folders())
+    own = folder / "beside"
+    write(own / "sky_vendored.py")
+    write(own / "sky_vendored-1.dist-info" / "RECORD", "sky_vendored.py,,\n")
+    write(own / "sky_main.py")
+    assert is_project_module(load_as("sky_main", own / "sky_main.py"))
+    assert not is_project_module(load_as("sky_vendored", own / "sky_vendored.py"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of modules that the program can import."""

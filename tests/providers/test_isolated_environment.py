@@ -14,35 +14,13 @@ import torch
 
 import skyproxy as sky
 from skyproxy.providers import Progress
+from tests.providers.isolated_functions import describe
 
 # Installing PyTorch takes half a minute on a machine that is not busy.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXTRA = "inflection"  # small, without dependencies, and needed by nothing of ours
 TORCH = f"torch=={torch.__version__.split('+')[0]}"
-
-
-@sky.compute
-def describe(word: str) -> dict[str, Any]:
-    import importlib.util
-    import sys
-
-    import inflection
-    import torch
-
-    import skyproxy
-
-    return {
-        "word": inflection.underscore(word),
-        "prefix": sys.prefix,
-        "python": sys.executable,
-        "extra": inflection.__file__,
-        "torch": (torch.__version__, torch.__file__),
-        "skyproxy": skyproxy.__file__,
-        "pytest": importlib.util.find_spec("pytest") is not None,
-        "rank": skyproxy.instance_info().rank,
-        "sum": torch.arange(4.0).sum(),
-    }
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ def of_few_elements(device: str) -> None:
 
 
 def of_resized_outputs(device: str) -> None:
-    target = torch.ones(2, device=device)
-    torch.add(torch.ones(3, device=device), 1, out=target)
+    # Sizes of its own: a worker listens to what an operation says about inputs that are new to it.
+    target = torch.ones(23, device=device)
+    torch.add(torch.ones(31, device=device), 1, out=target)
     target.sum().item()
 
 

@@ -31,7 +31,8 @@ def run(folder: Path, size: int, *arguments: str) -> dict[str, Result]:
     (folder / "test_it.py").write_text(PROGRAM, encoding="utf-8")
     report = folder / "report"
     report.write_text("", encoding="utf-8")
-    variables = os.environ | {
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = own | {
         "PYTHONPATH": str(Path(__file__).parent),
         "UPSTREAM_DEVICE": "cpu",
         "UPSTREAM_LIBRARY": "timm",
