@@ -11,11 +11,16 @@ import mmap
 import socket
 import ssl
 import time
+from typing import TYPE_CHECKING
 
 from _figures import medians, microseconds_each
 from _helper_process import HelperProcess, announce, end_with_parent
 
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
+
 _CHUNK_BYTES = 1 << 20
+_ATTEMPTS = 3
 
 
 def _websocket_echo(context: ssl.SSLContext | None) -> None:
@@ -46,6 +51,19 @@ def _raw_sink(context: ssl.SSLContext | None) -> None:
                 peer.sendall(b"k")
                 _received(peer, 1)
                 peer.sendall(memory)
+
+
+def _connected(url: str, context: ssl.SSLContext | None) -> ClientConnection:
+    """Connect to the echo. Over TLS that fails now and then on a busy machine: the library's thread reads from the TLS
+    object while another one writes to it.
+    """
+    from websockets.exceptions import InvalidHandshake
+    from websockets.sync.client import connect
+
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(InvalidHandshake, EOFError):
+            return connect(url, compression=None, ssl=context)
+    return connect(url, compression=None, ssl=context)
 
 
 def _secured(peer: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
@@ -113,14 +131,10 @@ class Yardsticks:
         if echo_port is None or raw_port is None:
             self._servers = YardstickServers()
             echo_port, raw_port = self._servers.echo_port, self._servers.raw_port
-        from websockets.sync.client import connect
-
         self._raw_port, self._context = raw_port, ssl_context
         scheme = "wss" if ssl_context is not None else "ws"
         self._open = contextlib.ExitStack()
-        self._echo = self._open.enter_context(
-            connect(f"{scheme}://127.0.0.1:{echo_port}", compression=None, ssl=ssl_context)
-        )
+        self._echo = self._open.enter_context(_connected(f"{scheme}://127.0.0.1:{echo_port}", ssl_context))
         self._echo.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def round_trip(self) -> None:
