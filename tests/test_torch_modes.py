@@ -131,5 +131,6 @@ def test_each_mode_travels_and_is_put_in_force(name: str) -> None:
 
 def test_a_precision_that_was_set_in_the_new_way_is_read_without_the_old_one() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    record = record_of(values_in_force())
-    assert record == (("fp32_precision.cuda.matmul", "tf32"),)
+    # PyTorch's own test tools, which any test of this process may have imported, set another mode.
+    record = [row for row in record_of(values_in_force()) if row[0] != "warn_always"]
+    assert record == [("fp32_precision.cuda.matmul", "tf32")]
