@@ -308,6 +308,8 @@ class FunctionCall:
             while self.events.output_must_wait:
                 self._sleep()
             if self.ended and self._interrupted:
+                if self._thread is threading.current_thread():
+                    _raise_in(threading.get_ident(), None)  # else it strikes once more, in a `finally` of the function
                 raise CallInterrupt
             self.events.add("output", {"stream": stream, "text": text})
 
