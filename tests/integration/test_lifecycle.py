@@ -263,7 +263,7 @@ def test_a_process_that_a_function_forked_does_not_hide_the_end_of_its_worker(tm
             with within(LOST_WITHIN_SECONDS), pytest.raises(SessionLostError):
                 node.run(abs, 1)
             assert forked.is_running()
-            # A dying process closes its connections before the port it listens on; it can be reaped when all are closed.
+            # A dying process closes its connections before its port; when all is closed, it can be reaped.
             os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
             port = int(url.rpartition(":")[2])
             with socket.create_server(("127.0.0.1", port), reuse_port=False):
