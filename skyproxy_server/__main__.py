@@ -28,7 +28,8 @@ from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
-from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds, TemplateSetup
+from skyproxy_server.isolation.spawner import TemplateSetup
+from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
 from skyproxy_server.isolation.uploads import SealedFolderShelf, SealedMemoryShelf
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.processes import run_processes, wait_for_ports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import random
 import socket
@@ -26,7 +25,7 @@ from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
-from skyproxy_server.isolation.supervisor import OVER, SLOT_BOUNDS, SLOT_BYTES, SLOTS
+from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, mapped
 from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.listener import Served
 from skyproxy_server.program_log import log_to_stderr
@@ -213,7 +212,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
             open_ops(WITH_FUNCTIONS)
         _be_random()
         _bound(start)
-        shared = memoryview(mmap.mmap(descriptors[1], SLOTS * SLOT_BYTES))
+        shared = memoryview(mapped(descriptors[1]))
         os.close(descriptors[1])
         uploads: SharedUploads | None = None
         if len(descriptors) > 2:

@@ -1,0 +1,139 @@
+"""A connection that the supervisor lends to a session's process, from the welcome to its end."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+
+from skyproxy.protocol.messages import OPERATIONS, Hello, Welcome
+from skyproxy.settings import Settings
+from skyproxy.transport.stream import PlainStream
+from skyproxy.transport.tls import TlsStream
+from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server.isolation.channel import ChannelClosedError
+from skyproxy_server.isolation.relay import relay
+from skyproxy_server.isolation.sockets import bytes_written
+from skyproxy_server.isolation.supervised_session import REAP_SECONDS, SupervisedSession
+
+logger = logging.getLogger("skyproxy.server")
+
+_MAX_RECEIVED_BYTES = 64 << 10
+
+
+class LentConnection:
+    """A connection of a session's process, as the listener runs it."""
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        hello: Hello,
+        session: SupervisedSession,
+        transport: WebSocketTransport,
+        settings: Settings,
+    ) -> None:
+        self.welcome = welcome
+        self._hello = hello
+        self._session = session
+        self._transport = transport
+        self._settings = settings
+        self._timer: threading.Timer | None = None
+        self._over = threading.Event()
+        self._before = 0
+        """Bytes that were written before the process had the connection."""
+        self._carried: int | None = None
+        """Bytes of the process that were relayed; None where the process has the client's socket itself."""
+
+    def run(self) -> None:
+        """Lend the connection to the session's process, and see to its end."""
+        session, transport = self._session, self._transport
+        welcome = transport.connection.welcome
+        slot = session.slots.take()
+        if slot is None or welcome is None:
+            transport.close("too-many-sessions", "the session has too many connections")
+            session.release()
+            return
+        try:
+            received = transport.lend(self._close)
+            if len(received) > _MAX_RECEIVED_BYTES:
+                transport.take_back()
+                transport.close("protocol", f"{len(received)} bytes came before the welcome")
+                return
+            stream = transport.stream
+            if isinstance(stream, TlsStream):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    session.hand_over(theirs.fileno(), slot, self._hello, welcome, received)
+                self._carried = relay(
+                    stream,
+                    ours,
+                    session.pidfd,
+                    is_over=lambda: session.slots.is_over(slot),
+                    on_left=self._await_process,
+                    goodbye_seconds=self._settings.close_timeout_seconds,
+                )
+            else:
+                assert isinstance(stream, PlainStream)
+                self._before = bytes_written(stream.fileno())
+                session.hand_over(stream.fileno(), slot, self._hello, welcome, received)
+                self._await_end(stream)
+        except (ChannelClosedError, OSError) as error:
+            logger.debug("a connection of session %s could not be lent: %s", session.identity[:8], error)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._finish(slot)
+            self._over.set()
+            session.slots.give(slot)
+            session.release()
+
+    def _close(self, code_name: str, reason: str) -> None:
+        """Have the process say goodbye, and wait until the connection is over, but not for ever."""
+        self._session.close_connections(code_name, reason)
+        if not self._over.wait(2 * self._settings.close_timeout_seconds):
+            self._session.kill(reason.rstrip(".") or "its connection was to be closed, and it did not answer")
+
+    def _await_end(self, stream: PlainStream) -> None:
+        """Wait until the connection is over on both sides, or the process has ended."""
+        session = self._session
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLRDHUP)
+        poll.register(session.pidfd, select.POLLIN)
+        while True:
+            events = dict(poll.poll())
+            if session.pidfd in events or events[stream.fileno()] & ~select.POLLRDHUP:
+                return
+            poll.modify(stream.fileno(), 0)  # from now on: until the process has ended its side, too
+            self._await_process()
+
+    def _await_process(self) -> None:
+        """The client has left: the process notices and ends its side, unless it hangs."""
+        if self._hello.role == OPERATIONS and self._timer is None:
+            self._timer = threading.Timer(
+                self._settings.call_grace_seconds, self._session.kill, ("its client is gone, and it hangs",)
+            )
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _finish(self, slot: int) -> None:
+        session, transport = self._session, self._transport
+        if not session.slots.is_over(slot) and _has_ended(session.pidfd) and session.ended.wait(REAP_SECONDS):
+            ending = session.ending
+            if ending.is_failure and session.slots.is_between_frames(slot, self._written()):
+                transport.take_back()
+                transport.close("crashed", ending.for_client())
+                return
+        transport.retire()
+
+    def _written(self) -> int:
+        if self._carried is not None:
+            return self._carried
+        stream = self._transport.stream
+        return bytes_written(stream.fileno()) - self._before if isinstance(stream, PlainStream) else -1
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,141 @@
+"""The process that sessions are forked from, seen from the supervisor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyproxy.errors import ConfigurationError
+from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+
+logger = logging.getLogger("skyproxy.server")
+
+_LOAD_SECONDS = 300.0
+_RESTART_PAUSES_SECONDS = (0.0, 1.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSetup:
+    """What the template loads.
+
+    Attributes:
+        device: the choice of devices, as `inventory` knows it.
+        functions: whether clients may run functions.
+        allow_ops: operators and namespaces that clients may call beside the usual ones.
+        log_level: how much sessions log.
+    """
+
+    device: str = "auto"
+    functions: bool = True
+    allow_ops: Sequence[str] = field(default_factory=tuple)
+    log_level: str = "INFO"
+
+
+class Template:
+    """The process that sessions are forked from; started again where it ends."""
+
+    def __init__(self, setup: TemplateSetup) -> None:
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._failures = 0
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 where it does not run."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self, stop: threading.Event | None = None) -> dict[str, Any]:
+        """Start it, and wait until it has loaded what sessions need.
+
+        Args:
+            stop: ends the wait.
+
+        Returns:
+            "devices" and "software" of this worker.
+
+        Raises:
+            ConfigurationError: it cannot do what was asked for.
+            ChannelClosedError: it ended, or took too long.
+        """
+        self.end()
+        channel, theirs = Channel.pair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", "skyproxy_server.isolation.template"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+        self._channel = channel
+        setup = self._setup
+        channel.send(
+            {
+                "device": setup.device,
+                "functions": setup.functions,
+                "allow_ops": list(setup.allow_ops),
+                "log_level": setup.log_level,
+            }
+        )
+        deadline = time.monotonic() + _LOAD_SECONDS
+        while True:
+            try:
+                answer, _ = channel.receive(0.2)
+                break
+            except TimeoutError:
+                if (stop is not None and stop.is_set()) or time.monotonic() > deadline:
+                    self.end()
+                    raise ChannelClosedError("the template did not get ready") from None
+        if "refused" in answer:
+            self.end()
+            raise ConfigurationError(answer["refused"])
+        return answer
+
+    def fork(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Have a session's process forked.
+
+        Raises:
+            ChannelClosedError: there is no template.
+        """
+        if self._channel is None:
+            raise ChannelClosedError("there is no template")
+        self._channel.send(order, descriptors, wait=False)
+
+    def restart(self) -> None:
+        """Start it again after it failed; each time in a row with a longer pause before.
+
+        Raises:
+            ChannelClosedError, ConfigurationError: it does not come up.
+        """
+        pause = _RESTART_PAUSES_SECONDS[min(self._failures, len(_RESTART_PAUSES_SECONDS) - 1)]
+        self._failures += 1
+        logger.error("the process that sessions are made from does not answer; it is started again")
+        time.sleep(pause)
+        self.start()
+
+    def worked(self) -> None:
+        """Take note that it did what it was asked for."""
+        self._failures = 0
+
+    def end(self) -> None:
+        """End it; sessions go on without it."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The environment of all processes that run clients' operations: without the token."""
+    return {name: value for name, value in os.environ.items() if name != "SKYPROXY_TOKEN"}

@@ -1,0 +1,227 @@
+"""One session's process, seen from the supervisor: its orders, its reports, its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+from skyproxy.protocol.messages import BULK, OPERATIONS, Hello, Welcome
+from skyproxy.transport.stream import remaining
+from skyproxy_server.auth import Identity
+from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation.endings import Ending
+from skyproxy_server.isolation.slots import Slots
+from skyproxy_server.isolation.uploads import UploadDesk
+
+logger = logging.getLogger("skyproxy.server")
+
+FORK_SECONDS = 10.0
+REAP_SECONDS = 5.0
+
+
+class SupervisedSession:
+    """A session's process, seen from the supervisor.
+
+    Attributes:
+        identity: the session's name.
+        client: whose it is.
+        pid: its process.
+        pidfd: readable once the process has ended.
+        ended: set when it has ended; then `ending` says how.
+        commands: how many commands it has executed, as far as is known.
+        slots: the memory that it shares with us.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        client: Identity,
+        pid: int,
+        control: Channel,
+        slots: Slots,
+        uploads: tuple[Channel, UploadDesk] | None,
+        on_end: Callable[[SupervisedSession], None],
+    ) -> None:
+        self.identity = identity
+        self.client = client
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.ended = threading.Event()
+        self.ending = Ending()
+        self.commands = 0
+        self.idle_seconds = 0.0
+        self.is_open = True
+        self.slots = slots
+        self._control = control
+        self._uploads = uploads
+        self._on_end = on_end
+        self._why = ""
+        self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
+        self._asked = 0
+        self._report: dict[str, Any] | None = None
+        self._roles: set[str] = set()
+        self._begun = threading.Event()
+        self._users = 1
+        threading.Thread(target=self._watch, name=f"skyproxy-watch-{identity[:8]}", daemon=True).start()
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def claim(self, role: str) -> bool:
+        """Reserve the one connection of this role that a session may have; False if it has had it, or is over.
+
+        Whoever has claimed one calls `release` when the connection is over.
+        """
+        with self._lock:
+            if not self.is_open or role in self._roles:
+                return False
+            if role in (OPERATIONS, BULK):
+                self._roles.add(role)
+            self._users += 1
+            return True
+
+    def hand_over(self, descriptor: int, slot: int, hello: Hello, welcome: Welcome, received: bytes) -> None:
+        """Give the process a copy of a connection: that of the operations first, whatever comes first.
+
+        Raises:
+            ChannelClosedError: it takes none any more.
+        """
+        if hello.role != OPERATIONS and not self._begun.wait(FORK_SECONDS):
+            raise ChannelClosedError("the session has no operations connection")
+        order = {
+            "order": "connection",
+            "role": hello.role,
+            "slot": slot,
+            "hello": list(astuple(hello)),
+            "welcome": list(astuple(welcome)),
+            "received": received,
+        }
+        try:
+            self._control.send(order, [descriptor], wait=False)
+        finally:
+            if hello.role == OPERATIONS:
+                self._begun.set()
+
+    def close_connections(self, code_name: str, reason: str) -> None:
+        """Have the process say goodbye to its client."""
+        with suppress(ChannelClosedError):
+            self._control.send({"order": "close", "code": code_name, "reason": reason}, wait=False)
+
+    # --- reports -------------------------------------------------------------------------------------------------
+
+    def ask(self) -> int:
+        """Ask for a report; returns the number that it will have."""
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+        with suppress(ChannelClosedError):
+            self._control.send({"order": "report", "number": number}, wait=False)
+        return number
+
+    def answer(self, number: int, deadline: float) -> dict[str, Any] | None:
+        """The report of this number or a later one; None where it does not come before `deadline`."""
+        with self._answered:
+            self._answered.wait_for(
+                lambda: self.ended.is_set() or (self._report is not None and self._report["report"] >= number),
+                remaining(deadline),
+            )
+            report = self._report
+        return report if report is not None and report["report"] >= number else None
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def kill(self, reason: str) -> None:
+        """End the process now, whatever it does; its client is told why."""
+        with self._lock:
+            if self.ended.is_set():
+                return
+            self._why = self._why or reason
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def _watch(self) -> None:
+        answers: dict[int, tuple[Channel, Callable[[], None]]] = {
+            self._control.fileno(): (self._control, self._on_message)
+        }
+        if self._uploads is not None:
+            channel, desk = self._uploads
+            answers[channel.fileno()] = channel, partial(desk.answer, channel)
+        poll = select.poll()
+        for descriptor in (self.pidfd, *answers):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if self.pidfd in ready:
+                break
+            for descriptor in ready:
+                try:
+                    answers[descriptor][1]()
+                except TimeoutError:
+                    continue
+                except (ChannelClosedError, KeyError, TypeError, ValueError) as error:
+                    poll.unregister(descriptor)
+                    logger.debug("session %s: a channel of it ended: %s", self.identity[:8], error)
+                    # Without its channels nobody could tell it anything; it may be ending by itself.
+                    if not self._is_ending():
+                        self.kill("it broke its control channel")
+        self._reap()
+
+    def _is_ending(self) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(REAP_SECONDS * 1e3))
+
+    def _on_message(self) -> None:
+        message, descriptors = self._control.receive(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if message.get("over") and self.is_open:
+            with self._lock:
+                self.is_open = False
+                self.commands = int(message["commands"])
+                self.idle_seconds = float(message["idle_seconds"])
+            self._control.send({"order": "wake"}, wait=False)
+        elif 0 < int(message["report"]) <= self._asked:
+            with self._answered:
+                self._report = message
+                self.commands = int(message["commands"])
+                self._answered.notify_all()
+        else:
+            raise ValueError("a message that nobody asked for")
+
+    def _reap(self) -> None:
+        result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        # Before the process is waited for: until then its number, which is its group's too, belongs to nobody else.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        with self._answered:
+            self.ending = Ending.of(result, self._why)
+            self.is_open = False
+            self.ended.set()
+            self._answered.notify_all()
+        self._control.close()
+        if self._uploads is not None:
+            channel, desk = self._uploads
+            channel.close()
+            desk.close()
+        self._on_end(self)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of it; with the last user go the descriptors."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            os.close(self.pidfd)
+            self.slots.close()
