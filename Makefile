@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz lock sbom audit bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean lock sbom audit"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -120,6 +120,18 @@ sbom: $(AUDIT)/.ready
 
 audit: $(AUDIT)/.ready
 	$(AUDIT)/bin/python .ci/audit.py audit $(ARGS)
+
+# The documentation as a website in build/site, with the reference of the Python API; tools of their own environment.
+SITE := $(VENV)-site
+$(SITE)/.ready: Makefile
+	$(check_python)
+	test -x $(SITE)/bin/python || "$(PYTHON)" -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet "mkdocs>=1.6,<2" "mkdocs-material>=9.6,<10" "mkdocstrings[python]>=1,<2"
+	@touch $@
+
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(SITE)/.ready
+	$(SITE)/bin/mkdocs build $(ARGS)
 
 # Hostile calls of every operator that a client may name; a report of each that ends or holds a worker.
 fuzz: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
