@@ -6,7 +6,7 @@ import sys
 import warnings
 from types import TracebackType
 
-from skyproxy.session.session import WAIT_OBSERVERS
+from skyproxy.session.requests import WAIT_OBSERVERS
 from skyproxy.tensor.dispatch import user_frame
 
 

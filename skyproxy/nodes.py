@@ -484,7 +484,7 @@ def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
 @contextlib.contextmanager
 def observing(observer: Callable[[str], None]) -> Iterator[None]:
     """Calls `observer` before every wait for a worker, inside a `with` block."""
-    from skyproxy.session.session import WAIT_OBSERVERS
+    from skyproxy.session.requests import WAIT_OBSERVERS
 
     WAIT_OBSERVERS.append(observer)
     try:

@@ -24,7 +24,8 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Message,
 )
-from skyproxy.session.session import Further, Session
+from skyproxy.session.housekeeping import AuxiliaryConnection
+from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -145,15 +146,15 @@ class Channel:
 
     def _use(self, transport: Transport) -> None:
         before, self._transport = self._transport, transport
-        further = self.session.further
+        auxiliary = self.session.auxiliary
         if before is None:
-            further.append(_Counted(transport, self._lost_bytes))
+            auxiliary.append(_Counted(transport, self._lost_bytes))
         else:
             self._lost_bytes[0] += before.bytes_sent
             self._lost_bytes[1] += before.bytes_received
             before.close()
-            further[:] = [item for item in further if not isinstance(item, _Counted)]
-            further.append(_Counted(transport, self._lost_bytes))
+            auxiliary[:] = [item for item in auxiliary if not isinstance(item, _Counted)]
+            auxiliary.append(_Counted(transport, self._lost_bytes))
 
     def _read(self) -> None:
         handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -306,7 +307,7 @@ def _start_message(call: Call, sizes: list[int], buffers: tuple[Any, ...]) -> Me
     return CallStart(call.id, call.task, sizes, buffers)
 
 
-class _Counted(Further):
+class _Counted(AuxiliaryConnection):
     """A connection whose figures include those of the connections that it replaced."""
 
     def __init__(self, transport: Transport, before: list[int]) -> None:

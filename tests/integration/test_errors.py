@@ -340,7 +340,7 @@ def test_each_class_of_error_is_known_here(sky: str, type_name: str, expected: t
     with pytest.raises(expected, match="text") as caught:
         waiter.wait()
     assert isinstance(caught.value, RemoteError)
-    session._failed_lines.clear()
+    session._failures.lines.clear()
 
 
 # --- errors at the line itself ---------------------------------------------------------------------------------------

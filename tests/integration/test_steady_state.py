@@ -59,7 +59,7 @@ for number in range(early, steps):
     last = step(number)
 print(json.dumps(torch.sky.stats()["round_trips"] - trips), flush=True)
 look()
-print(json.dumps([last.item(), len(session._waiters), len(session._failed_lines)]), flush=True)
+print(json.dumps([last.item(), len(session._waiters), len(session._failures.lines)]), flush=True)
 """
 MIB = 1 << 20
 

@@ -8,12 +8,11 @@ import pytest
 import torch  # noqa: F401 - before our modules that import it: the device is registered with it
 
 from skyproxy.errors import RemoteError, visible, visible_output
-from skyproxy.session.session import Session
+from skyproxy.session.failures import remote_error
 
 
 def rebuilt(record: dict[str, Any]) -> RemoteError:
-    session = object.__new__(Session)
-    return session._remote_error(record, "")
+    return remote_error(record, "")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""What went wrong on the worker, as exceptions and warnings that name the user's line."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from typing import Any
+
+import torch
+
+from skyproxy.errors import (
+    InferenceMismatchError,
+    LimitExceededError,
+    RemoteError,
+    UnsupportedOpError,
+    remote_error_class,
+    visible,
+)
+from skyproxy.protocol.messages import Warned
+from skyproxy.session.lines import describe_line, find_line
+from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.worker_warnings import WorkerWarnings
+
+_ERRORS: dict[str, type[BaseException]] = {
+    "UnsupportedOpError": UnsupportedOpError,
+    "InferenceMismatchError": InferenceMismatchError,
+    "LimitExceededError": LimitExceededError,
+    "OutOfMemoryError": torch.OutOfMemoryError,
+    "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+}
+_NEVER_REBUILT = (BaseExceptionGroup, StopIteration, StopAsyncIteration)
+"""Exceptions that end a loop in silence, or are made of others; a worker's is a `RemoteError` with its text."""
+_REMEMBERED_FAILURES = 1024
+"""The worker tells of a failed op at once, while its batch is still known here; the error may be raised much later."""
+
+
+class FailureReports:
+    """Finds the line of each command that failed or warned, while its batch is still known.
+
+    Attributes:
+        recordings: captured graphs, by number: commands, and the lines that recorded them.
+        lines: for the place of a command that failed, the line that recorded it.
+        warnings: what the worker warned of and was not shown yet.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recordings: dict[int, SentBatch] = {}
+        self.lines: dict[tuple[int, int], str] = {}
+        self.warnings = WorkerWarnings()
+        self._recorder = recorder
+
+    def error(self, record: dict[str, Any]) -> RemoteError:
+        """Return the error that a command's failure on the worker is here; it names the line that recorded it.
+
+        Raises:
+            KeyError: the record does not say where the command stood.
+            TypeError: likewise.
+        """
+        return remote_error(record, self._line_of(record))
+
+    def answer(self, record: dict[str, Any]) -> RemoteError:
+        """Return the error for whoever waits; where the record names no command, it names no line."""
+        line = ""
+        with contextlib.suppress(KeyError, TypeError):
+            line = self._line_of(record)
+        return remote_error(record, line)
+
+    def on_warned(self, warned: Warned) -> None:
+        """Keep a warning until somebody waits, with the line that caused it."""
+        place, found = warned.place, None
+        with contextlib.suppress(KeyError, TypeError):  # it does not say where the command stood
+            sent = self._batch_of(place)
+            found = find_line(sent, place["position"], self._recorder.widths) if sent is not None else None
+        self.warnings.add(warned.category, visible(warned.message), found)
+
+    def _line_of(self, record: dict[str, Any]) -> str:
+        graph = record.get("graph")
+        place = (record["sequence"] if graph is None else -graph, record["position"])
+        if place not in self.lines:
+            if len(self.lines) >= _REMEMBERED_FAILURES:
+                self.lines.pop(next(iter(self.lines)))
+            sent = self._batch_of(record)
+            line = describe_line(sent, record["position"], self._recorder.widths) if sent is not None else ""
+            self.lines[place] = line
+        return self.lines[place]
+
+    def _batch_of(self, place: dict[str, Any]) -> SentBatch | None:
+        """Return the commands that a position counts in: a batch's, or those of a captured graph."""
+        graph = place.get("graph")
+        return self._recorder.sent(place["sequence"]) if graph is None else self.recordings.get(graph)
+
+
+def remote_error(record: dict[str, Any], user_line: str) -> RemoteError:
+    """Return the error that a worker describes; whatever it says, there is one, for somebody waits for it."""
+    name = str(record.get("type", ""))
+    foreign = _ERRORS.get(name) or getattr(builtins, name, RuntimeError)
+    if not (isinstance(foreign, type) and issubclass(foreign, Exception)) or issubclass(foreign, _NEVER_REBUILT):
+        foreign = RuntimeError
+    text, op, traceback = (visible(record.get(key) or "") for key in ("message", "op", "traceback"))
+    if op:
+        text += f"\n  in {op} on the worker"
+    if user_line:
+        text += f"\n  recorded at {user_line}"
+    try:
+        error = remote_error_class(foreign)(text)  # type: ignore[arg-type]  # classes are hashable
+    except Exception:  # a class that wants more than a text
+        error = RemoteError(text)
+    error.op, error.user_line, error.remote_traceback = op, user_line, traceback
+    if traceback:
+        error.add_note("Traceback of the worker:\n" + traceback.rstrip())
+    return error

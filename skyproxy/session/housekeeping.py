@@ -1,0 +1,141 @@
+"""The regular work of a session: sending what lies around, asking whether the worker lives, keeping links open."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from skyproxy.errors import SessionLostError
+from skyproxy.protocol.messages import Ping, Pong
+from skyproxy.session.liveness import Liveness
+from skyproxy.session.recorder import Recorder
+from skyproxy.session.transfers import Uploads
+from skyproxy.settings import Settings
+from skyproxy.transport.base import Transport
+
+logger = logging.getLogger("skyproxy.session")
+
+
+class AuxiliaryConnection(Protocol):
+    """What a session needs to know of a connection that others opened for it."""
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...
+
+    def keep_alive(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Housekeeping:
+    """Flushes, pings and keep-alives of one session, on a thread of its own.
+
+    Attributes:
+        auxiliary: connections that others opened for the session; counted there, and kept alive.
+        last_heard: when a message came in, on the clock of `time.monotonic`.
+        round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        uploads: Uploads,
+        operations: Transport,
+        bulk: Transport,
+        settings: Settings,
+        end: Callable[[str], object],
+    ) -> None:
+        """Args:
+        recorder: whose commands are sent when they lie around.
+        uploads: whose progress tells that the worker lives.
+        operations, bulk: the session's connections.
+        settings: intervals.
+        end: ends the session, for a reason.
+        """
+        self.auxiliary: list[AuxiliaryConnection] = []
+        self.last_heard = time.monotonic()
+        self.round_trip_seconds = 0.0
+        self._recorder = recorder
+        self._uploads = uploads
+        self._operations = operations
+        self._bulk = bulk
+        self._interval = settings.ping_interval_seconds
+        self._patience = settings.liveness_timeout_seconds
+        self._end = end
+        self._stop = threading.Event()
+        self._asked_at = (0, 0.0)
+        self._round_trips_seconds: deque[float] = deque(maxlen=2)
+        self._pending_before, self._unchanged = -1, 0
+        self._bytes_before, self._silent_since = -1, self.last_heard
+        self._liveness = Liveness(self._patience + self._interval, max(self._interval, 1.0), self.last_heard)
+        # The first ping leaves at once: it tells how far the worker is.
+        self._last_ping = self.last_heard - self._interval
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stop.set()
+
+    def on_pong(self, pong: Pong) -> None:
+        """Take the time of a round trip."""
+        number, asked_at = self._asked_at
+        if pong.number == number:
+            self._round_trips_seconds.append(time.monotonic() - asked_at)
+            self.round_trip_seconds = min(self._round_trips_seconds)
+
+    def run(self) -> None:
+        """Send what lies around unsent, ask a silent worker whether it lives, give up on a dead one; until `stop`.
+
+        Never waits for the worker itself, nor for a thread that does.
+        """
+        idle = 0.001
+        while not self._stop.wait(idle):
+            idle = 0.001 if self._recorder.stream else min(idle * 2, 0.05)
+            try:
+                self._flush_stale()
+                now = time.monotonic()
+                self._ping(now)
+                self._keep_alive(now)
+                if self._liveness.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
+                    self._end(f"the worker answered nothing for {self._patience:g} s")
+            except SessionLostError as error:
+                self._end(str(error))
+            except Exception:  # a failed flush is the recorder's to report, at the next wait
+                logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
+
+    def _flush_stale(self) -> None:
+        """Send commands that have been waiting for a while.
+
+        A program that merely pauses between two operations is not cut off there: where it is cut, a loop does not
+        repeat itself. While the worker has enough to do, nothing is lost by waiting longer.
+        """
+        recorder = self._recorder
+        pending = len(recorder.stream)
+        self._unchanged = self._unchanged + 1 if pending == self._pending_before else 0
+        self._pending_before = pending
+        is_stale = (pending or recorder.dirty) and self._unchanged >= (3 if recorder.is_all_executed else 20)
+        if is_stale and not recorder.flush_unless_busy():
+            self._unchanged = 0  # whoever was waiting goes on recording as soon as it can
+
+    def _ping(self, now: float) -> None:
+        # Behind a large upload a question would wait; its progress tells as much.
+        if now - self._last_ping >= self._interval and not self._uploads.busy:
+            number = self._asked_at[0] + 1
+            self._last_ping = now
+            self._asked_at = (number, now)
+            self._bulk.send(Ping(number))
+
+    def _keep_alive(self, now: float) -> None:
+        moved = self._operations.bytes_sent + self._operations.bytes_received
+        if moved != self._bytes_before:
+            self._bytes_before, self._silent_since = moved, now
+        elif now - self._silent_since >= self._interval:
+            self._silent_since = now
+            for transport in (self._operations, *self.auxiliary):
+                transport.keep_alive()  # gateways cut connections that are silent for long

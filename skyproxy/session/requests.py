@@ -1,0 +1,238 @@
+"""What the layers above ask of a session: commands to record, questions to answer, tensors to move."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import SessionLostError
+from skyproxy.protocol import commands
+from skyproxy.session.failures import FailureReports
+from skyproxy.session.recorder import Recorder
+from skyproxy.session.signatures import Signatures
+from skyproxy.session.trace import SessionTrace
+from skyproxy.session.transfers import Downloads, Uploads, wait_for_download
+from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.settings import Settings
+from skyproxy.torch_codec import Description
+
+WAIT_OBSERVERS: list[Callable[[str], None]] = []
+"""Called before every wait for an answer, with a word for what is waited for."""
+
+
+class _OutcomeWaits(threading.local):
+    """Whether a thread waits for the outcome of an op that it has just recorded."""
+
+    waiting = False
+
+
+class Requests:
+    """The asking side of a session; `Session` has the connections.
+
+    Attributes:
+        recorder: where commands are recorded; the dispatcher writes to it directly.
+        settings: limits and timeouts.
+        round_trips: waits for an answer so far.
+        known_signature, signature, structures: see `Signatures`.
+        failure: see `FailureReports.error`.
+        recordings: captured graphs, by number: commands, and the lines that recorded them.
+    """
+
+    _ended: SessionLostError | None = None
+    """Why the session is over; None while it lives."""
+
+    def __init__(self, settings: Settings, recorder: Recorder, uploads: Uploads) -> None:
+        self.settings = settings
+        self.recorder = recorder
+        self.round_trips = 0
+        self._waiters = Waiters()
+        self._outcomes = _OutcomeWaits()
+        self._signatures = Signatures(self.recorder, settings.max_signatures)
+        self._failures = FailureReports(self.recorder)
+        self._downloads = Downloads(self._waiters)
+        self._uploads = uploads
+        self._trace: SessionTrace | None = None
+        self.known_signature = self._signatures.known
+        self.signature = self._signatures.number
+        self.structures = self._signatures.structures
+        self.failure = self._failures.error
+        self.recordings = self._failures.recordings
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of uploads that the worker had already."""
+        return self._uploads.offers.saved_bytes
+
+    def check(self) -> None:
+        """Raises:
+        SessionLostError: the session is over.
+        """
+        if self._ended is not None:
+            raise SessionLostError(str(self._ended)) from self._ended
+
+    # --- commands and questions --------------------------------------------------------------------------------------
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Asks the worker's control `name`, after everything recorded so far; waits for its answer.
+
+        Raises:
+            RemoteError: the control failed, or an earlier command did and was not reported yet.
+            SessionLostError: the worker is gone.
+        """
+        return self.request(name, lambda number: (commands.CALL, number, name, list(arguments)))
+
+    def do(self, name: str, *arguments: Any) -> None:
+        """Records the worker's control `name`; does not wait."""
+        self.recorder.append(commands.DO, name, list(arguments))
+
+    def request(self, purpose: str, command: Callable[[int], tuple[Any, ...]]) -> Any:
+        """Records the command that `command` makes of a request number, and waits for its reply."""
+        waiter = self.ask(command)
+        return self.wait(waiter, purpose)
+
+    def ask(self, command: Callable[[int], tuple[Any, ...]]) -> Waiter:
+        """Records a request and sends it; the answer can be waited for later."""
+        self.check()
+        number, waiter = self._waiters.open()
+        try:
+            self.recorder.append(*command(number))
+            self.recorder.flush()
+        except BaseException:
+            self._waiters.abandon(number)
+            raise
+        return waiter
+
+    def wait(self, waiter: Waiter, purpose: str, *, counted: bool = True) -> Any:
+        """The answer of a request, counted as a round trip unless it comes with that of another one."""
+        if counted:
+            self.count_wait(purpose)
+        started_ns = time.time_ns() if self._trace is not None else 0
+        try:
+            target = waiter.keep_alive
+            if isinstance(target, torch.Tensor) and not waiter.done:
+                missing = partial(self._downloads.missing_bytes, target)
+                return wait_for_download(waiter, target.nbytes, missing, self.settings.show_progress)
+            return waiter.wait()
+        except SessionLostError as lost:
+            raise SessionLostError(str(lost)) from lost
+        finally:
+            if counted:
+                self.recorder.begin_small()
+            if self._trace is not None and started_ns:
+                self._trace.add("wait", purpose, started_ns)
+            if self._failures.warnings.pending:
+                self._failures.warnings.show()
+
+    def count_wait(self, purpose: str) -> None:
+        """Somebody is about to wait for the worker."""
+        self.round_trips += 1
+        for observer in WAIT_OBSERVERS:
+            observer(purpose)
+
+    def synchronize(self) -> None:
+        """Waits until the worker has executed everything, its device included.
+
+        Raises:
+            RemoteError: a command failed and nobody has seen the error yet.
+        """
+        self.call("synchronize")
+
+    def _wait_for_outcome(self) -> None:
+        if self._outcomes.waiting:  # this very question was recorded
+            return
+        self._outcomes.waiting = True
+        try:
+            self.synchronize()
+        finally:
+            self._outcomes.waiting = False
+
+    # --- tensors -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, slot: int, description: Description) -> torch.Tensor:
+        """The values of a slot as a new CPU tensor, in the strides of `torch_codec.packed_stride`.
+
+        Raises:
+            RemoteError: the value is poisoned; the error of the op that failed.
+            SessionLostError: the worker is gone.
+        """
+        return self.fetched(self.start_fetch(slot, description), description)
+
+    def start_fetch(self, slot: int, description: Description) -> Waiter:
+        """Asks for the values of a slot without waiting; `fetched` gives them."""
+        count = torch_codec.byte_count(description)
+        if count <= self.settings.max_inline_bytes:
+            return self.ask(lambda number: (commands.FETCH, number, slot, 0))
+        target = torch_codec.empty_packed(description)
+        self.check()
+        number, waiter = self._waiters.open(keep_alive=target)
+        self._downloads.open(number, target)
+        try:
+            self.recorder.append(commands.FETCH, number, slot, number)
+            self.recorder.flush()
+        except BaseException:
+            self._waiters.abandon(number)
+            raise
+        return waiter
+
+    def fetched(self, waiter: Waiter, description: Description, *, counted: bool = True) -> torch.Tensor:
+        """Waits for what `start_fetch` asked for; `counted` as `wait` says."""
+        self.wait(waiter, "fetch", counted=counted)
+        if waiter.keep_alive is not None:
+            target = waiter.keep_alive
+            assert isinstance(target, torch.Tensor)
+            return target
+        target = torch_codec.empty_packed(description)
+        view = torch_codec.byte_view(target)
+        if len(view):
+            view[:] = waiter.buffers[0]
+        return target
+
+    def upload(self, slot: int, tensor: torch.Tensor, device: list[Any]) -> None:
+        """Records that `slot` gets the values of a dense CPU tensor; they are read before this returns.
+
+        Args:
+            tensor: strided, dense, on the CPU, without conjugate or negative bit.
+            device: the worker's device, `[type, index]`.
+        """
+        description = torch_codec.describe(tensor)._replace(offset=0)
+        fields = torch_codec.encode_description(description)
+        view = torch_codec.byte_view(tensor)
+        if len(view) <= self.settings.max_inline_bytes:
+            self.recorder.append_with_buffer(bytes(view), commands.UPLOAD, slot, fields, device)
+            return
+        self.check()
+        transfer = self._waiters.next_number()
+
+        def announce() -> None:
+            self.recorder.append(commands.RECEIVE, slot, fields, device, transfer)
+            self.recorder.flush()
+
+        self._uploads.send(transfer, view, tensor.element_size(), tensor, announce)
+
+    def upload_bytes(self, slot: int, description: Description, values: bytes, device: list[Any]) -> None:
+        """Record that `slot` gets values that travel with the commands.
+
+        Args:
+            description: what the tensor looks like, with offset 0.
+            values: its bytes, in the order of memory.
+            device: the worker's device, `[type, index]`.
+        """
+        fields = torch_codec.encode_description(description)
+        self.recorder.append_with_buffer(values, commands.UPLOAD, slot, fields, device)
+
+    # --- profiling ---------------------------------------------------------------------------------------------------
+
+    def start_trace(self) -> SessionTrace:
+        """From now on, what leaves and comes is noted; see `skyproxy.profiling`."""
+        self._trace = self._uploads.trace = self._downloads.trace = SessionTrace()
+        return self._trace
+
+    def stop_trace(self) -> None:
+        """Nothing is noted any more."""
+        self._trace = self._uploads.trace = self._downloads.trace = None

@@ -1,0 +1,63 @@
+"""The numbers of op signatures: each is defined for the worker once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import Any
+
+from skyproxy.errors import LimitExceededError
+from skyproxy.protocol import commands
+from skyproxy.session.recorder import Recorder
+
+
+class Signatures:
+    """The op signatures of one session, by what makes them the same.
+
+    Attributes:
+        known: the number of a structure that was defined before; None for others.
+    """
+
+    def __init__(self, recorder: Recorder, max_signatures: int) -> None:
+        self._recorder = recorder
+        self._max_signatures = max_signatures
+        self._numbers: dict[Any, int] = {}
+        self._lock = threading.RLock()
+        self.known: Callable[[Any], int | None] = self._numbers.get
+
+    def number(self, structure: Any, define: Callable[[], list[Any]], width: int) -> int:
+        """Return the number of an op's signature; define it for the worker the first time.
+
+        Args:
+            structure: what makes two signatures the same.
+            define: makes the definition, see `protocol.commands`.
+            width: how many operands it takes.
+
+        Raises:
+            LimitExceededError: the session has as many signatures as it may.
+        """
+        number = self._numbers.get(structure)
+        if number is None:
+            with self._lock:
+                number = self._numbers.get(structure)
+                if number is None:
+                    number = commands.FIRST_SIGNATURE + len(self._numbers)
+                    if len(self._numbers) >= self._max_signatures:
+                        raise LimitExceededError(
+                            f"this session uses {len(self._numbers)} different operation signatures, its limit. "
+                            "Set SKYPROXY_MAX_SIGNATURES on both sides."
+                        )
+                    self._recorder.widths[number] = width
+                    record = partial(self._recorder.stream.extend, (commands.DEFINE, number, define()))
+                    remember = partial(self._numbers.__setitem__, structure, number)
+                    # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C
+                    # strikes, and a number that was given twice would end the session.
+                    deque(map(call, (record, remember)), 0)
+        return number
+
+    def structures(self) -> dict[int, Any]:
+        """Return, for the number of each signature that was defined so far, what makes it the same as others."""
+        return {number: structure for structure, number in self._numbers.copy().items()}
