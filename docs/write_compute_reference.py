@@ -33,7 +33,8 @@ spec:
   idleTimeout: 1h
 ```
 
-Nothing in the spec is required. Durations are written like `30m`, `1h30m` or `2d`.
+Nothing in the spec is required. Durations are written like `30m`, `1h30m` or `2d`; see
+[Durations, sizes and quantities](units.md).
 """
 
 RULES = """\

@@ -9,11 +9,9 @@ import html
 import importlib
 import logging
 import os
-import platform
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,6 +29,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.devices import DEVICES, SkyDevice
 from skyproxy.tensor.inference import prepare
+from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy")
@@ -381,18 +380,10 @@ def _open(
 ) -> tuple[Transport, Welcome]:
     from skyproxy.transport.websocket import connect_websocket
 
-    hello = Hello(list(SUPPORTED), role, session, _software())
+    hello = Hello(list(SUPPORTED), role, session, software(torch.__version__))
     return connect_websocket(
         url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name, insecure=insecure
     )
-
-
-def _software() -> dict[str, str]:
-    try:
-        own = version("skyproxy")
-    except PackageNotFoundError:
-        own = "unknown"
-    return {"skyproxy": own, "python": platform.python_version(), "torch": torch.__version__}
 
 
 def _check_torch(welcome: Welcome) -> None:

@@ -6,10 +6,10 @@ intervals in seconds. Neither a secret nor a URL belongs here.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.units import settings_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,36 +113,13 @@ class Settings:
     """Whether each operation waits for its outcome, so that its error is raised at its statement."""
 
 
-def load(environ: dict[str, str] | None = None) -> Settings:
+def load(environ: Mapping[str, str] | None = None) -> Settings:
     """The settings that the environment asks for.
 
     Raises:
         ConfigurationError: a variable's text is not a number (or a truth value) of its field's kind, or is negative.
     """
-    environ = dict(os.environ) if environ is None else environ
-    values: dict[str, object] = {}
-    for item in fields(Settings):
-        name = "SKYPROXY_" + item.name.upper()
-        text = environ.get(name)
-        if text is not None:
-            values[item.name] = _parse(name, text, type(item.default))
-    return Settings(**values)  # type: ignore[arg-type]
-
-
-def _parse(name: str, text: str, kind: type) -> object:
-    if kind is bool:
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off"):
-            return False
-        raise ConfigurationError(f"{name}={text!r} is not a truth value. Use 1 or 0.")
-    try:
-        value = kind(text)
-    except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is not a number. Example: {name}=1000") from None
-    if value < 0:
-        raise ConfigurationError(f"{name}={text!r} is negative. Use 0 or more.")
-    return value
+    return settings_from(environ, "SKYPROXY_", Settings)
 
 
 SETTINGS = load()

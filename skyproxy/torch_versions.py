@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
+
 OLDEST = (2, 11)
 NEWEST = (2, 15)
 TRIED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -32,3 +35,16 @@ def caution(version: str) -> str | None:
         f"skyproxy was tried on torch {TRIED}, this is {version}. It stands on parts of torch that may change; if "
         f'something fails, try: pip install "torch=={NEWEST[0]}.{NEWEST[1]}.*"'
     )
+
+
+def software(torch_version: str) -> dict[str, str]:
+    """Return what this side of a session runs on, as client and worker tell it to one another.
+
+    Args:
+        torch_version: as in `torch.__version__`.
+    """
+    try:
+        own = metadata.version("skyproxy")
+    except metadata.PackageNotFoundError:
+        own = "unknown"
+    return {"skyproxy": own, "python": platform.python_version(), "torch": torch_version}

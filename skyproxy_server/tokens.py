@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.units import size_bytes
 from skyproxy_server.auth import (
     FUNCTIONS,
     OPERATIONS,
@@ -43,8 +44,6 @@ logger = logging.getLogger("skyproxy.server")
 _MAX_FILE_BYTES = 16 << 10
 _MAX_TOKENS = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SIZE = re.compile(r"(\d+)\s*(KiB|MiB|GiB|TiB|)")
-_UNITS = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _LOOK_AGAIN_SECONDS = 1.0
 """How often wrong tokens may cause a look at the files: a new one is accepted at once."""
 
@@ -251,8 +250,8 @@ def _parsed(name: str, text: bytes, where: str) -> _Entry:
             expires = _moment(value, where)
         elif key in ("sessions", "connections") and value.isdigit():
             bounds[key] = int(value)
-        elif key in ("memory", "uploads") and (size := _SIZE.fullmatch(value)):
-            bounds["memory_bytes" if key == "memory" else "blob_bytes"] = int(size[1]) << _UNITS[size[2]]
+        elif key in ("memory", "uploads") and value:
+            bounds["memory_bytes" if key == "memory" else "blob_bytes"] = size_bytes(value, f"{where}: {key}")
         else:
             raise ConfigurationError(
                 f"{where} has a line behind its token that says nothing known: {key!r:.40}. Use 'scopes: operations, "

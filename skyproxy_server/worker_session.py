@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import secrets
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
+from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.activity import Activity
@@ -34,17 +34,6 @@ logger = logging.getLogger("skyproxy.server")
 
 _ACK_EVERY_BATCHES = 16
 _ACK_DELAY_SECONDS = 0.002
-
-
-def software() -> dict[str, str]:
-    """What this side runs on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        own = version("skyproxy")
-    except PackageNotFoundError:
-        own = "unknown"
-    return {"skyproxy": own, "python": platform.python_version(), "torch": torch.__version__}
 
 
 class WorkerSession:
@@ -250,7 +239,7 @@ class WorkerHost:
         self._devices = devices
         self._blobs = blobs
         self._settings = settings
-        self._software = software()
+        self._software = software(torch.__version__)
         self._activity = activity or Activity()
         self._sessions: dict[str, WorkerSession] = {}
         self._commands_of_the_past = 0

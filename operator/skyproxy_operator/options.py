@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.units import settings_from
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,7 @@ def load(environ: Mapping[str, str] | None = None) -> Options:
     Raises:
         ConfigurationError: a value is not of its option's kind.
     """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(Options):
-        variable = "SKYPROXY_OPERATOR_" + item.name.upper()
-        text = environ.get(variable)
-        if text is not None:
-            values[item.name] = _parse(variable, text.strip(), str(item.type))
-    options = Options(**values)
+    options = settings_from(environ, "SKYPROXY_OPERATOR_", Options)
     network_peers("ingress", options.ingress)
     network_peers("egress", options.egress)
     accelerator_image("", options)
@@ -135,22 +126,3 @@ def accelerator_image(resource: str, options: Options) -> str | None:
         if resource.startswith(beginning):
             return image
     return None
-
-
-def _parse(variable: str, text: str, kind: str) -> object:
-    if kind == "str":
-        return text
-    if kind == "int | None" and not text:
-        return None
-    if kind == "bool":
-        if text.lower() not in ("true", "false"):
-            raise ConfigurationError(f"{variable}={text!r} is neither true nor false. Example: {variable}=true")
-        return text.lower() == "true"
-    convert: Callable[[str], float] = float if kind == "float" else int
-    try:
-        value = convert(text)
-    except ValueError:
-        raise ConfigurationError(f"{variable}={text!r} is not a number. Example: {variable}=10") from None
-    if value < 0:
-        raise ConfigurationError(f"{variable}={text!r} is negative. Use 0 or more.")
-    return value

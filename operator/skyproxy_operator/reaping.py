@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyproxy.units import duration_text
 from skyproxy_operator.options import Options
-from skyproxy_operator.quantities import duration_text
 from skyproxy_operator.worker_spec import WorkerSpec
 
 IDLE = "IdleTimeout"

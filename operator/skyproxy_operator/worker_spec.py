@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.units import limit_seconds, quantity
 from skyproxy_operator.names import claim_name
 from skyproxy_operator.pod_schema import form_problems
-from skyproxy_operator.quantities import duration_seconds, quantity
 
 MAX_NAME = 50
 # What device plugins and drivers call what computes: whole devices (nvidia.com/gpu), slices (nvidia.com/mig-1g.5gb),
@@ -29,7 +29,6 @@ _ACCELERATOR = re.compile(
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
 _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
-_MAX_LIMIT_SECONDS = 10 * 365 * 86400
 _RESERVED_VOLUMES = ("home", "shm", "tls", "tmp", "token")
 
 
@@ -85,8 +84,8 @@ class WorkerSpec:
     shared_memory: str = "2Gi"
     pod_template: Mapping[str, Any] = field(default_factory=dict)
     # What follows can change while the pods run.
-    idle_timeout_seconds: int | None = field(default=None, metadata={"pod": False})
-    max_lifetime_seconds: int | None = field(default=None, metadata={"pod": False})
+    idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
+    max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
     suspend: bool = field(default=False, metadata={"pod": False})
     restart: RestartPolicy = field(default=RestartPolicy(), metadata={"pod": False})
     gateway: Gateway | None = field(default=None, metadata={"pod": False})
@@ -121,8 +120,8 @@ class WorkerSpec:
             image_pull_secrets=tuple(item["name"] for item in spec.get("imagePullSecrets") or ()),
             shared_memory=str(spec.get("sharedMemory", "2Gi")),
             pod_template=spec.get("podTemplate") or {},
-            idle_timeout_seconds=duration_seconds(spec.get("idleTimeout") or ""),
-            max_lifetime_seconds=duration_seconds(spec.get("maxLifetime") or ""),
+            idle_timeout_seconds=limit_seconds(spec.get("idleTimeout")),
+            max_lifetime_seconds=limit_seconds(spec.get("maxLifetime")),
             suspend=spec.get("suspend", False),
             restart=_restart(spec.get("restartPolicy") or {}),
             gateway=_gateway(spec.get("gateway") or {}),
@@ -175,22 +174,8 @@ def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
     yield from _variable_problems(spec.get("env") or ())
     yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
     for key in ("idleTimeout", "maxLifetime"):
-        yield from _problem(f"spec.{key}", _limit_seconds, spec.get(key) or "")
+        yield from _problem(f"spec.{key}", limit_seconds, spec.get(key))
     yield from _template_problems(spec.get("podTemplate") or {})
-
-
-def _limit_seconds(text: str) -> int | None:
-    """The seconds of a duration that something can take.
-
-    Raises:
-        ValueError: it is none, or none that a worker could live to see.
-    """
-    seconds = duration_seconds(text)
-    if text and seconds is None:
-        raise ValueError(f"{text!r} is over before it begins; leave it out for no limit")
-    if seconds is not None and seconds > _MAX_LIMIT_SECONDS:
-        raise ValueError(f"{text!r} is longer than ten years; leave it out for no limit")
-    return seconds
 
 
 def _problem(where: str, check: Callable[[Any], object], value: object) -> Iterator[str]:

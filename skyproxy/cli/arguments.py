@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
@@ -12,11 +11,6 @@ import typer
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress
-
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", re.ASCII)
-_SIZES = (86400, 3600, 60, 1)
-MAX_SECONDS = 10 * 365 * 86400
-"""No worker lives longer, and calendars end not much later."""
 
 
 class ProviderName(StrEnum):
@@ -48,24 +42,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 def address_of(namespace: str | None, context: str | None, kubeconfig: str | None) -> ClusterAddress:
     """The cluster that the options mean."""
     return ClusterAddress(namespace, context, kubeconfig)
-
-
-def duration_seconds(text: str | None) -> float | None:
-    """The seconds of "90", "30m" or "1h30m"; None for an empty text.
-
-    Raises:
-        ConfigurationError: it is no length of time, or none that anything can take.
-    """
-    if not text:
-        return None
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or not any(found.groups()):
-        raise ConfigurationError(f"{text!r} is no length of time. Examples: 90s, 30m, 1h30m, 2d")
-    seconds = sum(int(number) * size for number, size in zip(found.groups(), _SIZES) if number)
-    if not 0 < seconds <= MAX_SECONDS:
-        fault = "longer than ten years" if seconds else "over before it begins"
-        raise ConfigurationError(f"{text!r} is {fault}. Examples: 90s, 30m, 1h30m, 2d; leave it out for no limit")
-    return float(seconds)
 
 
 def volume_of(text: str) -> dict[str, str]:

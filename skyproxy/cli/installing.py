@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of, duration_seconds
+from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of
 from skyproxy.cli.output import note, progress, warn
 from skyproxy.errors import ConfigurationError
+from skyproxy.units import duration_seconds
 
 
 class Overlay(StrEnum):
@@ -112,8 +113,7 @@ def uninstall(
             typer.echo(f"{item['kind']} {item['metadata']['name']}")
         return
     fate = "delete" if delete_computes else "keep" if keep_computes else "refuse"
-    seconds = duration_seconds(timeout)
-    assert seconds is not None
+    seconds = duration_seconds(timeout, "--timeout")
 
     async def work() -> list[str]:
         with progress("Uninstalling") as say:

@@ -17,7 +17,6 @@ from skyproxy.cli.arguments import (
     ProviderName,
     WorkerName,
     address_of,
-    duration_seconds,
     variables_of,
     volume_of,
 )
@@ -27,6 +26,7 @@ from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.units import duration_seconds, limit_seconds
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
 _GPU = "nvidia.com/gpu"
@@ -101,10 +101,10 @@ def up(
             "volumes": volumes,
             "env": variables,
             "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,
-            "idle_timeout_seconds": duration_seconds(idle_timeout),
-            "max_lifetime_seconds": duration_seconds(max_lifetime),
+            "idle_timeout_seconds": limit_seconds(idle_timeout, "--idle-timeout"),
+            "max_lifetime_seconds": limit_seconds(max_lifetime, "--max-lifetime"),
         }
-        seconds = duration_seconds(timeout) if wait else None
+        seconds = duration_seconds(timeout, "--timeout") if wait else None
         try:
             fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
         except (KeyboardInterrupt, WorkerStartError):
@@ -143,8 +143,7 @@ def down(
     if force and not wait:
         raise ConfigurationError("--force has something to do only while it waits. Leave out --no-wait.")
     address = address_of(namespace, context, kubeconfig)
-    seconds = duration_seconds(timeout)
-    assert seconds is not None
+    seconds = duration_seconds(timeout, "--timeout")
 
     async def work() -> str:
         worker, fleet = await locate(name, provider, address)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyproxy.cli.exit_codes import ExitCode
+from skyproxy.units import size_text
 
 Row = dict[str, Any]
 
@@ -130,12 +131,5 @@ def age_text(seconds: float | None) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """A size in binary units: "79.2 GiB"."""
-    if count is None:
-        return ""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    """A size in binary units, "79.2 GiB"; empty where it is not known."""
+    return "" if count is None else size_text(count)

@@ -14,10 +14,10 @@ from skyproxy.cli.arguments import (
     Provider,
     WorkerName,
     address_of,
-    duration_seconds,
 )
 from skyproxy.cli.fleets import locate, not_found
 from skyproxy.cli.output import progress
+from skyproxy.units import duration_seconds
 
 app = typer.Typer(help="Replace what clients show to a worker.", no_args_is_help=True)
 
@@ -42,7 +42,7 @@ def rotate(
     The worker accepts the former token for a while (SKYPROXY_TOKEN_OVERLAP_SECONDS of the worker, ten minutes).
     """
     address = address_of(namespace, context, kubeconfig)
-    seconds = duration_seconds(timeout)
+    seconds = duration_seconds(timeout, "--timeout")
 
     async def work() -> str:
         worker, fleet = await locate(name, provider, address)

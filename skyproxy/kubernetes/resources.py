@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,8 +11,8 @@ from skyproxy.contexts import checked_name
 from skyproxy.errors import ConfigurationError
 from skyproxy.kubernetes.api_server import GROUP, Manifest
 from skyproxy.kubernetes.client import VERSION
+from skyproxy.units import duration_text, quantity
 
-_QUANTITY = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+|[EPTGMk]i?|Ki|m|u|n)?")
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SPEC_FIELDS = frozenset(
@@ -89,30 +90,22 @@ def compute_manifest(
     if env:
         spec["env"] = [_variable(key, value) for key, value in env.items()]
     if idle_timeout_seconds:
-        spec["idleTimeout"] = duration_text(idle_timeout_seconds)
+        spec["idleTimeout"] = _limit_text(idle_timeout_seconds)
     if max_lifetime_seconds:
-        spec["maxLifetime"] = duration_text(max_lifetime_seconds)
+        spec["maxLifetime"] = _limit_text(max_lifetime_seconds)
     spec |= {key: value for key, value in more.items() if value is not None}
     metadata = {"name": checked_name(name)} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Compute", "metadata": metadata, "spec": spec}
 
 
-def duration_text(seconds: float) -> str:
-    """A length of time as the Compute writes it, rounded up to whole seconds: 5400 is "1h30m"."""
-    rest = max(1, -int(-seconds // 1))
-    text = ""
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        text += f"{count}{unit}" if count else ""
-    return text
+def _limit_text(seconds: float) -> str:
+    """A limit as the Compute writes it: rounded up to whole seconds, which operators of every version read."""
+    return duration_text(math.ceil(seconds))
 
 
 def _quantity(name: str, value: Any) -> str:
     text = str(value).strip()
-    if not _QUANTITY.fullmatch(text):
-        raise ConfigurationError(
-            f"resources: {name}={text!r} is no quantity. Examples: cpu '500m' or '4', memory '8Gi', nvidia.com/gpu '1'."
-        )
+    quantity(text, f"resources: {name}")
     if name.startswith(_WHOLE_DEVICES) and not text.isdigit():
         raise ConfigurationError(f"resources: {name}={text!r}: devices come in whole numbers.")
     return text

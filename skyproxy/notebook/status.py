@@ -10,6 +10,7 @@ from skyproxy.errors import RemoteError, SessionLostError
 from skyproxy.nodes import Node, list_nodes
 from skyproxy.tensor import device_module as sky
 from skyproxy.tensor.devices import DEVICES
+from skyproxy.units import size_text
 
 _HEAD = ("device", "worker's device", "memory in use", "worker", "state")
 _FIGURES = ("ops", "round_trips", "bytes_sent", "bytes_received", "bytes_saved")
@@ -72,13 +73,3 @@ class Status:
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         rest = "".join(f"<p>{html.escape(line)}</p>" for line in (*self.notes, *self._figure_lines()))
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
-
-
-def size_text(byte_count: int) -> str:
-    """A size for people: "1.5 MiB"."""
-    size = float(byte_count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

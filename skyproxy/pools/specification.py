@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,8 @@ from skyproxy.providers.base import Volume, WorkerSpec
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import count_accelerators
 from skyproxy.runtime.plugin import reporting
+from skyproxy.units import duration_seconds, limit_seconds
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _GPU = "nvidia.com/gpu"
 
 
@@ -72,9 +70,9 @@ def worker_spec(
         accelerator=kind,
         volumes=tuple(Volume.parse(volume) for volume in volumes),
         env={str(key): str(value) for key, value in (env or {}).items()},
-        idle_timeout_seconds=duration_seconds("idle_timeout", idle_timeout),
-        max_lifetime_seconds=duration_seconds("max_lifetime", max_lifetime),
-        timeout_seconds=_needed(duration_seconds("timeout", timeout)),
+        idle_timeout_seconds=limit_seconds(idle_timeout, "idle_timeout"),
+        max_lifetime_seconds=limit_seconds(max_lifetime, "max_lifetime"),
+        timeout_seconds=duration_seconds(timeout, "timeout"),
         keep=keep,
         options=dict(options),
     )
@@ -129,32 +127,3 @@ def _procs(given: int | str, kind: Accelerator | None, amounts: Mapping[str, str
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise ConfigurationError(f"procs_per_node={given!r}: use a number from 1, or 'gpu' for one process a GPU.")
     return given
-
-
-def _needed(seconds: float | None) -> float:
-    if seconds is None:
-        raise ConfigurationError("timeout: workers need some time to come up. Use a number of seconds above 0.")
-    return seconds
-
-
-def duration_seconds(name: str, given: float | str | None) -> float | None:
-    """Seconds from a number of them, or from a text such as "90s", "30m" or "1h30m".
-
-    Raises:
-        ConfigurationError: it is neither, or not above zero.
-    """
-    if given is None or given == "":
-        return None
-    seconds = 0.0
-    if isinstance(given, str):
-        parts = _DURATION.findall(given)
-        if "".join(number + unit for number, unit in parts) != given:
-            raise ConfigurationError(
-                f"{name}={given!r} is no duration. Use seconds, or a text such as '30m' or '1h30m'."
-            )
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    else:
-        seconds = float(given)
-    if seconds <= 0:
-        raise ConfigurationError(f"{name}={given!r} is over before it begins. Use more than 0 seconds.")
-    return seconds

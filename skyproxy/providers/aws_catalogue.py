@@ -7,7 +7,7 @@ import math
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import WorkerSpec
-from skyproxy.providers.container import cpus, memory_bytes
+from skyproxy.units import quantity, size_bytes
 
 # accelerator: (how many, instance type), the smallest first
 _WITH_GPUS: dict[str, list[tuple[int, str]]] = {
@@ -53,8 +53,8 @@ def instance_type_for(spec: WorkerSpec) -> str:
         raise ConfigurationError(
             "AWS() needs to know which GPU: accelerator='A100:8' instead of resources={'nvidia.com/gpu': ...}."
         )
-    processors = math.ceil(cpus(spec.resources["cpu"])) if "cpu" in spec.resources else _SMALLEST_CPUS
-    memory = memory_bytes(spec.resources["memory"]) / (1 << 30) if "memory" in spec.resources else _SMALLEST_GIB
+    processors = math.ceil(quantity(spec.resources["cpu"], "cpu")) if "cpu" in spec.resources else _SMALLEST_CPUS
+    memory = size_bytes(spec.resources["memory"], "memory") / (1 << 30) if "memory" in spec.resources else _SMALLEST_GIB
     for has_processors, has_memory, name in _WITHOUT:
         if has_processors >= processors and has_memory >= memory:
             return name

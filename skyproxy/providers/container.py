@@ -22,23 +22,13 @@ from skyproxy.providers.together import together
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, POOL_VARIABLE, InstanceInfo, Peer
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
+from skyproxy.units import plain_text, quantity, size_bytes
 
 logger = logging.getLogger("skyproxy")
 
 _PORT = 8765
 _INCLUDES = "/opt/skyproxy-includes"
 _GPU = "nvidia.com/gpu"
-_BYTES = {
-    "": 1,
-    "K": 1000,
-    "M": 1000**2,
-    "G": 1000**3,
-    "T": 1000**4,
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-    "Ti": 1 << 40,
-}
 
 
 class Container:
@@ -178,9 +168,9 @@ class Containers:
             for offset in range(spec.procs_per_node):
                 command += ["--publish", f"127.0.0.1::{_PORT + offset}"]
         if "cpu" in spec.resources:
-            command += ["--cpus", str(cpus(spec.resources["cpu"]) / spec.procs_per_node)]
+            command += ["--cpus", plain_text(quantity(spec.resources["cpu"], "cpu") / spec.procs_per_node)]
         if "memory" in spec.resources:
-            command += ["--memory", str(memory_bytes(spec.resources["memory"]) // spec.procs_per_node)]
+            command += ["--memory", str(size_bytes(spec.resources["memory"], "memory") // spec.procs_per_node)]
         if self._gpus:
             devices = devices_of_node(node, spec.nodes)
             if "podman" in os.path.basename(self._cli):
@@ -276,20 +266,3 @@ class Containers:
                 await run_command([self._cli, "network", "rm", network], "remove the network")
             except WorkerStartError as error:
                 logger.warning("skyproxy: %s", error)
-
-
-def cpus(quantity: str) -> float:
-    """A number of processors from a quantity of Kubernetes."""
-    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-
-
-def memory_bytes(quantity: str) -> int:
-    """Bytes from a quantity of Kubernetes.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?)?", quantity)
-    if found is None:
-        raise ConfigurationError(f"memory={quantity!r} is no amount. Use one such as 8Gi.")
-    return int(float(found[1]) * _BYTES[found[2] or ""])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,11 @@ from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
 from skyproxy.providers.container_engine import CONFINEMENT, LABEL, ContainerEngine, published_port
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.worker_report import ask_worker
+from skyproxy.units import plain_text, quantity, size_bytes
 
 PORT = 8765
 _TOKEN_PATH = "/tmp/skyproxy-token"
 _POLL_SECONDS = 0.2
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
-_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
-    f"{unit}i": 1024.0**power for power, unit in enumerate("KMGT", 1)
-}
 
 
 def container_name(name: str) -> str:
@@ -37,18 +33,6 @@ def default_image(gpus: int | None) -> str:
     except PackageNotFoundError:
         own = "latest"
     return f"ghcr.io/skyproxy/worker:{own}" + ("-cuda" if gpus else "")
-
-
-def plain_number(text: str) -> float:
-    """The number that a quantity of Kubernetes stands for: "500m" is 0.5, "1Gi" is 1073741824.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    found = _QUANTITY.fullmatch(text)
-    if found is None or found[2] not in _UNITS:
-        raise ConfigurationError(f"{text!r} is no quantity. Examples: 4, 500m, 16Gi")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 async def start_container(
@@ -83,8 +67,8 @@ async def start_container(
         raise ConfigurationError(f"a container {container!r} exists already. End it first: skyproxy down {name}")
     options = ["--label", f"{LABEL}={name}", "--publish", f"127.0.0.1::{PORT}", "--init", *CONFINEMENT]
     options += ["--gpus", str(gpus)] if gpus else []
-    options += ["--cpus", f"{plain_number(cpu):g}"] if cpu else []
-    options += ["--memory", f"{plain_number(memory):.0f}b"] if memory else []
+    options += ["--cpus", plain_text(quantity(cpu, "cpu"))] if cpu else []
+    options += ["--memory", f"{size_bytes(memory, 'memory')}b"] if memory else []
     for row in volumes:
         options += ["--volume", f"{container}-{row['name']}:{row['path']}"]
     command = ["python", "-P", "-m", "skyproxy_server", "--host", "0.0.0.0", "--port", str(PORT)]

@@ -73,10 +73,12 @@ def _load(setup: dict[str, Any]) -> None:
 
 
 def _look(choice: str) -> dict[str, Any]:
-    from skyproxy_server.inventory import inventory
-    from skyproxy_server.worker_session import software
+    import torch
 
-    return {"devices": inventory(choice), "software": software()}
+    from skyproxy.torch_versions import software
+    from skyproxy_server.inventory import inventory
+
+    return {"devices": inventory(choice), "software": software(torch.__version__)}
 
 
 def _in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -14,9 +14,7 @@ import pytest
 from typer.testing import Result
 
 from skyproxy.contexts import ContextStore
-from skyproxy.errors import ConfigurationError
 from skyproxy.providers.container_engine import CONFINEMENT
-from skyproxy.providers.detached_container import plain_number
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -136,14 +134,3 @@ def test_without_an_engine_it_is_said(run: Run, home: Path, monkeypatch: pytest.
     result = run("up", "box", "--provider", "container")
     assert result.exit_code == 2
     assert "neither docker nor podman is installed" in result.output
-
-
-@pytest.mark.parametrize(("text", "number"), [("4", 4), ("500m", 0.5), ("1.5", 1.5), ("2Gi", 2 << 30), ("1G", 10**9)])
-def test_quantities(text: str, number: float) -> None:
-    assert plain_number(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "x", "1GB", "-1"])
-def test_what_is_no_quantity(text: str) -> None:
-    with pytest.raises(ConfigurationError):
-        plain_number(text)

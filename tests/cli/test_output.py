@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skyproxy.cli.arguments import duration_seconds, variables_of, volume_of
+from skyproxy.cli.arguments import variables_of, volume_of
 from skyproxy.cli.output import age_text, bytes_text, show_table
 from skyproxy.errors import ConfigurationError
 
@@ -60,27 +60,6 @@ def test_ages(seconds: float | None, text: str) -> None:
 @pytest.mark.parametrize(("count", "text"), [(None, ""), (5, "5 B"), (1536, "1.5 KiB"), (80 << 30, "80.0 GiB")])
 def test_sizes(count: int | None, text: str) -> None:
     assert bytes_text(count) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [(None, None), ("", None), ("90", 90), ("90s", 90), ("1h30m", 5400), ("2d", 172800)]
-)
-def test_durations(text: str | None, seconds: float | None) -> None:
-    assert duration_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["soon", "1x", "-1s", "1.5h", "m", "1m1h"])
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="no length of time"):
-        duration_seconds(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"), [("0", "over before"), ("0s", "over before"), ("99999999999d", "longer than ten years")]
-)
-def test_durations_that_nothing_can_take_are_refused(text: str, fault: str) -> None:
-    with pytest.raises(ConfigurationError, match=fault):
-        duration_seconds(text)
 
 
 def test_volumes_and_variables_are_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.kubernetes.resources import compute_manifest, duration_text
+from skyproxy.kubernetes.resources import compute_manifest
 
 CRD = Path(__file__).resolve().parents[2] / "manifests" / "base" / "crd.yaml"
 
@@ -68,11 +68,10 @@ def test_every_field_is_one_that_the_custom_resource_has() -> None:
     assert set(volume) == {"name", "storage", "path", *resources._VOLUME_FIELDS}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(1, "1s"), (0.2, "1s"), (60, "1m"), (3600, "1h"), (90061, "1d1h1m1s"), (59.5, "1m")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
+@pytest.mark.parametrize(("seconds", "text"), [(1, "1s"), (0.2, "1s"), (90061, "1d1h1m1s"), (59.5, "1m")])
+def test_limits_are_rounded_up_to_whole_seconds(seconds: float, text: str) -> None:
+    spec = compute_manifest("a", idle_timeout_seconds=seconds, max_lifetime_seconds=seconds)["spec"]
+    assert (spec["idleTimeout"], spec["maxLifetime"]) == (text, text)
 
 
 @pytest.mark.parametrize(

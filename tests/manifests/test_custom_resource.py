@@ -176,7 +176,7 @@ def test_a_misspelt_field_of_an_example_would_be_found() -> None:
         {"volumes": [{"name": "a", "storage": "1Gi", "path": "a"}]},
         {"volumes": [{"name": "a", "storage": "1Gi", "path": "/a", "reclaimPolicy": "Recycle"}]},
         {"env": [{"name": "1A"}]},
-        {"idleTimeout": "1.5h"},
+        {"idleTimeout": "1.h"},
         {"suspend": "yes"},
         {"gateway": {"hostname": "*.example"}},
         {"image": ""},

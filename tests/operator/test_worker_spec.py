@@ -68,7 +68,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"env": [{"name": "A", "value": "", "valueFrom": {}}]}, "either value or valueFrom"),
     ({"env": [{"name": "SKYPROXY_TOKEN", "value": "x"}]}, "set by the operator"),
     ({"sharedMemory": "2 Gi"}, "spec.sharedMemory"),
-    ({"idleTimeout": "30"}, "spec.idleTimeout: '30' is no duration"),
+    ({"idleTimeout": "30x"}, "spec.idleTimeout: '30x' is no duration"),
     ({"maxLifetime": "tomorrow"}, "spec.maxLifetime"),
     ({"idleTimeout": "0s"}, "spec.idleTimeout: '0s' is over before it begins"),
     ({"maxLifetime": "0d0h"}, "spec.maxLifetime: '0d0h' is over before it begins"),

@@ -8,7 +8,7 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import ConfigurationError, PluginError
-from skyproxy.pools.specification import Cluster, duration_seconds, transformed, worker_spec
+from skyproxy.pools.specification import Cluster, transformed, worker_spec
 from skyproxy.providers import Accelerator, Image, Volume, WorkerSpec
 
 DEFAULTS: dict[str, Any] = {
@@ -104,11 +104,6 @@ def test_a_compute_says_so_where_it_was_written() -> None:
         sky.Compute(nodes=0)
     with pytest.raises(ConfigurationError, match="concurrency"):
         sky.Compute(concurrency=0)
-
-
-@pytest.mark.parametrize(("given", "seconds"), [("90s", 90), ("1.5h", 5400), ("1h30m", 5400), (2, 2), (None, None)])
-def test_durations(given: Any, seconds: float | None) -> None:
-    assert duration_seconds("x", given) == seconds
 
 
 class Adds:

@@ -28,6 +28,7 @@ SHARED_WITH_SERVER = {
     "torch_modes",
     "torch_versions",
     "transport",
+    "units",
 }
 FACADES = {"client"}
 """Alias modules that only hand on the public names."""
