@@ -81,6 +81,8 @@ class Settings:
     """Calls that have ended and that a worker keeps until their caller has taken the result; the oldest go first."""
     max_kept_result_bytes: int = 1 << 30
     """What the results of those calls may hold in the worker's memory, tensors not counted."""
+    max_kept_function_bytes: int = 64 << 20
+    """What the functions may have that a worker keeps to be called again by their digest; the oldest go first."""
     max_payload_bytes: int = 64 << 30
     """What one call may send: function and arguments in one direction, the result in the other."""
     max_waiting_output_bytes: int = 1 << 20

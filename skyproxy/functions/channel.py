@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
 from skyproxy.functions.call import Came
+from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import (
@@ -37,6 +38,7 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _MAX_ATTEMPTS = 3
 _NEVER_BEGUN = "never begun"
+_NO_FUNCTION = "no function"
 
 
 class Channel:
@@ -57,6 +59,7 @@ class Channel:
         self._calls: dict[str, Call] = {}
         self._coming: dict[str, tuple[CallEvent, Assembly[Any]]] = {}
         self._transport: Transport | None = None
+        self._functions = Digests()
         self._lost_bytes = [0, 0]
         self._to_deliver: queue.SimpleQueue[tuple[Call, Came] | None] = queue.SimpleQueue()
         self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -85,7 +88,13 @@ class Channel:
         payload, transport = call.payload, self._transport
         if payload is not None and transport is not None:
             head = partial(_start_message, call)
-            send_payload(transport.send, head, call.id, 0, payload.pickled.pieces, self._settings.chunk_bytes)
+            code = payload.code
+            # What is sent again brings everything: it was not there, or nobody knows how far it came.
+            with_code = code is not None and (call.attempts > 0 or code.digest not in self._functions)
+            pieces = payload.pieces(with_code=with_code)
+            send_payload(transport.send, head, call.id, 0, pieces, self._settings.chunk_bytes)
+            if code is not None and with_code:
+                self._functions.add(code.digest)  # not before: what overtakes it would name what is not there
 
     @property
     def is_busy(self) -> bool:
@@ -235,6 +244,10 @@ class Channel:
         self._to_deliver.put((call, Came(event.kind, event.number, event.value, assembly.pieces)))
 
     def _on_unknown(self, call: Call, reason: str) -> None:
+        if reason == _NO_FUNCTION and call.payload is not None and call.payload.code is not None:
+            # It has made room, or knows nothing of what a broken connection was sent.
+            self._functions.drop(call.payload.code.digest)
+            reason = _NEVER_BEGUN
         if reason == _NEVER_BEGUN and call.payload is not None and not call.received:
             call.attempts += 1
             if call.attempts <= _MAX_ATTEMPTS:

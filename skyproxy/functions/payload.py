@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError, VersionMismatchError
+from skyproxy.functions.function_code import FunctionCode
 from skyproxy.payloads.pickling import Pickled, Pickler
+from skyproxy.protocol.messages import Buffer
 from skyproxy.session.session import Session
 from skyproxy.tensor.devices import DEVICES
 from skyproxy.tensor.remote_tensor import RemoteTensor
@@ -22,12 +24,14 @@ class Payload:
         name: the function's name, for people.
         pickled: the bytes, and what goes beside them.
         session: the session whose tensors are among the arguments; None if there are none.
+        code: the function, where it is not among those bytes.
     """
 
-    def __init__(self, name: str, pickled: Pickled, session: Session | None) -> None:
+    def __init__(self, name: str, pickled: Pickled, session: Session | None, code: FunctionCode | None = None) -> None:
         self.name = name
         self.pickled = pickled
         self.session = session
+        self.code = code
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Payload:
@@ -67,8 +71,13 @@ class Payload:
             meet(chosen.session)
             return chosen.place
 
+        def make_pickler() -> Pickler:
+            return Pickler(refer, refer_device, sends_projects=True)
+
         try:
-            pickled = Pickler(refer, refer_device, sends_projects=True).pickle((fn, tuple(args), dict(kwargs or {})))
+            code = FunctionCode.of(fn, make_pickler)
+            sent = fn if code is None else None
+            pickled = make_pickler().pickle((sent, tuple(args), dict(kwargs or {})))
         except ConfigurationError:
             raise
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
@@ -76,7 +85,21 @@ class Payload:
                 f"{name} cannot be sent to a worker: {error}. Its arguments and what it refers to must be picklable; "
                 "open files, locks and the like are made inside the function instead."
             ) from error
-        return cls(name, pickled, sessions[0] if sessions else None)
+        return cls(name, pickled, sessions[0] if sessions else None, code)
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What must travel with the pieces."""
+        if self.code is None:
+            return self.pickled.tables
+        return {**self.pickled.tables, "function": [self.code.digest, self.code.keeps_globals]}
+
+    def pieces(self, *, with_code: bool) -> list[Buffer]:
+        """What is sent: the arguments and the function; an empty piece in its place for a worker that has it."""
+        if self.code is None:
+            return self.pickled.pieces
+        first, *rest = self.pickled.pieces
+        return [first, self.code.content if with_code else b"", *rest]
 
     @property
     def tensors(self) -> list[RemoteTensor]:
@@ -94,9 +117,10 @@ class Payload:
                 "x.to(node.device(...))."
             )
         theirs = session.welcome.software.get("python", own_python)
-        if self.pickled.by_value and theirs.split(".")[:2] != own_python.split(".")[:2]:
+        by_value = self.pickled.by_value if self.code is None else self.code.name
+        if by_value and theirs.split(".")[:2] != own_python.split(".")[:2]:
             raise VersionMismatchError(
-                f"{self.pickled.by_value} travels as bytecode, and the worker runs Python {theirs}, this process "
+                f"{by_value} travels as bytecode, and the worker runs Python {theirs}, this process "
                 f"{own_python}. Use the same Python on both sides (3.{theirs.split('.')[1]} here, or another image "
                 "there), or a function that the worker can import from an installed package."
             )

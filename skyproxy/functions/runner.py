@@ -96,7 +96,7 @@ class Runner:
             "wants": PICKLE if trusted else PLAIN,
             "context": cloudpickle.dumps(dict(context)) if context else b"",
             "timeout": None if timeout is None else float(timeout),
-            **payload.pickled.tables,
+            **payload.tables,
         }
         self._channel.open()  # before anything is recorded, so that nothing waits there for a call that never comes
         # Without tensors too: the function begins after everything recorded before it, a new seed for example.

@@ -11,6 +11,8 @@ from typing import Any
 class CoroutineTask:
     """A coroutine function, run by an event loop of its own on the worker's thread."""
 
+    wraps_function = True
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__name__ = getattr(function, "__name__", "coroutine")

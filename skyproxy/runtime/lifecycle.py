@@ -244,6 +244,8 @@ def _as_function(called: Callable[..., Any]) -> Callable[..., Any]:
 class Task:
     """A function of a pool on its way to a worker: there it is called as the plugins want it."""
 
+    wraps_function = True
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         # Errors and logs name the function, not its wrapping.

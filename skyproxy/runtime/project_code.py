@@ -62,9 +62,11 @@ class ProjectCode:
 
     Attributes:
         loaded: the modules that came from its folders: their files, and the state these were in.
+        generation: how often modules were unloaded; functions that were made before may hold what these had.
     """
 
     def __init__(self) -> None:
+        self.generation = 0
         self.loaded: dict[str, tuple[str, _Signature | None]] = {}
         self._lock = threading.RLock()
         self._folders: dict[str, tuple[Folder, ...]] = {}
@@ -177,6 +179,8 @@ class ProjectCode:
         return found
 
     def _unload(self) -> None:
+        if self.loaded:
+            self.generation += 1
         for name in list(self.loaded):
             module = sys.modules.get(name)
             if getattr(getattr(module, "__spec__", None), "_initializing", False):

@@ -24,6 +24,7 @@ from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
+from skyproxy_server.functions.known_functions import KnownFunction, named_device
 from skyproxy_server.functions.results import REMOTE, Returning, describe_error
 
 _OUTPUT_PIECE = 8192
@@ -57,6 +58,7 @@ class FunctionCall:
         self._activity = activity
         self._task: dict[str, Any] | None = None
         self._pieces: Sequence[Any] = ()
+        self._function: KnownFunction | None = None
         self._arguments: list[Any] | None = None
         self._streams: Sequence[Any] = ()
         self._counted = False
@@ -93,6 +95,7 @@ class FunctionCall:
         pieces: Sequence[Any],
         count: Callable[[bool], None],
         on_end: Callable[[], None],
+        function: KnownFunction | None = None,
     ) -> None:
         """The payload is here; the function runs as soon as its tensor arguments are, too.
 
@@ -102,12 +105,13 @@ class FunctionCall:
             count: told when the function begins (True), and when it has run (False): before its caller learns that, who
                 may make the next call in the same breath. Told twice where an interrupt may have kept it from hearing.
             on_end: called at the end of its thread.
+            function: what it runs, where that is not in the payload.
         """
         with self._lock:
             if self._task is None and not self.ended:
                 self._task, self._pieces, self.name = task, pieces, task["name"]
                 self._plain = task.get("wants") == PLAIN
-                self._count, self._on_end = count, on_end
+                self._count, self._on_end, self._function = count, on_end, function
                 self._begin()
 
     def bind(self, arguments: list[Any], streams: Sequence[Any]) -> None:
@@ -195,14 +199,17 @@ class FunctionCall:
 
         PROJECT_CODE.enter(self.session)
         try:
-            function, args, kwargs = Unpickler(pieces, task, referred, _device).unpickle()
+            function, args, kwargs = Unpickler(pieces, task, referred, named_device).unpickle()
+            known, self._function = self._function, None
+            if known is not None:
+                function = known.make()
         except (ImportError, AttributeError) as error:
             error.add_note(f"{self.name} could not be loaded on the worker.")
             raise
         del pieces
         returning = Returning(self._devices, task["results"] == REMOTE, given, self._plain)
         result = function(*args, **kwargs)
-        del args, kwargs
+        del args, kwargs, known
         if inspect.iscoroutine(result):
             result = self._await(result)
         if inspect.isgenerator(result):
@@ -365,8 +372,3 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Has an exception raised in another thread at its next step in Python; None takes back one not raised yet."""
     target = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)
-
-
-def _device(fields: Any) -> torch.device:
-    kind, index = fields
-    return torch.device(kind, index) if index is not None else torch.device(kind)

@@ -15,6 +15,7 @@ from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.auth import client_of
 from skyproxy_server.functions.events import Event
+from skyproxy_server.functions.known_functions import DIGEST_BYTES
 from skyproxy_server.functions.registry import Calls
 
 logger = logging.getLogger("skyproxy.server")
@@ -63,6 +64,7 @@ class FunctionsConnection:
     def _on_start(self, message: CallStart) -> None:
         task = message.task
         fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
+        fits = fits and _names_function(task, len(message.sizes))
         if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
         if len(self._coming) >= self._settings.max_calls:
@@ -83,7 +85,9 @@ class FunctionsConnection:
         message, assembly = self._coming[call]
         if assembly.complete:
             del self._coming[call]
-            self._calls.start(self._session, self, call, message.task, assembly.pieces)
+            answer = self._calls.start(self._session, self, call, message.task, assembly.pieces)
+            if answer is not None:
+                self._transport.send(answer)
 
     def _on_cancel(self, message: CallCancel) -> None:
         self._coming.pop(message.call, None)
@@ -114,3 +118,13 @@ class FunctionsConnection:
             event.pieces or (),
             self._settings.chunk_bytes,
         )
+
+
+def _names_function(task: dict[str, object], count: int) -> bool:
+    """Whether a task names its function as it must, where it does: beside a piece for its code."""
+    named = task.get("function")
+    if named is None:
+        return True
+    if type(named) is not list or [type(part) for part in named] != [bytes, bool]:
+        return False
+    return len(named[0]) == DIGEST_BYTES and count - len(task["bases"]) >= 2  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.events import Listener
+from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -26,6 +27,7 @@ _REMEMBERED = 100_000
 """Names of calls that are gone, so that none is ever begun twice; and of sessions, which begin none."""
 _NEVER_BEGUN = "never begun"
 _GONE = "gone"
+_NO_FUNCTION = "no function"
 
 
 class Calls:
@@ -44,6 +46,7 @@ class Calls:
         """The calls whose functions run, and the sessions that began them."""
         self._ended_sessions: set[str] = set()
         """Those whose functions still run."""
+        self._functions = KnownFunctions(settings.max_kept_function_bytes)
         self._lock = threading.RLock()
 
     @property
@@ -69,23 +72,31 @@ class Calls:
 
     def start(
         self, session: str, listener: Listener, identity: str, task: dict[str, Any], pieces: Sequence[Any]
-    ) -> None:
-        """Begins a call, unless it was begun before."""
+    ) -> CallEvent | None:
+        """Begins a call, unless it was begun before; what to answer if the function that it names is not here."""
         call = self._get_or_make(identity, session)
         if call is None:
-            return
+            return None
         if not call.events.attached:
             call.events.attach(listener, 0)
         if call.has_payload:
-            return  # sent again, after a connection broke
+            return None  # sent again, after a connection broke
+        function: KnownFunction | None = None
+        if (named := task.get("function")) is not None:
+            digest, keeps_globals = named
+            function = self._functions.find(session, digest, keeps_globals, pieces[1])
+            if function is None:
+                return CallEvent(identity, 0, "unknown", {"reason": _NO_FUNCTION}, [])
+            pieces = [pieces[0], *pieces[2:]]
         with self._lock:
             # Those that still wait for their arguments, too; and those that run on although they were given up.
             count = max(self.running, sum(other.is_active for other in self._calls.values()))
         if count >= self._settings.max_calls:
             text = f"this worker runs {count} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
-            return
-        call.start(task, pieces, partial(self._count, call), partial(self._ended, call))
+            return None
+        call.start(task, pieces, partial(self._count, call), partial(self._ended, call), function)
+        return None
 
     def _count(self, call: FunctionCall, begins: bool) -> None:
         with self._lock:
@@ -186,6 +197,7 @@ class Calls:
             # What its functions connection still has to say comes too late.
             self._remember(session)
             self._ended_sessions.add(session)
+            self._functions.forget(session)
             runs = session in self._running.values()
         if orphans or runs:
             timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (session, orphans))

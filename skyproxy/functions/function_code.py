@@ -1,0 +1,113 @@
+"""Functions that travel as code, apart from their arguments: a worker that has one is sent its digest instead."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skyproxy.payloads.pickling import Pickled, Pickler
+from skyproxy.payloads.projects import is_project_module
+
+MAX_CODE_BYTES = 8 << 20
+"""A larger function travels with its arguments, each time."""
+_MAX_DIGESTS = 4096
+_MAX_WRAPPERS = 4
+_FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCode:
+    """A function as bytes, with all that its pickle holds: its code, and the values of globals and of its closure.
+
+    Attributes:
+        content: the pickle.
+        digest: names the content.
+        keeps_globals: whether a worker makes one function of it, whose globals live on between calls; else each call
+            has its own.
+        name: of the function that travels as code.
+    """
+
+    content: bytes
+    digest: bytes
+    keeps_globals: bool
+    name: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], make_pickler: Callable[[], Pickler]) -> FunctionCode | None:
+        """Pickle a function by itself; None where it travels by name, or holds tensors, arrays or too much.
+
+        Raises:
+            Exception: as `Pickler.pickle`.
+        """
+        inner = _unwrapped(fn)
+        if not isinstance(inner, types.FunctionType) or _is_installed(inner):
+            return None
+        pickled: Pickled = make_pickler().pickle(fn)
+        content = pickled.pieces[0]
+        if not pickled.by_value or pickled.tensors or len(pickled.pieces) > 1 or len(content) > MAX_CODE_BYTES:
+            return None
+        data = bytes(content)
+        return cls(data, hashlib.sha256(data).digest(), _closes_over_code_only(inner, 0), pickled.by_value)
+
+
+class Digests:
+    """The functions that a worker has, as far as one of its clients knows: the newest few thousand."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._known
+
+    def add(self, digest: bytes) -> None:
+        """The worker has it."""
+        self._known[digest] = None
+        if len(self._known) > _MAX_DIGESTS:
+            self.drop(next(iter(self._known), b""))
+
+    def drop(self, digest: bytes) -> None:
+        """The worker has it no more."""
+        self._known.pop(digest, None)
+
+
+def _unwrapped(fn: Any) -> Any:
+    """The function in a pool's wrappers, which have no state."""
+    for _ in range(_MAX_WRAPPERS):
+        if not getattr(type(fn), "wraps_function", False):
+            break
+        fn = fn.function
+    return fn
+
+
+def _is_installed(fn: types.FunctionType) -> bool:
+    """Whether a worker imports the function from a library, which is found out faster here than by pickling."""
+    module = sys.modules.get(fn.__module__ or "")
+    return (
+        module is not None
+        and fn.__module__ not in ("__main__", "__mp_main__")
+        and not is_project_module(module)
+        and getattr(module, fn.__qualname__, None) is fn
+    )
+
+
+def _closes_over_code_only(fn: types.FunctionType, depth: int) -> bool:
+    """Whether no closure holds data: what decorators close over is code, and the rest is as good as an argument."""
+    if depth > _MAX_WRAPPERS:
+        return False
+    for cell in fn.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        if isinstance(value, types.FunctionType):
+            if value is not fn and not _closes_over_code_only(value, depth + 1):
+                return False
+        elif not isinstance(value, _FIXED + _CONSTANTS):
+            return False
+    return True
