@@ -115,7 +115,7 @@ def later(value: torch.Tensor) -> Callable[[], float]:
         return answer.result if hasattr(answer, "result") else lambda: _awaited(answer)
     if value.device.type != "sky":
         return value.item  # type: ignore[return-value]
-    from skyproxy.tensor.copies import start_download
+    from skyproxy.tensor.core.transfers import start_download
 
     finish = start_download(value)
     return lambda: finish().item()

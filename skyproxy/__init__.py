@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from skyproxy.runtime import silent as silent
     from skyproxy.runtime import stderr as stderr
     from skyproxy.runtime import stdout as stdout
-    from skyproxy.tensor.pending import prefetch as prefetch
-    from skyproxy.tensor.remote_tensor import RemoteTensor as RemoteTensor
-    from skyproxy.tensor.state_dicts import RemoteStateDict as RemoteStateDict
-    from skyproxy.tensor.state_dicts import load_into as load_into
+    from skyproxy.tensor.core.remote_tensor import RemoteTensor as RemoteTensor
+    from skyproxy.tensor.ops.async_values import prefetch as prefetch
+    from skyproxy.tensor.torch_api.state_dicts import RemoteStateDict as RemoteStateDict
+    from skyproxy.tensor.torch_api.state_dicts import load_into as load_into
 
 _PUBLIC = {
     "AWS": "skyproxy.providers.aws",
@@ -75,8 +75,8 @@ _PUBLIC = {
     "PipIndex": "skyproxy.providers.image",
     "Profile": "skyproxy.profiling.profiles",
     "Remote": "skyproxy.providers.remote",
-    "RemoteStateDict": "skyproxy.tensor.state_dicts",
-    "RemoteTensor": "skyproxy.tensor.remote_tensor",
+    "RemoteStateDict": "skyproxy.tensor.torch_api.state_dicts",
+    "RemoteTensor": "skyproxy.tensor.core.remote_tensor",
     "Retry": "skyproxy.pools",
     "SyncWarning": "skyproxy.debugging",
     "Volume": "skyproxy.providers.base",
@@ -91,9 +91,9 @@ _PUBLIC = {
     "instance_info": "skyproxy.runtime",
     "launch_local": "skyproxy.nodes",
     "list_nodes": "skyproxy.nodes",
-    "load_into": "skyproxy.tensor.state_dicts",
+    "load_into": "skyproxy.tensor.torch_api.state_dicts",
     "load_ipython_extension": "skyproxy.notebook.extension",
-    "prefetch": "skyproxy.tensor.pending",
+    "prefetch": "skyproxy.tensor.ops.async_values",
     "profile": "skyproxy.profiling.profiles",
     "reset": "skyproxy.nodes",
     "shard": "skyproxy.runtime",

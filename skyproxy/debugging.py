@@ -7,7 +7,7 @@ import warnings
 from types import TracebackType
 
 from skyproxy.session.requests import WAIT_OBSERVERS
-from skyproxy.tensor.dispatch import user_frame
+from skyproxy.tensor.dispatch.recording import user_frame
 
 
 class SyncWarning(UserWarning):

@@ -27,8 +27,8 @@ from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
-from skyproxy.tensor.devices import DEVICES, SkyDevice
-from skyproxy.tensor.inference import prepare
+from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.tensor.dispatch.inference import prepare
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
 
@@ -466,7 +466,7 @@ def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
 
     Must be called on a running event loop.
     """
-    from skyproxy.tensor.copies import start_download
+    from skyproxy.tensor.core.transfers import start_download
 
     finish, _ = start_download(tensor)
     return asyncio.get_running_loop().run_in_executor(None, finish)

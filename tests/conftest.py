@@ -20,7 +20,7 @@ os.environ["SKYPROXY_CONTEXT"] = ""
 def sky_devices() -> Iterator[tuple[str, str]]:
     """Two devices on two workers: "sky:0" and "sky:1"."""
     import skyproxy
-    from skyproxy.tensor.devices import DEVICES
+    from skyproxy.tensor.core.devices import DEVICES
 
     if not any(node.alive for node in skyproxy.list_nodes()):
         skyproxy.reset()  # "sky:0" would be what a test before had closed

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from skyproxy import interrupts
-from skyproxy.tensor import inference
+from skyproxy.tensor.dispatch import inference
 from tests.integration.programs import run_program, succeed
 
 pytestmark = [

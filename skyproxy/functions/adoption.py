@@ -14,11 +14,11 @@ from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, dressed
 from skyproxy.session.session import Session
-from skyproxy.tensor.devices import Handle, SkyDevice
-from skyproxy.tensor.metadata import intern_meta
-from skyproxy.tensor.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.state_dicts import as_state_dict
-from skyproxy.tensor.storage import Memory, memory_of
+from skyproxy.tensor.core.devices import Handle, SkyDevice
+from skyproxy.tensor.core.metadata import intern_meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.storage import Memory, memory_of
+from skyproxy.tensor.torch_api.state_dicts import as_state_dict
 
 
 class Adopter:

@@ -13,8 +13,8 @@ from skyproxy.functions.function_code import FunctionCode
 from skyproxy.payloads.pickling import Pickled, Pickler
 from skyproxy.protocol.messages import Buffer
 from skyproxy.session.session import Session
-from skyproxy.tensor.devices import DEVICES
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 
 class Payload:

@@ -20,7 +20,7 @@ from skyproxy.functions.project_sync import ProjectSync
 from skyproxy.payloads.pickling import PICKLE, PLAIN
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
-from skyproxy.tensor.devices import SkyDevice
+from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.transport.base import Transport
 
 Results = Literal["remote", "value"]

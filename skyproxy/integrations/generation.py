@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from skyproxy.tensor.devices import DEVICES
-from skyproxy.tensor.generators import KeptRandomState
-from skyproxy.tensor.pending import PendingScalar, PendingTensor
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.generators import KeptRandomState
+from skyproxy.tensor.ops.async_values import PendingScalar, PendingTensor
 
 _MOST_STEPS_AHEAD = 64
 _OF_RECENT_STEPS = 0.25

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 
 _VARIABLE = "ACCELERATE_TORCH_DEVICE"
 

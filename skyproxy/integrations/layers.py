@@ -1,7 +1,7 @@
 """Layers of transformers that record their operations in one go, where nothing is differentiated.
 
 transformers marks the layers that a kernel of the device may take the place of: they are functions of their tensors.
-What they record is noted once, see `skyproxy.tensor.recipes`; the worker computes the very same.
+What they record is noted once, see `skyproxy.tensor.dispatch.memoized_calls`; the worker computes the very same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.tensor.recipes import function_by_recipe, method_by_recipe
+from skyproxy.tensor.dispatch.memoized_calls import function_by_recipe, method_by_recipe
 
 _NORMS = frozenset({"RMSNorm", "RMSNormGated", "RMSNormZeroCentered"})
 _ROTARY = "rotary_pos_emb"

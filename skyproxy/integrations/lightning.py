@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 """The two distributions of Lightning: each its trainer and its fabric."""

@@ -15,7 +15,7 @@ import os
 
 import torch
 
-from skyproxy.tensor import device_module as _sky
+from skyproxy.tensor.torch_api import sky_module as _sky
 
 DEVICE_NAME = os.environ.get("SKYPROXY_TEST_DEVICE", "sky:0")
 SUPPORTS_TRAINING = True

@@ -72,7 +72,7 @@ def _node(device: str | None) -> Any:
     import torch
 
     from skyproxy.nodes import list_nodes
-    from skyproxy.tensor.devices import DEVICES
+    from skyproxy.tensor.core.devices import DEVICES
 
     chosen = DEVICES.of(torch.device(device or "sky")).torch_device
     return next(node for node in list_nodes() if chosen in node.devices)

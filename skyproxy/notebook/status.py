@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from skyproxy.errors import RemoteError, SessionLostError
 from skyproxy.nodes import Node, list_nodes
-from skyproxy.tensor import device_module as sky
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.torch_api import sky_module as sky
 from skyproxy.units import size_text
 
 _HEAD = ("device", "worker's device", "memory in use", "worker", "state")

@@ -19,7 +19,7 @@ from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.profiling.clock import Clock, Reading, read_clock
 from skyproxy.profiling.timeline import Side, Timeline, merge
 from skyproxy.session.session import Session
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 
 
 class _Profiled:

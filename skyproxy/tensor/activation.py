@@ -22,55 +22,55 @@ def activate() -> None:
         if _active:
             return
         # Each module that is only imported fills the table of special ops.
-        from skyproxy.tensor import (  # noqa: F401
+        from skyproxy.tensor.core import generators, storage, transfers  # noqa: F401
+        from skyproxy.tensor.dispatch import hot_path
+        from skyproxy.tensor.ops import (
+            async_values,
             attention,
+            composites,
+            group_norm,
+            nested_batches,  # noqa: F401
+            nested_tensors,
+            recurrent,
+            special_ops,
+        )
+        from skyproxy.tensor.programs import graphs
+        from skyproxy.tensor.torch_api import (
+            accelerator,
             autocast,
-            copies,
             cross_entropy,
             cuda_like_names,
-            device_module,
             dynamo,
-            generators,
             global_modes,
-            graphs,
-            group_norm,
-            host,
-            hot_path,
             modules,
-            nested_batches,
-            nested_tensors,
-            pending,
-            recurrent,
             registration,
             serialization,
-            special_ops,
+            sky_module,
             state_dicts,
-            storage,
             streams,
             subclasses,
-            undivided,
-            values,
+            tensor_methods,
         )
 
         hot_path.install()
-        pending.install()
-        registration.register(device_module.MODULE)
+        async_values.install()
+        registration.register(sky_module.MODULE)
         attention.install(registration.library())
         group_norm.install(registration.library())
         recurrent.install(registration.library())
         special_ops.install(registration.library())
-        undivided.install(registration.library())
+        composites.install(registration.library())
         nested_tensors.install()
         storage.install()
         serialization.install()
-        values.install()
+        tensor_methods.install()
         subclasses.install()
         modules.install()
         cross_entropy.install()
         state_dicts.install()
         generators.install()
         autocast.install()
-        host.install()
+        accelerator.install()
         streams.install()
         cuda_like_names.install()
         global_modes.install()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import skyproxy
 from skyproxy.errors import SessionLostError
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 from tests.integration.programs import rows, started, succeed, worker
 
 MIB = 1 << 20
@@ -458,7 +458,7 @@ def test_the_client_does_not_grow_with_the_number_of_operations(sky: str) -> Non
 
 
 def test_the_shape_cache_is_bounded(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyproxy.tensor import devices
+    from skyproxy.tensor.core import devices
 
     class Small:
         max_cached_shapes = 64
@@ -520,7 +520,7 @@ def test_a_learning_rate_schedule_hits_the_cache(sky: str) -> None:
 
 def test_a_growing_position_needs_no_inference_by_fake_tensors(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A position in a buffer is a new number each time, and each shape is new: our own rules are fast there."""
-    from skyproxy.tensor import inference
+    from skyproxy.tensor.dispatch import inference
 
     cache = torch.zeros(1, 200, 4, device=sky)
     query = torch.ones(1, 1, 4, device=sky)

@@ -27,7 +27,7 @@ from skyproxy.errors import (
 )
 from skyproxy.protocol.messages import WORKER, Batch, Failure, Goodbye, Hello, RequestId, Sequence
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from tests.integration.programs import worker
@@ -451,7 +451,7 @@ def test_an_op_that_the_worker_does_not_know_fails_alone(sky: str) -> None:
 def test_an_argument_that_cannot_travel_is_refused_at_the_line(sky: str) -> None:
     x = torch.ones(2, device=sky)
     session = DEVICES.of(sky).session
-    from skyproxy.tensor.dispatch import dispatch
+    from skyproxy.tensor.dispatch.recording import dispatch
 
     for foreign in (object(), {1: 2}, b"bytes"):
         with pytest.raises(UnsupportedOpError, match="cannot be sent to a worker"):

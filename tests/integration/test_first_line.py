@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyproxy
-from skyproxy.tensor.inference import prepare
+from skyproxy.tensor.dispatch.inference import prepare
 from tests.integration.programs import succeed, worker
 
 pytestmark = pytest.mark.timeout(200)
@@ -49,7 +49,7 @@ def test_what_the_first_fake_tensor_needs_is_loaded_as_at_the_top_of_a_program(t
 
 def test_nothing_is_loaded_ahead_once_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("skyproxy.tensor.inference.importlib.import_module", loaded.append)
+    monkeypatch.setattr("skyproxy.tensor.dispatch.inference.importlib.import_module", loaded.append)
     prepare(until=lambda: len(loaded) == 2)
     assert len(loaded) == 2
 

@@ -23,7 +23,7 @@ import torch
 import skyproxy
 from skyproxy import interrupts
 from skyproxy.errors import ConfigurationError, SessionLostError
-from skyproxy.tensor.devices import DEVICES
+from skyproxy.tensor.core.devices import DEVICES
 from tests.integration.programs import environment, run_program, started, succeed, wait_for, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
@@ -784,7 +784,7 @@ def test_tiny_limits_are_honoured_and_do_not_change_results() -> None:
         torch.testing.assert_close(a, b.cpu())
     x = torch.arange(10_000.0)
     assert torch.equal((x.to("sky:0") * 2).cpu(), x * 2)
-    assert all(len(device.cache) <= 4 for device in skyproxy.tensor.devices.DEVICES.existing())
+    assert all(len(device.cache) <= 4 for device in skyproxy.tensor.core.devices.DEVICES.existing())
     """
     succeed(source, **TINY)
 

@@ -23,8 +23,8 @@ from skyproxy.protocol.messages import PackedChunk
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.devices import DEVICES
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.torch_codec import byte_view
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

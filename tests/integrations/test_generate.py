@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import FAMILIES, VOCABULARY, make_model, placed, prompts
 
 NEW_TOKENS = 12

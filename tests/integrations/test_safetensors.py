@@ -13,7 +13,7 @@ pytest.importorskip("safetensors")
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save, save_file, save_model
 
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 

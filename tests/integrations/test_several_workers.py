@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import VOCABULARY, make_model, placed, prompts
 
 

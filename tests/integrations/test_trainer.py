@@ -18,7 +18,7 @@ import transformers
 from accelerate.state import AcceleratorState
 
 from skyproxy.integrations import huggingface
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import VOCABULARY, make_model
 
 ROWS = torch.randint(3, VOCABULARY, (24, 10), generator=torch.Generator().manual_seed(0)).tolist()

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from skyproxy.integrations import huggingface
-from skyproxy.tensor.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import VOCABULARY, make_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.timeout(300)]

@@ -130,7 +130,7 @@ weights = torch.nn.Linear(1024, 1024, bias=False)
 torch.nn.init.ones_(weights.weight)
 weights.to("sky:0")
 torch.sky.synchronize()
-session = skyproxy.tensor.devices.DEVICES.of("sky:0").session
+session = skyproxy.tensor.core.devices.DEVICES.of("sky:0").session
 while session.call("blob_stats")["unhashed"]: pass
 node = skyproxy.list_nodes()[0]
 """

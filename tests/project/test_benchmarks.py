@@ -250,7 +250,7 @@ def test_the_benchmark_of_pools_measures_everyone(tmp_path: Path) -> None:
 
 def test_kinds_of_operations_on_new_shapes_are_inferred_by_rules(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor costs a hundred times as much as a rule; the few kinds that need one are named here."""
-    from skyproxy.tensor import inference
+    from skyproxy.tensor.dispatch import inference
 
     shapes: Any = importlib.import_module("_new_shapes")
     asked: set[str] = set()

@@ -273,8 +273,8 @@ ALLOWED = {
     # Code that is written here, or by the user of a notebook.
     ("skyproxy/notebook/cells.py", "exec"),
     ("skyproxy/notebook/cells.py", "eval"),
-    ("skyproxy/tensor/compiled_call.py", "exec"),
-    ("skyproxy/tensor/recipes.py", "eval"),
+    ("skyproxy/tensor/programs/compiled_call.py", "exec"),
+    ("skyproxy/tensor/dispatch/memoized_calls.py", "eval"),
     ("skyproxy_server/signatures.py", "exec"),
 }
 

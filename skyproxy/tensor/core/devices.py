@@ -1,0 +1,258 @@
+"""Which `sky:k` is which worker's which device, and how the first one comes about."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from heapq import heappush
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.interrupts import shielded
+from skyproxy.session.session import Session
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.torch_api.autograd import install_engine
+from skyproxy.torch_modes import USUAL, Record
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch.inference import Entry
+
+_REMEMBERED_MODES = 16
+"""A program that goes through more sets of modes than these starts anew with what is remembered for them."""
+
+
+class Handle:
+    """The client's share in one value of a worker; when the last share goes, the slot is given back.
+
+    Attributes:
+        slot: where the value lives.
+        meta: what it looks like; None for generators and events.
+        root: for a view, the handle of the tensor whose storage it shares; else None.
+        memory: the storage's address and size, once somebody asked; see `core.storage.memory_of`.
+        is_shared: set once several tensors hold this very handle, as detached ones do.
+    """
+
+    __slots__ = ("is_shared", "memory", "meta", "root", "slot")
+    device: SkyDevice
+    slot: int
+    meta: Any
+    root: Handle | None
+
+    # Libraries copy the attributes of tensors that they do not know. A second handle would give the slot back while
+    # the first still has it, and whoever gets it next would share it.
+    def __copy__(self) -> Handle:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a slot of a worker cannot be pickled: it belongs to this process. Pickle the tensor itself")
+
+
+class SkyDevice:
+    """One `sky:k`.
+
+    Attributes:
+        torch_device: `torch.device("sky", k)`.
+        session: the conversation with its worker.
+        place: the device on the worker, `[type, index]`.
+        row: what the worker told of the device.
+        modes: PyTorch's global modes that its worker's operations run under.
+        cache: inferred metadata under these modes, by op and arguments.
+        recipes: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
+        handle_type: the class of this device's handles.
+    """
+
+    def __init__(self, index: int, session: Session, row: dict[str, Any]) -> None:
+        self.index = index
+        self.torch_device = torch.device("sky", index)
+        self.session = session
+        self.recorder = session.recorder
+        self.row = row
+        self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
+        self.modes: Record = USUAL
+        self.cache: dict[Any, Entry] = {}
+        self.recipes: dict[Any, Any] = {}
+        self._memories: dict[Record, tuple[dict[Any, Entry], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
+        self._proven = self._memories
+        self.hits_before = 0
+        self.misses = 0
+        self.handle_type = _handle_type(self)
+
+    def new_handle(self, meta: Any, root: Handle | None = None) -> Handle:
+        """A handle with a fresh slot."""
+        handle = self.handle_type()
+        handle.meta = meta
+        handle.root = root
+        self.recorder.give_slot(handle)
+        return handle
+
+    def use_modes(self, record: Record) -> None:
+        """Remember what is inferred from now on for these modes only: other kernels give other dtypes and strides."""
+        if record not in self._memories and len(self._memories) >= _REMEMBERED_MODES:
+            self._memories = {USUAL: self._memories[USUAL]}
+        self.cache, self.recipes = self._memories.setdefault(record, ({}, {}))
+        self.modes = record
+
+    def begin_trial(self) -> None:
+        """Infer for a while only: the worker may never run what would prove it."""
+        self._proven = self._memories
+        self._memories = {modes: (dict(cache), recipes) for modes, (cache, recipes) in self._proven.items()}
+        self.use_modes(self.modes)
+
+    def end_trial(self) -> None:
+        """Forget what was inferred since `begin_trial`."""
+        self._memories = self._proven
+        self.use_modes(self.modes)
+
+    @property
+    def worker_device(self) -> torch.device:
+        """The device as the worker names it."""
+        kind, index = self.place
+        return torch.device(kind, index) if index is not None else torch.device(kind)
+
+    def remember(self, key: Any, entry: Entry) -> None:
+        """Caches inferred metadata; when the cache is full, the oldest quarter goes."""
+        cache = self.cache
+        if len(cache) >= SETTINGS.max_cached_shapes:
+            for old in list(cache)[: SETTINGS.max_cached_shapes // 4 + 1]:
+                cache.pop(old, None)
+        cache[key] = entry
+
+    def __repr__(self) -> str:
+        return f"<sky:{self.index} = {self.worker_device} of {self.session.welcome.session[:8]}>"
+
+
+def _handle_type(sky_device: SkyDevice) -> type[Handle]:
+    free, push = sky_device.recorder.free, heappush  # names of this module may be gone when the last tensors die
+    dirty_append = sky_device.recorder.dirty.append
+    release_now = sky_device.recorder.release_now
+
+    class DeviceHandle(Handle):
+        __slots__ = ()
+        device = sky_device
+
+        @shielded
+        def __del__(self) -> None:
+            # The interpreter may be shutting down or an interrupt may have struck before a slot was taken.
+            try:
+                slot, meta = self.slot, self.meta
+            except AttributeError:
+                return
+            if meta is not None and meta.large:
+                release_now(slot)
+            else:
+                push(free, slot)  # then the mark, as in `give_back`
+                dirty_append(slot)
+
+    return DeviceHandle
+
+
+class _CurrentDevice(threading.local):
+    """The number of a thread's current device, as on CUDA: each thread begins with 0."""
+
+    index = 0
+
+
+class Devices:
+    """All `sky` devices of this process, by number."""
+
+    def __init__(self) -> None:
+        self._devices: list[SkyDevice] = []
+        self._lock = threading.RLock()
+        self._current = _CurrentDevice()
+        self.start_default: Callable[[], object] | None = None
+        """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
+        self.on_new: Callable[[list[SkyDevice]], object] | None = None
+        """Called with fresh devices; set by `skyproxy.tensor.torch_api.global_modes`."""
+
+    def add(self, session: Session) -> list[SkyDevice]:
+        """Number the devices of a new session: the places of lost ones first, so that a program that connects again
+        finds its worker under the number that it has always used."""
+        install_engine()
+        with self._lock:
+            vacant = (index for index, device in enumerate(self._devices) if device.session.lost is not None)
+            numbers = itertools.chain(list(vacant), itertools.count(len(self._devices)))
+            fresh = [SkyDevice(index, session, row) for index, row in zip(numbers, session.welcome.devices)]
+            for device in fresh:
+                self._devices[device.index : device.index + 1] = [device]
+        if self.on_new is not None:
+            self.on_new(fresh)
+        return fresh
+
+    def at(self, index: int | None) -> SkyDevice:
+        """`sky:index`, or the current device; starts the default worker if there is none yet.
+
+        Raises:
+            ConfigurationError: there is no such device.
+            ConnectError: the default worker could not be reached or started.
+        """
+        if not self._devices:
+            self._start()
+        if index is None or index < 0:
+            index = self._current.index
+        try:
+            return self._devices[index]
+        except IndexError:
+            raise ConfigurationError(
+                f"there is no sky:{index}; this process has {self.names()}. "
+                "Add workers with skyproxy.connect(url, token=...) or skyproxy.launch_local()."
+            ) from None
+
+    def of(self, device: torch.device | str | int | None) -> SkyDevice:
+        """The device that PyTorch code names."""
+        if device is None or isinstance(device, int):
+            return self.at(device)
+        return self.at(torch.device(device).index)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._devices:
+                return
+            if self.start_default is None:
+                raise ConfigurationError("no sky device exists. Connect one with skyproxy.connect(url, token=...).")
+            self.start_default()
+
+    def names(self) -> str:
+        return ", ".join(f"sky:{d.index} ({d.worker_device})" for d in self._devices) or "none"
+
+    @property
+    def current(self) -> int:
+        """The number of this thread's current device."""
+        return self._current.index
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self.at(index)
+        self._current.index = index
+
+    def forget_all(self) -> None:
+        """Numbers start anew; tensors of the old devices keep failing with the reason why their session ended."""
+        with self._lock:
+            self._devices = []
+            self._current = _CurrentDevice()
+
+    def check_sessions(self, *devices: SkyDevice) -> None:
+        """Raise the reason if the session of one of the devices is over; its number may have been given anew.
+
+        Raises:
+            SessionLostError: it is.
+        """
+        for device in devices:
+            if device.session.lost is not None:
+                raise SessionLostError(str(device.session.lost)) from device.session.lost
+
+    def existing(self) -> list[SkyDevice]:
+        """The devices that exist by now, in order; starts nothing."""
+        return list(self._devices)
+
+    def alive(self) -> list[SkyDevice]:
+        """Those whose session is not over."""
+        return [device for device in self._devices if device.session.lost is None]
+
+
+DEVICES = Devices()

@@ -1,0 +1,217 @@
+"""Values that will be asked for one after another come in blocks: one wait for a block, not one for each.
+
+Saving a checkpoint and moving a module to the CPU ask for many tensors in an order that is known beforehand. Each wait
+costs at least the network's delay, so the next ones are asked for while the first is on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from skyproxy.session.waiters import Waiter
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.torch_codec import byte_count
+
+if TYPE_CHECKING:
+    from skyproxy.session.session import Session
+    from skyproxy.tensor.core.devices import Handle
+    from skyproxy.tensor.core.storage import SkyStorage
+
+_BLOCK_ITEMS = 64
+_BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
+
+
+class _Reader(threading.local):
+    """What this thread reads ahead, if anything.
+
+    Attributes:
+        ahead: what will be asked for for certain.
+        guess: what may be: the last state dict of a module, whose values a loop may copy one by one.
+    """
+
+    ahead: ReadingAhead | None = None
+    guess: InTurn | None = None
+
+
+READER = _Reader()
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A value on its way.
+
+    Attributes:
+        handle: the value; kept, so that nothing else can get its id.
+        ops: how many operations were recorded when it was asked for: one more may have changed it.
+        first: whether it is the first of its block, whose wait counts.
+    """
+
+    handle: Handle
+    waiter: Waiter
+    ops: int
+    first: bool
+
+
+class ReadingAhead:
+    """Asks for the next of a known list of tensors whenever one of them is taken."""
+
+    def __init__(self) -> None:
+        self._queue: dict[int, Handle] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._storages: dict[int, RemoteTensor] = {}
+        self._block_size = 0
+
+    def add(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Tensors that will be asked for, in this order; those that are not remote, or not dense, are left out."""
+        for tensor in tensors:
+            if type(tensor) is RemoteTensor and tensor._sky.meta.layout is torch.strided:
+                self._queue.setdefault(id(tensor._sky), tensor._sky)
+
+    def add_storage(self, storage: SkyStorage) -> None:
+        """The same for all bytes of a storage."""
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = whole = storage.as_bytes()
+            self.add([whole])
+
+    def bytes_of(self, storage: SkyStorage) -> RemoteTensor:
+        """The tensor of all bytes of a storage that will be taken; a fresh one if it was not added."""
+        known = self._storages.get(storage._cdata)
+        return known if known is not None else storage.as_bytes()
+
+    def take(self, handle: Handle) -> torch.Tensor | None:
+        """The values of a tensor, as `Session.fetch` gives them; None if it was not expected, or may have changed."""
+        key = id(handle)
+        if key in self._queue:
+            self._ask_for_a_block(key)
+        asked = self._asked.pop(key, None)
+        session = handle.device.session
+        if asked is None:
+            return None
+        if asked.ops != session.recorder.ops:
+            self._queue.clear()  # this is no plain saving or moving: what was asked for would be wasted again
+            self._asked.clear()
+            return None
+        if self._queue and len(self._asked) <= self._block_size // 2:
+            self._ask_for_a_block(next(iter(self._queue)))
+        return session.fetched(asked.waiter, handle.meta.description, counted=asked.first)
+
+    def _ask_for_a_block(self, first: int) -> None:
+        """Asks for the tensor with this key and for some that follow."""
+        keys, room = [first], SETTINGS.max_in_flight_bytes // _BLOCKS_IN_FLIGHT
+        room -= byte_count(self._queue[first].meta.description)
+        for key, handle in self._queue.items():
+            room -= byte_count(handle.meta.description) if key != first else 0
+            if len(keys) == _BLOCK_ITEMS or room < 0:
+                break
+            if key != first:
+                keys.append(key)
+        self._block_size = len(keys)
+        for key in keys:
+            handle = self._queue.pop(key)
+            session = handle.device.session
+            waiter = session.start_fetch(handle.slot, handle.meta.description)
+            self._asked[key] = _Asked(handle, waiter, session.recorder.ops, key == first)
+
+
+class InTurn:
+    """A dict of tensors that may be copied one after another, in its order: `{k: v.cpu() for k, v in d.items()}`.
+
+    Nothing is asked for before two neighbours were. From then on as many of the next ones are on their way as were
+    taken in turn, in number and in bytes: a loop that ends early has asked for about twice what it took.
+    """
+
+    def __init__(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
+        self._tensors = weakref.ref(tensors)
+        self._names: list[str] = []
+        self._places: dict[int, int] = {}
+        self._tied: set[int] = set()
+        self._last = -2
+        self._begin(-2)
+
+    def _begin(self, place: int) -> None:
+        """Nothing was taken in turn before this place."""
+        self._taken = self._taken_bytes = 0
+        self._next = place + 1
+        self._ahead: ReadingAhead | None = None
+        self._recorded: tuple[Session, int] | None = None
+
+    def ahead_of(self, handle: Handle) -> ReadingAhead | None:
+        """What has been asked for, this tensor among it; None if it is not its turn."""
+        tensors = self._tensors()
+        if tensors is None:
+            READER.guess = None
+            return None
+        if not self._names:
+            self._look_through(tensors)
+        place = self._places.get(id(handle), -2)
+        if self._handle(tensors, place) is not handle or (place <= self._last and id(handle) in self._tied):
+            return None
+        session = handle.device.session
+        recorded = (session, session.recorder.ops)
+        if place != self._last + 1 or recorded != self._recorded:
+            self._begin(place)
+            self._recorded = recorded
+        elif self._ahead is None:
+            self._ahead = ReadingAhead()
+            self._next = place
+        self._last = place
+        self._taken += 1
+        self._taken_bytes += byte_count(handle.meta.description)
+        if self._ahead is not None:
+            self._add_some(tensors, self._ahead)
+        return self._ahead
+
+    def _look_through(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if type(tensor) is RemoteTensor and tensor._sky.meta.layout is torch.strided:
+                if id(tensor._sky) in self._places:
+                    self._tied.add(id(tensor._sky))
+                    continue
+                self._places[id(tensor._sky)] = len(self._names)
+                self._names.append(name)
+
+    def _add_some(self, tensors: OrderedDict[str, torch.Tensor], ahead: ReadingAhead) -> None:
+        window = min(self._taken, _BLOCK_ITEMS)
+        if self._next - self._last - 1 > window // 2:
+            return
+        room = self._taken_bytes
+        for place in range(self._last, min(self._last + window + 1, len(self._names))):
+            handle = self._handle(tensors, place)
+            if handle is None:
+                break
+            room -= byte_count(handle.meta.description) if place > self._last else 0
+            if room < 0:
+                break
+            if place >= self._next:
+                ahead.add([tensors[self._names[place]]])
+                self._next = place + 1
+
+    def _handle(self, tensors: OrderedDict[str, torch.Tensor], place: int) -> Handle | None:
+        tensor = tensors.get(self._names[place]) if place >= 0 else None
+        return tensor._sky if type(tensor) is RemoteTensor else None
+
+
+@contextlib.contextmanager
+def reading_ahead(tensors: Iterable[torch.Tensor | None] = ()) -> Iterator[ReadingAhead]:
+    """Inside, this thread's downloads of these tensors, and of those that are added, come in blocks.
+
+    Nothing is asked for before the first of them is. A value is what it would have been without: one that an operation
+    may have changed meanwhile is asked for anew.
+    """
+    outer = READER.ahead
+    ahead = outer if outer is not None else ReadingAhead()
+    ahead.add(tensors)
+    READER.ahead = ahead
+    try:
+        yield ahead
+    finally:
+        READER.ahead = outer

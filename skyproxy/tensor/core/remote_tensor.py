@@ -1,0 +1,99 @@
+"""`RemoteTensor`: a tensor whose values live on a worker. PyTorch sees an ordinary tensor on `sky:k`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.core.devices import Handle
+
+TensorBase = torch._C.TensorBase
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
+"""What a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on `sky:k`.
+
+    Its metadata (shape, strides, dtype, gradients, views) is here, its values are on the worker. Every operation is
+    recorded and sent; only asking for values waits: `.item()`, `.cpu()`, `.tolist()`, `bool()`, printing.
+
+    No `__slots__`: `torch.utils.swap_tensors`, by which `Module.to` keeps a parameter's identity, wants equal slots.
+    """
+
+    _sky: Handle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(tensor)(values)`, as if our tensors and parameters were of PyTorch's own classes.
+
+        Elsewhere a parameter's class is `Parameter`, and code moves one with `type(p)(values, requires_grad=...)`, or
+        with all that it finds in `p.__dict__`, as accelerate and peft do.
+        """
+        make = torch.nn.Parameter if {"requires_grad", "_is_param"} & kwargs.keys() else torch.Tensor
+        return make(*args, **{name: value for name, value in kwargs.items() if name not in OWN_ATTRIBUTES})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("replaced by skyproxy.tensor.dispatch.recording")
+
+
+def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
+    """A tensor that looks like `meta` and holds `handle`."""
+    device = handle.device.torch_device
+    if meta.plain:
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
+    elif meta.layout is torch.strided:
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
+        if meta.conjugate:
+            torch._C._set_conj(tensor, True)
+        if meta.negative:
+            torch._C._set_neg(tensor, True)
+    else:
+        # Compressed layouts abort the process unless the class also answers for the layout itself.
+        compressed = meta.layout is not torch.sparse_coo
+        tensor = _make_wrapper(
+            RemoteTensor, meta.size, dtype=meta.dtype, layout=meta.layout, device=device, dispatch_layout=compressed
+        )
+    # Not `tensor._sky = handle`: that would give the tensor a dict with room for thirty attributes.
+    tensor.__dict__ = {"_sky": handle}
+    return tensor
+
+
+def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
+    """A tensor that shares its storage with `base`; an inference tensor if that is one, whatever the mode is now."""
+    inference = base.is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        return make_tensor(meta, handle)
+    with torch.inference_mode(inference):
+        return make_tensor(meta, handle)
+
+
+def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
+    """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
+    from skyproxy.tensor.core.storage import note_change
+
+    handle = tensor._sky
+    note_change(handle, meta)
+    handle.meta = meta
+    adopt(tensor, handle)
+
+
+def adopt(tensor: RemoteTensor, handle: Handle) -> None:
+    """Makes a tensor hold `handle`, and look like it; its identity, version counter and history stay."""
+    meta: Meta = handle.meta
+    with torch.inference_mode(tensor.is_inference()):
+        fresh = make_tensor(meta, handle)
+    # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included.
+    if tensor.is_conj() != meta.conjugate:
+        torch._C._set_conj(tensor, meta.conjugate)
+    if tensor.is_neg() != meta.negative:
+        torch._C._set_neg(tensor, meta.negative)
+    TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]
+    tensor._sky = handle

@@ -1,0 +1,250 @@
+"""What happens to every operation on remote tensors: found in the shape cache, recorded, wrapped.
+
+The hot path of the whole product, written for speed: one pass over the arguments builds the cache key and the command
+together. Whatever is unusual, or not in the cache yet, leaves for `recording.record`, which does the same thing with
+all the care it needs; both must build the same keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from heapq import heappop
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.protocol.commands import EXPECT
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.dispatch.inference import expectation
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
+from skyproxy.tensor.dispatch.recording import FOREIGN, learn, new_tensors, record
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.core.devices import Handle
+    from skyproxy.tensor.core.metadata import Meta
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_getframe = sys._getframe
+_in_inference_mode = torch.is_inference_mode_enabled
+_record_lines = SETTINGS.record_lines
+
+
+def multiplies_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a worker, where nothing requires gradients, takes a product the way PyTorch would take it here.
+
+    A batch times a matrix is one product if the matrix requires gradients, in `torch.no_grad()` too; otherwise it
+    depends on the batch's strides whether it is one or several, whose last bits differ.
+    """
+    if a.dim() > 2:
+        return b.dim() > 2 or not b.requires_grad or a.is_contiguous()
+    return b.dim() < 3 or not a.requires_grad
+
+
+def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` for a batch and a matrix (or vector), in either order, with all items of the batch as rows of one."""
+    if b.dim() > 2:
+        product = one_product(b.mT, a.t())
+        return product.mT.contiguous() if a.dim() == 2 else product
+    rows = a.reshape(-1, a.size(-1))
+    return (rows.mm(b) if b.dim() == 2 else rows.mv(b)).view(*a.shape[:-1], *b.shape[1:])
+
+
+_MANY = 8
+"""Items of a list from which it is worth being taken by functions of C."""
+_handle_of_tensor = attrgetter("_sky")
+_meta_of_handle = attrgetter("meta")
+_slot_of_handle = attrgetter("slot")
+_ONLY_REMOTE = {RemoteTensor}
+
+
+def taken_at_once(items: list[Any]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
+    """The first handle, the looks and the slots of many tensors; None if they are not all remote and of one device."""
+    if set(map(type, items)) != _ONLY_REMOTE:
+        return None
+    handles = list(map(_handle_of_tensor, items))
+    if len(set(map(type, handles))) != 1:
+        return None
+    return handles[0], tuple(map(_meta_of_handle, handles)), list(map(_slot_of_handle, handles))
+
+
+def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_dispatch__` of remote tensors."""
+    try:
+        plan = func._sky_plan
+    except AttributeError:
+        plan = plan_of(func)
+    if plan.special is not None:
+        return plan.special(plan, func, args, kwargs or {})
+    if plan.multiplies and not multiplies_alike(args[0], args[1]):
+        if plan.name != "aten::linear":
+            return one_product(args[0], args[1])
+        product = one_product(args[0], args[1].t())
+        return product if len(args) < 3 or args[2] is None else product.add_(args[2])
+    device = None
+    key = [plan]
+    wire = [0]
+    root = None
+    for a in args:
+        kind = type(a)
+        if kind is RemoteTensor:
+            handle = a._sky
+            if handle.device is not device:
+                if device is not None:
+                    return record(plan, func, args, kwargs or {})
+                device = handle.device
+                root = handle
+            key.append(handle.meta)
+            wire.append(handle.slot)
+        elif kind is float:
+            key.append(float)
+            wire.append(a)
+        else:
+            how = plan.kinds[len(key) - 1]
+            if how == TENSORS and kind is list:
+                if len(a) > _MANY:
+                    taken = taken_at_once(a)
+                    if taken is None or (device is not None and taken[0].device is not device):
+                        return record(plan, func, args, kwargs or {})
+                    handle, looks, slots = taken
+                    if device is None:
+                        device = handle.device
+                        root = handle
+                    key.append(looks)
+                    wire.append(slots)
+                    continue
+                looks = []
+                slots = []
+                for item in a:
+                    if type(item) is not RemoteTensor:
+                        if item is None:
+                            looks.append(None)
+                            slots.append(0)
+                            continue
+                        return record(plan, func, args, kwargs or {})
+                    handle = item._sky
+                    if handle.device is not device:
+                        if device is not None:
+                            return record(plan, func, args, kwargs or {})
+                        device = handle.device
+                        root = handle
+                    looks.append(handle.meta)
+                    slots.append(handle.slot)
+                key.append(tuple(looks))
+                wire.append(slots)
+            elif kind in FIXED_TYPES or how == FIXED:
+                if kind is torch.device or kind is list:
+                    return record(plan, func, args, kwargs or {})
+                key.append(a)
+            elif how == NUMBER:
+                if kind is list:
+                    key.append(tuple(a))
+                elif kind is int or a is None:
+                    key.append(a)
+                else:
+                    return record(plan, func, args, kwargs or {})
+                wire.append(a)
+            elif how == SCALAR:
+                key.append(tuple(map(type, a)) if kind is list else kind)
+                wire.append(a)
+            elif how == TENSOR and (kind is int or kind is bool or a is None):
+                key.append(kind)
+                wire.append(a if a is not None else 0)
+            else:
+                return record(plan, func, args, kwargs or {})
+    if device is None:
+        return record(plan, func, args, kwargs or {})
+    if kwargs:
+        kinds = plan.keyword_kinds
+        for name, a in kwargs.items():
+            if name == "pin_memory" and not a:
+                continue
+            key.append(name)
+            kind = type(a)
+            how = kinds[name]
+            if kind is RemoteTensor and how == TENSOR:
+                handle = a._sky
+                if handle.device is not device:
+                    return record(plan, func, args, kwargs)
+                key.append(handle.meta)
+                wire.append(handle.slot)
+            elif kind in FIXED_TYPES or how == FIXED:
+                if kind is torch.device or kind is list:
+                    return record(plan, func, args, kwargs)
+                key.append(a)
+            elif how == SCALAR and kind is not list:
+                key.append(kind)
+                wire.append(a)
+            elif how == NUMBER and (kind is int or a is None):
+                key.append(a)
+                wire.append(a)
+            elif how == TENSOR and a is None:
+                key.append(kind)
+                wire.append(0)
+            else:
+                return record(plan, func, args, kwargs)
+    key = tuple(key)
+    entry = device.cache.get(key)
+    if entry is None:
+        entry = learn(plan, device, key, args, kwargs) if plan.rule is not None else None
+        if entry is None:
+            return record(plan, func, args, kwargs or {})
+        wire[0] = entry.number
+        if entry.made:
+            wire[0:0] = (EXPECT, expectation(entry, key))
+    else:
+        wire[0] = entry.number
+    # A view is an inference tensor if its base is one, whatever the mode is now.
+    if entry.shares_first and _in_inference_mode() != args[0].is_inference():
+        return record(plan, func, args, kwargs or {})
+    recorder = device.recorder
+    if entry.simple:
+        if entry.meta is not None:
+            meta = entry.meta
+            result = _make_wrapper(
+                RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
+            )
+            handle = device.handle_type()
+            handle.meta = meta
+            handle.root = (root.root or root) if entry.shares_first else None
+            free = recorder.free
+            if free:  # as in `give_slot`: no call may end between
+                handle.slot = free[0]
+                heappop(free)
+            else:
+                recorder.give_slot(handle)
+            result.__dict__ = {"_sky": handle}  # smaller than what setting the attribute makes
+            wire.append(handle.slot)
+        else:
+            result = args[0]
+    elif entry.several:
+        result = []
+        for output in entry.outputs:
+            handle = device.new_handle(output.meta, (root.root or root) if output.shares == 0 else None)
+            wire.append(handle.slot)
+            result.append(make_tensor(output.meta, handle))
+        result = tuple(result)
+    elif entry.nothing:
+        result = None
+    elif entry.listed is not None:
+        owner = (root.root or root) if entry.shares_first else None
+        result = new_tensors(device, entry.listed, owner)
+        wire.append([made._sky.slot for made in result])
+    else:
+        return record(plan, func, args, kwargs or {})
+    stream = recorder.stream
+    stream.extend(wire)
+    frame = _getframe(1)
+    if _record_lines:
+        while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
+    recorder.lines.extend((frame.f_code, frame.f_lasti))
+    if len(stream) > recorder.limit:
+        recorder.send_some()
+    return result
+
+
+def install() -> None:
+    """Makes remote tensors dispatch through here."""
+    RemoteTensor.__torch_dispatch__ = classmethod(dispatch_remote)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,498 @@
+"""What the results of an op will look like, without running it.
+
+Three ways, tried in this order: a rule of our own (`shapes.rules`, for hot ops whose shapes change every step),
+PyTorch's fake tensors, and asking the worker (`recording` does that when `infer` gives None). Whatever was inferred is
+checked once by the worker, the first time it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from skyproxy import torch_codec
+from skyproxy.collector import collector_paused
+from skyproxy.interrupts import raised_by_handler
+from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.op_info import TENSORS
+from skyproxy.tensor.shapes.kernel_strides import corrected
+from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch.recording import Call
+
+
+@dataclass(slots=True)
+class Output:
+    """One result of an op. Exactly one of the fields says what it is; with none of them, it is `value`.
+
+    Attributes:
+        meta: a fresh tensor that looks like this.
+        shares: with `meta`: the argument (by its number among the tensors) whose storage it shares.
+        items: a list of fresh tensors, each with what it shares.
+        argument: the argument of this name, which the op changed.
+        tensor: the argument with this number among the tensors: the op handed it back.
+        value: a plain value, or None.
+    """
+
+    meta: Meta | None = None
+    shares: int | None = None
+    items: list[tuple[Meta, int | None]] | None = None
+    argument: str | None = None
+    tensor: int | None = None
+    value: Any = None
+
+    @property
+    def template(self) -> str:
+        if self.meta is not None:
+            return "n"
+        return "N" if self.items is not None else "x"
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one op on arguments that look a certain way.
+
+    Attributes:
+        outputs: its results.
+        changed: which tensors (by number) look otherwise afterwards, and how.
+        number: the op's number on the wire.
+        simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
+        meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
+        several: whether the results are several fresh plain tensors, for the fast path.
+        listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
+        nothing: whether there is no result at all, for the fast path.
+        shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
+        output_templates: how each result is kept, see `protocol.commands`.
+        made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
+    """
+
+    outputs: list[Output]
+    changed: list[tuple[int, Meta]]
+    number: int = 0
+    simple: bool = False
+    meta: Meta | None = None
+    shares_first: bool = False
+    several: bool = False
+    listed: list[tuple[Meta, int | None]] | None = None
+    nothing: bool = False
+    output_templates: list[str] = field(default_factory=list)
+    made: list[Meta] = field(default_factory=list)
+
+    @staticmethod
+    def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
+        """What a shape rule tells of an op.
+
+        Args:
+            found: what the rule answered; a look that is None stands for a result that is None.
+            has_tensors: whether there are tensors among the arguments.
+        """
+        if found is TARGET:
+            return Entry([Output(tensor=0)], [], simple=True, output_templates=["x"])
+        if len(found) == 1 and type(found[0]) is tuple:  # most of them
+            only, shares = found[0]
+            if only is not None:
+                entry = Entry([Output(only, shares)], [], output_templates=["n"], made=[only])
+                if has_tensors and only.plain and not shares:
+                    entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
+                return entry
+        outputs = [Output(items=item) if type(item) is list else Output(*item) for item in found]
+        looks = [look for item in found for look in (item if type(item) is list else (item,))]
+        entry = Entry(outputs, [])
+        entry.made = [meta for meta, _ in looks if meta is not None]
+        entry.output_templates = [output.template for output in outputs]
+        plain = has_tensors and all(
+            meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in looks
+        )
+        entry.shares_first = plain and any(shares == 0 for _, shares in looks)
+        if not outputs:
+            entry.nothing = True
+        elif len(outputs) > 1:
+            entry.several = plain and all(output.meta is not None for output in outputs)
+        elif plain and outputs[0].items is not None:
+            entry.listed = outputs[0].items
+        elif plain:
+            entry.simple, entry.meta = True, outputs[0].meta
+        return entry
+
+    def settle(self, call: Call) -> Entry:
+        """Fills in what follows from outputs and changes."""
+        self.output_templates = [output.template for output in self.outputs]
+        for output in self.outputs:
+            if output.meta is not None:
+                self.made.append(output.meta)
+            elif output.items is not None:
+                self.made += [meta for meta, _ in output.items]
+        looks = dict(self.changed)
+        self.made += [looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call)]
+        quiet = not self.changed and not call.plan.waits
+        self.nothing = quiet and not self.outputs
+        self.several = (
+            quiet
+            and len(self.outputs) > 1
+            and all(
+                output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
+            )
+        )
+        self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
+        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
+            output = self.outputs[0]
+            if output.meta is not None and output.meta.plain and output.shares in (None, 0):
+                self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
+            elif output.items is not None and all(m.plain and shares in (None, 0) for m, shares in output.items):
+                self.listed, self.shares_first = output.items, any(shares == 0 for _, shares in output.items)
+            elif output.argument is not None and output.argument == call.plan.names[0]:
+                self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
+        return self
+
+
+_MOST_REFUSED = 4096
+_refused: set[tuple[Any, ...]] = set()
+"""Keys of calls whose fakes changed what the op may not change. PyTorch caches what fake tensors do, but not this."""
+
+
+def _refuse(key: tuple[Any, ...]) -> None:
+    if len(_refused) >= _MOST_REFUSED:
+        _refused.clear()
+    _refused.add(key)
+
+
+def expectation(entry: Entry, key: Iterable[Any]) -> list[Any]:
+    """The operand of EXPECT: what the results shall look like, and the tensors that they were inferred from.
+
+    Args:
+        key: what `entry` is kept under, or the `Meta`s of the call's tensors.
+    """
+    described = [meta.encoded for meta in entry.made]
+    for part in key:
+        if type(part) is Meta:
+            described.append(part.encoded)
+        elif type(part) is tuple:
+            described += [meta.encoded for meta in part if type(meta) is Meta]
+    return described
+
+
+_ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"})
+"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
+
+
+_FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})
+"""Ops that give tensors which they write a size, where those have none yet: observers of each channel."""
+
+_HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
+
+
+def infer(call: Call) -> Entry | None:
+    """What the results of `call` look like; None where only the worker can tell."""
+    if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
+        return None
+    if call.plan.rule is not None:
+        found = _ask_rule(call)
+        if found is not None:
+            return Entry.of_rule(found, has_tensors=bool(call.tensors))
+    if call.plan.writes and tuple(call.key) in _refused:
+        return None
+    if call.plan.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
+        return None
+    if call.plan.columns:
+        return _infer_columns(call)
+    return _infer_by_fake(call)
+
+
+def _ask_rule(call: Call) -> RuleAnswer | None:
+    assert call.plan.rule is not None
+    if not call.has_values:
+        return call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+    # Tensors of the CPU that travel as values count as what they are, tensors without dimensions. Rules number the
+    # tensors whose memory a result shares, and know of no such ones.
+    if call.kwargs or any(isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() for a in call.args):
+        return None
+    found = call.plan.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
+    if found is None or found is TARGET or any(type(item) is list or item[1] is not None for item in found):
+        return None
+    return found
+
+
+def _infer_columns(call: Call) -> Entry | None:
+    """The same for an op that treats each place of its lists alike: places that look alike are inferred once."""
+    lists = [a for a in call.args if type(a) in (list, tuple)]
+    length = max(map(len, lists), default=0)
+    named = any(type(a) in (list, tuple) for a in call.kwargs.values())
+    if named or length == 0 or any(len(a) not in (0, length) for a in lists):
+        return _infer_by_fake(call)
+    first: dict[Any, int] = {}
+    column_of = [
+        first.setdefault(column, len(first))
+        for column in zip(*([_column_key(item) for item in a] for a in lists if len(a)), strict=True)
+    ]
+    if len(first) == length:
+        return _infer_by_fake(call)
+    chosen = [column_of.index(number) for number in range(len(first))]
+
+    def reduced(a: Any) -> Any:
+        if type(a) in (list, tuple) and len(a):
+            return [a[at] for at in chosen]
+        one_each = isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1
+        return a[torch.tensor(chosen)] if one_each else a
+
+    entry = _infer_by_fake(type(call)(call.plan, tuple(map(reduced, call.args)), call.kwargs))
+    if entry is None:
+        return None
+    for output in entry.outputs:
+        if output.items is not None:
+            output.items = [output.items[number] for number in column_of]
+    entry.made = []
+    return Entry(entry.outputs, []).settle(call)
+
+
+def _column_key(item: Any) -> Any:
+    return item._sky.meta if type(item) is RemoteTensor else type(item)
+
+
+def written_tensors(call: Call) -> list[int]:
+    """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
+    return numbers_of(call, call.plan.writes)
+
+
+def numbers_of(call: Call, arguments: Collection[str]) -> list[int]:
+    """The numbers, among the call's tensors, of those in the arguments of these names, in order."""
+    found: list[int] = []
+    if not arguments:
+        return found
+    number = 0
+    for name, a in (*zip(call.plan.names, call.args, strict=False), *call.kwargs.items()):
+        if type(a) is RemoteTensor:
+            count = 1
+        elif isinstance(a, list | tuple) and call.plan.keyword_kinds[name] == TENSORS:
+            count = sum(item is not None for item in a)
+        else:
+            continue
+        if name in arguments:
+            found += range(number, number + count)
+        number += count
+    return found
+
+
+def _looks(args: Any) -> list[Any]:
+    return [_look(a) for a in args]
+
+
+def _look(a: Any) -> Any:
+    if type(a) is RemoteTensor:
+        return a._sky.meta
+    if isinstance(a, list | tuple) and any(type(item) is RemoteTensor for item in a):
+        return [_look(item) for item in a]
+    return a
+
+
+class _Quiet(logging.Filter):
+    """Keeps PyTorch from logging what goes wrong while we infer: the worker's error is the one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self.state, "inferring", False)
+
+
+_quiet = _Quiet()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
+_NOTHING = contextlib.nullcontext()
+
+
+_LOADED_BY_FAKE_MODE = (
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+)
+"""What PyTorch loads for its first fake mode, which takes nearly as long as torch itself; in pieces, the deepest first.
+
+Its dispatcher imports the third at the first operation on any tensor class, so those three are needed in any case.
+"""
+
+
+@functools.cache
+def fake_mode() -> FakeTensorMode:
+    """The mode in which shapes are inferred. The first call loads PyTorch's compiler, unless `prepare` did."""
+    with _neutral_loading():
+        return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+
+
+def prepare(until: Callable[[], bool]) -> None:
+    """Load what the first fake tensor needs, piece by piece, while something else is waited for.
+
+    Args:
+        until: asked before each piece: there is nothing to wait for any more. What is left is loaded when it is needed.
+    """
+    with _neutral_loading():
+        for name in _LOADED_BY_FAKE_MODE:
+            if until():
+                return
+            with contextlib.suppress(ImportError):  # another version of PyTorch, or one built without it
+                importlib.import_module(name)
+    if not until():
+        fake_mode()
+
+
+@contextlib.contextmanager
+def _neutral_loading() -> Iterator[None]:
+    """Let modules of PyTorch make their tensors as at the top of a program, whatever runs when they are loaded."""
+    modes_off = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+    with collector_paused(), modes_off, torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        yield
+
+
+def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
+    """A tensor without values that looks like `meta`: with the fake mode entered, a fake of the CPU's.
+
+    Never a fake of an accelerator: where this machine lacks it, that ends the process.
+
+    Args:
+        device: "cpu", or "meta" for a plain meta tensor, outside of the mode.
+    """
+    if meta.layout is not torch.strided:
+        raise NotImplementedError("sparse layouts are not faked")
+    if meta.offset or (meta.dtype.is_complex and (meta.conjugate or meta.negative)):
+        extent = torch_codec.storage_extent(meta.size, meta.stride, meta.offset)
+        base = torch.empty(max(extent, meta.offset), dtype=meta.dtype, device=device)
+        fake = torch.as_strided(base, meta.size, meta.stride, meta.offset)
+    else:
+        fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
+    if meta.conjugate:
+        torch._C._set_conj(fake, True)
+    if meta.negative:
+        torch._C._set_neg(fake, True)
+    return fake
+
+
+def _is_plain_view(call: Call) -> bool:
+    """Whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
+
+    Fake tensors take some views by other ways, which give dimensions of size one other strides.
+    """
+    return call.plan.func.is_view or call.plan.name == "aten::_unsafe_view"
+
+
+def _infer_by_fake(call: Call) -> Entry | None:
+    """Runs the op on tensors without values. Any failure means: ask the worker, whose error is the true one."""
+    fakes: list[torch.Tensor] = []
+    view = _is_plain_view(call)
+
+    def stand_in(a: Any) -> Any:
+        if type(a) is RemoteTensor:
+            fakes.append(fake_tensor(a._sky.meta, "meta" if view else "cpu"))
+            return fakes[-1]
+        if isinstance(a, torch.device):
+            return torch.device("cpu")
+        if isinstance(a, torch.Generator):
+            return None
+        return a
+
+    _quiet.state.inferring = True
+    try:
+        # Without the user's modes, which would take our stand-ins for the program's own tensors.
+        watched = torch._C._len_torch_dispatch_stack() > 0
+        mode = _NOTHING if view else fake_mode()
+        with _disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
+            args = [pytree.tree_map(stand_in, a) for a in call.args]
+            kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
+            result = call.plan.func(*args, **kwargs)
+            return _entry_of(call, result, fakes)
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        return None
+    finally:
+        _quiet.state.inferring = False
+
+
+def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | None:
+    if len(fakes) != len(call.tensors):
+        return None
+    results = result if isinstance(result, tuple) else (result,)
+    returns = call.plan.returns
+    if not returns:
+        results = ()
+    if len(results) != len(returns):
+        return None
+    storages = {fake.untyped_storage()._cdata: i for i, fake in reversed(list(enumerate(fakes)))}
+    outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
+    if any(output is None for output in outputs) or _halves_complex_numbers(outputs, fakes):
+        return None
+    _correct_strides(call, [output for output in outputs if output is not None])
+    changed = []
+    reshaped = numbers_of(call, call.plan.reshapes)
+    for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
+        meta = meta_of(fake)
+        if meta is not tensor._sky.meta:
+            if i not in reshaped:  # a fake kernel that resizes what the real one refuses
+                _refuse(tuple(call.key))
+                return None
+            changed.append((i, meta))
+    return Entry([output for output in outputs if output is not None], changed).settle(call)
+
+
+def _halves_complex_numbers(outputs: list[Output | None], fakes: list[torch.Tensor]) -> bool:
+    """Return True if a result is complex of half precision, and no argument is.
+
+    Kernels and fake kernels disagree on what a real tensor and a complex number make under a default dtype of half
+    precision, in most versions of PyTorch for float16, from 2.15 on for bfloat16.
+    """
+    found = {
+        described[0].dtype
+        for output in outputs
+        if output is not None
+        for described in (output.items or ([(output.meta, None)] if output.meta is not None else ()))
+    }
+    return any(dtype in _HALF_COMPLEX and all(fake.dtype is not dtype for fake in fakes) for dtype in found)
+
+
+def _correct_strides(call: Call, outputs: list[Output]) -> None:
+    fresh = [output.meta if output.shares is None else None for output in outputs]
+    if any(meta is not None for meta in fresh):
+        looks = _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
+        for output, meta in zip(outputs, corrected(call.plan, *looks, fresh), strict=True):
+            output.meta = output.meta if meta is None else meta
+
+
+def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
+    if name is not None:
+        return Output(argument=name)
+    if isinstance(item, torch.Tensor):
+        for i, fake in enumerate(fakes):
+            if item is fake:
+                return Output(tensor=i)
+        described = _describe_fake(item, storages)
+        return Output(meta=described[0], shares=described[1]) if described is not None else None
+    if isinstance(item, list | tuple):
+        rows = [_describe_fake(part, storages) for part in item]
+        return Output(items=[row for row in rows if row is not None]) if None not in rows else None
+    if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    return Output(value=item)
+
+
+def _describe_fake(item: Any, storages: dict[int, int]) -> tuple[Meta, int | None] | None:
+    if not (isinstance(item, FakeTensor) or item.device.type == "meta") or any(
+        isinstance(n, torch.SymInt) for n in item.shape
+    ):
+        return None
+    return meta_of(item), storages.get(item.untyped_storage()._cdata)
+
+
+__all__ = ["Entry", "Output", "infer", "intern_meta", "written_tensors"]

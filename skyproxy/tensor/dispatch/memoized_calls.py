@@ -1,0 +1,337 @@
+"""Functions whose operations are noted once, and recorded again without running the function.
+
+A layer such as an RMS norm is a function of tensors alone: called with tensors that look the same, it records the same
+operations on other slots. `by_recipe` runs it the first times, notes what it recorded, and from then on fills other
+slots into that. The worker gets the very same operations; only the way through PyTorch's dispatcher for each of them is
+saved. It is for functions that are known to be such, see `skyproxy.integrations.layers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from skyproxy.interrupts import shielded
+from skyproxy.protocol import commands
+from skyproxy.session.recorder import Recorder
+from skyproxy.tensor.core.devices import SkyDevice
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.dispatch.op_info import plan_of
+
+_CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
+_MOST_RECIPES = 4096
+_RUNS_BEFORE = 2
+"""How often a call is run before it is noted: the first times ask and define what later ones know."""
+_ATTEMPTS = 8
+"""How often it is tried to note a call; a batch may be cut in the middle of one."""
+_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.maybe_current_level
+_in_inference_mode = torch.is_inference_mode_enabled
+
+
+class _NoRecipeError(Exception):
+    """What was recorded cannot be recorded again in this way."""
+
+
+class Recipe(NamedTuple):
+    """The operations of one call.
+
+    Attributes:
+        places: how many slots they fill.
+        commands: makes the commands of the slots of the inputs, and of those that are filled.
+        lines: for each operation, a code object and an instruction offset.
+        results: for each result, what it looks like and which place it fills.
+        left_over: the places that hold no result.
+        several: whether the function gives a tuple.
+    """
+
+    places: int
+    commands: Callable[[Sequence[int], Sequence[int]], tuple[Any, ...]]
+    lines: tuple[Any, ...]
+    results: tuple[tuple[Meta, int], ...]
+    left_over: tuple[int, ...]
+    several: bool
+
+
+@shielded
+def _cook(recipe: Recipe, device: SkyDevice, inputs: Sequence[int]) -> Any:
+    """Records the operations; the result, or None if there are too few free slots."""
+    recorder = device.recorder
+    free = recorder.free
+    slots: list[int] = []
+    try:
+        for _ in range(recipe.places):
+            slots.append(heappop(free))
+    except IndexError:
+        for slot in slots:
+            heappush(free, slot)
+        return None
+    recorder.stream.extend(recipe.commands(inputs, slots))
+    recorder.lines.extend(recipe.lines)
+    results = []
+    for meta, place in recipe.results:
+        handle = device.handle_type()
+        handle.meta = meta
+        handle.root = None
+        handle.slot = slots[place]
+        results.append(make_tensor(meta, handle))
+    for place in recipe.left_over:
+        heappush(free, slots[place])  # then the mark, as in `Recorder.give_back`
+        recorder.dirty.append(slots[place])
+    return tuple(results) if recipe.several else results[0]
+
+
+class _Notes:
+    """Watches the operations that this thread records, while one call is run. One thread at a time can.
+
+    Attributes:
+        begins: for each operation, where in the stream it begins.
+        usable: whether what was seen can be made a recipe of.
+    """
+
+    _in_use = threading.Lock()
+
+    def __init__(self, device: SkyDevice) -> None:
+        self._recorder = device.recorder
+        self._thread = threading.get_ident()
+        self._before = vars(RemoteTensor)["__torch_dispatch__"]
+        self._dispatch = self._before.__func__
+        self.begins: list[int] = []
+        self.usable = False
+        self.batches = self._recorder.batches
+        self.start = self.end = len(self._recorder.stream)
+        self.first_line = len(self._recorder.lines)
+
+    @shielded
+    def __enter__(self) -> _Notes:
+        if _Notes._in_use.acquire(blocking=False):
+            self.usable = True
+            RemoteTensor.__torch_dispatch__ = classmethod(self._watch)  # type: ignore[method-assign,assignment]
+        return self
+
+    @shielded
+    def __exit__(self, *unused: object) -> None:
+        if vars(RemoteTensor)["__torch_dispatch__"].__func__ == self._watch:
+            RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
+            _Notes._in_use.release()
+
+    def _watch(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() != self._thread:
+            return self._dispatch(cls, func, types, args, kwargs)
+        stream = self._recorder.stream
+        plan = plan_of(func)
+        self.usable &= len(stream) == self.end and not plan.writes and not plan.waits
+        self.begins.append(self.end)
+        result = self._dispatch(cls, func, types, args, kwargs)
+        self.end = len(stream)
+        return result
+
+
+def _write_down(device: SkyDevice, notes: _Notes, inputs: Sequence[int], result: Any) -> Recipe:
+    """The recipe of what was just recorded.
+
+    Raises:
+        _NoRecipeError: there is none.
+    """
+    recorder = device.recorder
+    stream, lines = recorder.stream[notes.start : notes.end], recorder.lines[notes.first_line :]
+    whole = notes.usable and recorder.batches == notes.batches and len(recorder.stream) == notes.end
+    if not whole or len(lines) != 2 * len(notes.begins):
+        raise _NoRecipeError
+    structures = device.session.structures()
+    places: dict[int, int] = {}
+    sources = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
+    parts: list[str] = []
+    position = 0
+    for begin in notes.begins:
+        number = stream[position] if position < len(stream) else 0
+        structure = structures.get(number)
+        if structure is None or begin - notes.start != position:
+            raise _NoRecipeError
+        _, arguments, keywords, outputs = structure
+        parts.append(str(number))
+        position += 1
+        for template in (*arguments, *(template for _, template in keywords), *outputs):
+            if template[0] == commands.CONSTANT or template == commands.IGNORED:
+                continue
+            parts.append(_operand(template, stream[position], sources, places))
+            position += 1
+    if position != len(stream):
+        raise _NoRecipeError
+    results = result if isinstance(result, tuple) else (result,)
+    filled = []
+    for tensor in results:
+        handle = tensor._sky if type(tensor) is RemoteTensor else None
+        if handle is None or handle.root is not None or handle.slot not in places or not handle.meta.plain:
+            raise _NoRecipeError
+        filled.append((handle.meta, places[handle.slot]))
+    kept = {place for _, place in filled}
+    if len(kept) != len(filled) or any(getattr(tensor._sky, "is_shared", False) for tensor in results):
+        raise _NoRecipeError
+    make = eval(f"lambda i, p: ({', '.join(parts)},)", {"inf": float("inf"), "nan": float("nan")})
+    left_over = tuple(place for place in places.values() if place not in kept)
+    return Recipe(len(places), make, tuple(lines), tuple(filled), left_over, isinstance(result, tuple))
+
+
+def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[int, int]) -> str:
+    """The source text of an operand; a place for every slot that is filled."""
+    if template == commands.VALUE:
+        return repr(operand)
+    if template == commands.TENSORS:
+        return f"[{', '.join(_operand(commands.TENSOR, slot, sources, places) for slot in operand)}]"
+    if template == commands.TENSOR:
+        source = "0" if operand == 0 else sources.get(operand)
+        if source is None:
+            raise _NoRecipeError  # it reads a tensor that it was not given
+        return source
+    if template != commands.NEW or (operand in sources and operand not in places):
+        raise _NoRecipeError
+    place = places.setdefault(operand, len(places))
+    sources[operand] = f"p[{place}]"
+    return sources[operand]
+
+
+class ByRecipe:
+    """A function of tensors and constants that is run until its operations are known."""
+
+    def call(self, run: Callable[[], Any], arguments: Sequence[Any], kind: Any) -> Any:
+        """What `run()` gives, a fresh tensor or a tuple of them.
+
+        Args:
+            run: calls the function.
+            arguments: all that it depends on: remote tensors and constants.
+            kind: what else.
+        """
+        device = None
+        key = [self, kind, _in_inference_mode()]
+        slots: list[int] = []
+        for a in arguments:
+            if type(a) is RemoteTensor:
+                handle = a._sky
+                if handle.device is not device:
+                    if device is not None:
+                        return run()
+                    device = handle.device
+                key.append(handle.meta)
+                slots.append(handle.slot)
+            elif type(a) in _CONSTANTS:
+                key.append((type(a), a))
+            else:
+                return run()
+        if device is None or len(set(slots)) != len(slots) or type(device.recorder) is not Recorder or _is_watched():
+            return run()
+        place = tuple(key)
+        recipe = device.recipes.get(place, 0)
+        if type(recipe) is not Recipe:
+            return run() if recipe is None else _note(place, recipe, device, slots, run)
+        result = _cook(recipe, device, slots)
+        if result is None:
+            return run()
+        recorder = device.recorder
+        if len(recorder.stream) > recorder.limit:
+            recorder.send_some()
+        return result
+
+
+def _note(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
+    """Runs a call that has no recipe, and tries to make one of it if it came often enough."""
+    recipes = device.recipes
+    if len(recipes) >= _MOST_RECIPES:
+        recipes.clear()
+    recipes[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
+    if runs < _RUNS_BEFORE:
+        return run()
+    with _Notes(device) as notes:
+        result = run()
+    with contextlib.suppress(_NoRecipeError):  # the result is as good as ever
+        recipes[place] = _write_down(device, notes, slots, result)
+    return result
+
+
+def _is_watched() -> bool:
+    """Whether somebody else looks at every operation, or changes it."""
+    return bool(_modes() or _function_modes() or _transforms() is not None or torch.is_autocast_enabled("sky"))
+
+
+def _applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if torch.compiler.is_compiling():  # first, so that nothing else of this is traced
+        return False
+    return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
+
+
+def function_by_recipe(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; on remote tensors, where nothing is differentiated, its operations are noted once."""
+    recipes = ByRecipe()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _applies(args, kwargs):
+            return function(*args, **kwargs)
+        return recipes.call(lambda: function(*args), args, None)
+
+    return call
+
+
+def method_by_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the `forward` of modules, which depend on their parameters, buffers, and attributes too."""
+    recipes = ByRecipe()
+    names: dict[type, tuple[str, ...] | None] = {}
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _applies(args, kwargs) or self._modules:
+            return method(self, *args, **kwargs)
+        kind = type(self)
+        if kind not in names:
+            names[kind] = constants_used(self)
+        used = names[kind]
+        if used is None:
+            return method(self, *args)
+        own = vars(self)
+        values = (*args, *own["_parameters"].values(), *own["_buffers"].values(), *[own.get(name) for name in used])
+        return recipes.call(lambda: method(self, *args), values, kind)
+
+    return call
+
+
+def constants_used(module: torch.nn.Module) -> tuple[str, ...] | None:
+    """The attributes of a module that its `forward` may read, but for parameters and buffers.
+
+    Returns:
+        Their names, or None if one of them is no constant.
+    """
+    found: dict[str, None] = {}
+    pending, seen = ["forward"], {"forward"}
+    while pending:
+        attribute = getattr(type(module), pending.pop(), None)
+        code = getattr(inspect.unwrap(attribute), "__code__", None) if callable(attribute) else None
+        for name in _names_in(code) - seen if code is not None else ():
+            seen.add(name)
+            if name in vars(module):
+                found[name] = None
+            elif isinstance(vars(type(module)).get(name), FunctionType):
+                pending.append(name)
+            elif type(getattr(type(module), name, None)) in (int, float, bool, str):
+                return None  # of the class: nobody tells when it changes
+    return tuple(found) if all(type(vars(module)[name]) in _CONSTANTS for name in found) else None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+__all__ = ["function_by_recipe", "method_by_recipe"]

@@ -1,0 +1,246 @@
+"""What is known of an op before it is called: how each of its arguments travels, what it writes, who handles it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.known_values import FOLLOWED
+from skyproxy.tensor.shapes.recurrent import RULES
+from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
+
+# How an argument travels, and what of it counts for the shape of the result.
+TENSOR = 0
+"""A tensor, or a number in its place."""
+TENSORS = 1
+"""A list of tensors."""
+SCALAR = 2
+"""A number whose type counts, but whose value does not."""
+NUMBER = 3
+"""A number, or a list of numbers, whose value counts: sizes, dimensions, bounds."""
+FIXED = 4
+"""Part of the op's signature: flags, names, dtypes, layouts, devices."""
+GENERATOR = 5
+"""A random generator."""
+
+FIXED_TYPES = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.device, str})
+"""Values that are part of a signature wherever they stand: a schema calls dtypes and layouts "int"."""
+
+_KINDS = {
+    "Tensor": TENSOR,
+    "Tensor[]": TENSORS,
+    "List[Tensor]": TENSORS,
+    "List[Optional[Tensor]]": TENSORS,
+    "number": SCALAR,
+    "float": SCALAR,
+    "complex": SCALAR,
+    "List[number]": SCALAR,
+    "Generator": GENERATOR,
+}
+_INDEXING = frozenset(
+    {
+        "aten::index",
+        "aten::_unsafe_index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index_put",
+    }
+)
+
+SENT_WHOLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_validate_sparse_coo_tensor_args",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "cross_entropy_loss",
+        "group_norm",
+        "layer_norm",
+        "linear",
+        "log_softmax",
+        "matmul",
+        "rms_norm",
+        "softmax",
+    )
+)
+"""Composites that the worker takes as one op. In inference mode PyTorch hands composites over undivided; the others
+are divided here, because some of them look at devices, values or flags that only this side has."""
+
+_NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
+_FAKED_WRONGLY = frozenset(
+    {
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_forward_only",
+        "aten::_grouped_mm",
+        "aten::max_unpool2d",
+        "aten::mkldnn_rnn_layer",
+        "aten::mkldnn_rnn_layer_backward",
+        "aten::multilabel_margin_loss_forward",
+    }
+)
+"""Ops whose fake kernels give fresh results other sizes or strides than the real ones, or refuse what those take."""
+_WITH_STATISTICS = frozenset(
+    {
+        "aten::_fused_rms_norm",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::native_batch_norm",
+        "aten::native_layer_norm",
+    }
+)
+"""Ops that also give statistics of their input: of half precision, in which dtype depends on the device."""
+_DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+Special = Callable[..., Any]
+SPECIALS: dict[str, Special] = {}
+"""Ops that are not simply recorded, by name; `special_ops` and its neighbours fill it."""
+
+
+def implements(*names: str) -> Callable[[Special], Special]:
+    """Registers a function for overloads: `f(plan, func, args, kwargs)`, called in place of recording."""
+
+    def register(function: Special) -> Special:
+        for name in names:
+            SPECIALS[name] = function
+        return function
+
+    return register
+
+
+class Plan:
+    """What is known of one overload.
+
+    Attributes:
+        name: "aten::add.Tensor".
+        kinds: for each argument of the schema, how it travels.
+        keyword_kinds: the same by name.
+        writes: the names of the arguments that the op changes.
+        reshapes: those of them that may look otherwise afterwards: what `out=` forms fill, and what ops such as
+            `resize_` and `t_` exist for. All others keep their sizes, or the op is refused.
+        returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
+        rule: what tells how the results look, see `shapes.rules`; or None.
+        special: who handles the op instead, or None.
+        creates: whether it makes one tensor of sizes and options alone.
+        for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
+        places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
+        waits: whether the op exists for its exception only, so that it must be waited for.
+        learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
+            are not to be trusted with this op.
+        learns_halves: the same for tensors of half precision only.
+        columns: whether its results for each place of its lists look as if that place came alone.
+        multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
+        followed: whether its result is known where its operands are, see `known_values`.
+    """
+
+    __slots__ = (
+        "columns",
+        "creates",
+        "followed",
+        "for_each",
+        "func",
+        "keyword_kinds",
+        "kinds",
+        "learns",
+        "learns_halves",
+        "multiplies",
+        "name",
+        "names",
+        "places_host_indices",
+        "reshapes",
+        "returns",
+        "rule",
+        "special",
+        "waits",
+        "writes",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = func.name()
+        self.kinds = tuple(
+            NUMBER if shapes_results(a.type, self.name) else _KINDS.get(bare_type(a.type), FIXED)
+            for a in schema.arguments
+        )
+        self.names = tuple(argument.name for argument in schema.arguments)
+        self.keyword_kinds = dict(zip(self.names, self.kinds, strict=True))
+        written = {
+            frozenset(argument.alias_info.before_set): argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self.writes = tuple(
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.reshapes = frozenset(
+            argument.name
+            for argument in schema.arguments
+            if argument.name in self.writes and (argument.kwarg_only or torch.Tag.inplace_view in func.tags)
+        )
+        self.returns = tuple(
+            written.get(frozenset(result.alias_info.before_set)) if result.alias_info is not None else None
+            for result in schema.returns
+        )
+        self.places_host_indices = self.name.partition(".")[0] in _INDEXING
+        packet = self.name.partition(".")[0]
+        self.for_each = packet.startswith("aten::_foreach_")
+        self.waits = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
+        self.learns = not _depends_on_values(func) and (
+            packet in _FAKED_WRONGLY
+            # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
+            or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
+        )
+        self.learns_halves = packet in _WITH_STATISTICS
+        takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
+        self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
+        self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
+        self.multiplies = self.name in ("aten::linear", "aten::matmul")
+        self.followed = self.name in FOLLOWED
+        self.rule = None if self.learns else RULES.get(self.name)
+        self.special = SPECIALS.get(self.name)
+        if self.special is None:
+            self.special = self._substitute(packet)
+
+    def _substitute(self, packet: str) -> Special | None:
+        """Who handles an op that the worker would not take as it is."""
+        if packet in FORBIDDEN_OPS:
+            return SPECIALS["refused"]
+        if self.name.partition("::")[0] not in ALLOWED_NAMESPACES:
+            return SPECIALS["foreign"]
+        if packet not in SENT_WHOLE and is_divided(self.name):
+            return SPECIALS["composite"]
+        return None
+
+    def __repr__(self) -> str:
+        return f"<plan of {self.name}>"
+
+
+def is_divided(name: str) -> bool:
+    """Whether PyTorch divides the op into others on every device.
+
+    A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker
+    takes those whole, for it may have the kernel (`silu_backward`).
+    """
+    return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
+
+
+def _depends_on_values(func: torch._ops.OpOverload) -> bool:
+    """Whether the sizes of the results depend on values. PyTorch tags the functional overloads only."""
+    packet = func._overloadpacket
+    return any(_DYNAMIC.intersection(getattr(packet, name).tags) for name in packet.overloads())
+
+
+def plan_of(func: Any) -> Plan:
+    """The plan of an overload, made once and kept on it: an attribute is twice as fast as a table."""
+    try:
+        plan: Plan = func._sky_plan
+    except AttributeError:
+        plan = func._sky_plan = Plan(func)
+    return plan

@@ -1,0 +1,138 @@
+"""Scaled dot-product attention: the kernel that the worker's own PyTorch would choose, as one op.
+
+For a device like ours PyTorch would choose the math form: a dozen ops, and other roundings than the fused kernel that
+local PyTorch takes. So the choice is made here as the worker would make it, and the fused op is called by its name;
+its backward follows from PyTorch's own derivative formulas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from skyproxy import torch_versions
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.op_info import Plan, implements
+
+aten = torch.ops.aten
+_MATH = 0
+_FLASH = 1
+_NONE = -1
+_ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 15)
+"""Whether PyTorch makes four dimensions of three before it chooses, and views three in the result."""
+_NO_BACKEND = (
+    "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
+    "kernel and the fused kernels."
+)
+_MATH_ONLY = (
+    " sky devices compute attention in the math form here: on CUDA workers, and inside function transforms. Allow it: "
+    "sdpa_kernel([..., SDPBackend.MATH])."
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cpu_choice(
+    query: Meta,
+    key: Meta,
+    value: Meta,
+    mask: Meta | None,
+    mask_grad: bool,
+    dropout: float,
+    causal: bool,
+    gqa: bool,
+    enabled: tuple[bool, bool],
+) -> int:
+    """What PyTorch chooses for CPU tensors that look like these. Their memory is never touched.
+
+    Args:
+        enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
+    """
+    q, k, v, m = (
+        None if meta is None else torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+        for meta in (query, key, value, mask)
+    )
+    if m is not None and mask_grad:
+        m.requires_grad_()
+    return int(torch._fused_sdp_choice(q, k, v, m, dropout, causal, enable_gqa=gqa))
+
+
+def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
+    """What the four arguments look like; None where nobody can tell. While a graph is traced, they are fake."""
+    looks: list[Meta | None] = []
+    for t in tensors:
+        if isinstance(t, RemoteTensor):
+            looks.append(t._sky.meta)
+        elif isinstance(t, FakeTensor | FunctionalTensor):
+            numbers = [_hint(n) for n in (*t.shape, *t.stride())]
+            if None in numbers:
+                return None
+            looks.append(plain_meta(tuple(numbers[: t.dim()]), t.dtype, tuple(numbers[t.dim() :])))
+        else:
+            return None
+    return looks + [None] * (4 - len(looks))
+
+
+def _hint(n: Any) -> Any:
+    """The number that a symbolic size had when the graph was traced."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` for remote tensors; see there for shapes."""
+    mask = attn_mask
+    if _ADDS_A_BATCH and query.dim() == key.dim() == value.dim() == 3:
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    looks = _looks(tensors) if torch._C._functorch.maybe_current_level() is None else None
+    enabled = torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()
+    if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
+        needs = mask is not None and mask.requires_grad
+        with _disable_current_modes() if not isinstance(query, RemoteTensor) else contextlib.nullcontext():
+            choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa, enabled)
+        if choice == _NONE:
+            raise RuntimeError(_NO_BACKEND)
+        if choice == _FLASH:
+            fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+            )[0]
+            return fused
+    elif not enabled[0]:
+        raise RuntimeError(_NO_BACKEND + _MATH_ONLY)
+    result = aten._scaled_dot_product_attention_math.default(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return result
+
+
+@implements("aten::scaled_dot_product_attention")
+def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """In inference mode the op arrives here undivided."""
+    return attention(*args, **kwargs)
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts our choice in the place of PyTorch's."""
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")

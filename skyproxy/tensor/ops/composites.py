@@ -1,0 +1,57 @@
+"""Composites that are sent whole where no gradient is wanted: one op instead of the five that `linear` consists of.
+
+PyTorch divides them above autograd, for its derivatives are those of the parts. Where nothing is differentiated, in
+`torch.no_grad()` or because no argument requires a gradient or has a tangent, the worker's own kernel does the same
+work, to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.hot_path import dispatch_remote
+from skyproxy.tensor.ops.nested_batches import NestedBatch
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_records_graphs = torch.is_grad_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_function_transforms = torch._C._functorch.maybe_current_level
+
+
+def _kernel(op: torch._ops.OpOverload) -> Any:
+    divide = op._op_dk
+
+    def kernel(*args: Any) -> Any:
+        # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
+        # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit. Those
+        # of integers are so rare that they stay what they are locally, views of a part.
+        whole = args[0].is_floating_point() and not _is_differentiated(args) and not _modes()
+        if whole and _function_transforms() is None:
+            if all(type(a) is RemoteTensor for a in args):
+                return dispatch_remote(RemoteTensor, op, (), args)
+            if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
+                return dispatch_remote(RemoteTensor, op, (), args[:-1])
+        if type(args[0]) is NestedBatch:
+            return NestedBatch.__torch_dispatch__(op, (), args)
+        return divide(_COMPOSITE, *args)
+
+    return kernel
+
+
+def _is_differentiated(args: tuple[Any, ...]) -> bool:
+    if _records_graphs():
+        for a in args:
+            if a is not None and a.requires_grad:
+                return True
+    return forward_ad._current_level >= 0  # tangents do not care about `no_grad`
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts the choice before PyTorch's division."""
+    for op in (aten.linear.default, aten.matmul.default):
+        library.impl(op, _kernel(op), "AutogradPrivateUse1")

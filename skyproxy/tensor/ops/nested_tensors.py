@@ -1,0 +1,372 @@
+"""Nested tensors of PyTorch's strided layout, `torch.nested.nested_tensor(...)` without a `layout`.
+
+Their kernels look into each component, and their derivatives are formulas of their own. So the worker has them whole,
+with its own PyTorch's kernels and derivatives: an operation that is differentiated leaves its graph there, and backward
+asks for the gradients of it. What a result looks like only the worker knows, so each operation waits once.
+
+The jagged layout is PyTorch's own subclass made of ordinary tensors, and needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from skyproxy import torch_codec
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.protocol import commands
+from skyproxy.tensor.core.metadata import plain_meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.dispatch import recording
+from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
+from skyproxy.tensor.dispatch.recording import Call
+from skyproxy.torch_codec import contiguous_stride
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+aten = torch.ops.aten
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+Sizes = list[list[int]]
+
+
+class RemoteNestedTensor(torch.Tensor):
+    """A strided nested tensor on a worker. To PyTorch's C++ it looks like the padded batch.
+
+    Attributes:
+        held: a tensor of that look, whose slot holds the nested one. It is for recording only.
+        component_sizes, component_strides, component_offsets: of each component, in the one buffer of all.
+    """
+
+    held: RemoteTensor
+    component_sizes: Sizes
+    component_strides: Sizes
+    component_offsets: list[int]
+
+    is_nested = True  # type: ignore[assignment]
+
+    @staticmethod
+    def holding(handle: Any, fields: list[Any]) -> RemoteNestedTensor:
+        """The nested tensor in a slot, by the worker's description of it."""
+        _, dtype, sizes, strides, offsets = fields
+        rank = len(sizes[0]) if sizes else 0
+        padded = (len(sizes), *(max(size[d] for size in sizes) for d in range(rank)))
+        handle.meta = plain_meta(padded, torch_codec.DTYPES[dtype])
+        return _wrap(make_tensor(handle.meta, handle), sizes, strides, offsets)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(tensor)(values)`, as if it were of PyTorch's own class."""
+        return torch.Tensor(*args, **kwargs)
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("Internal error: NestedTensorImpl doesn't support sizes. Please file an issue.")
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        if dim is None:
+            return self.shape
+        rank = self.dim()
+        if not -rank <= dim < rank:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
+            )
+        found = {size[dim % rank - 1] for size in self.component_sizes} if dim % rank else {len(self.component_sizes)}
+        if len(found) != 1:
+            raise RuntimeError(f"Given dimension {dim % rank} is irregular and does not have a size.")
+        return found.pop()
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        raise RuntimeError("Internal error: NestedTensorImpl doesn't support strides. Please file an issue.")
+
+    def numel(self) -> int:
+        return sum(map(math.prod, self.component_sizes))
+
+    nelement = numel
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        begin = 0
+        for size, stride, offset in zip(
+            self.component_sizes, self.component_strides, self.component_offsets, strict=True
+        ):
+            if tuple(stride) != contiguous_stride(tuple(size)) or offset != begin:
+                return False
+            begin += math.prod(size)
+        return memory_format is torch.contiguous_format
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:  # type: ignore[override]
+        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
+
+    def __len__(self) -> int:
+        return len(self.component_sizes)
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        parts = ",\n".join(f"  {component!r}" for component in self.detach().unbind())
+        graph = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+        leaf = ", requires_grad=True" if self.requires_grad and not graph else ""
+        return f"nested_tensor([\n{parts}\n], device='{self.device}'{graph or leaf})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (list(self.detach().unbind()), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy")
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _NO_OPERATIONS:
+                return func(*args, **(kwargs or {}))
+            # Composites come undivided here: PyTorch would divide them by sizes that nested tensors do not have.
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+                return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plan = plan_of(func)
+        answer = _ANSWERS.get(plan.name)
+        if answer is not None:
+            return answer(*args, **(kwargs or {}))
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        differentiated = (
+            torch.is_grad_enabled()
+            and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+            and plan.name not in _WITHOUT_GRADIENTS
+        )
+        if not differentiated:
+            return _run(plan, *pytree.tree_unflatten(leaves, spec))
+        if plan.writes:
+            raise UnsupportedOpError(
+                f"{plan.name}: strided nested tensors of a worker that require gradients are not changed in place. "
+                "Use the form without a trailing underscore"
+            )
+        flat = _Differentiated.apply(plan, spec, *leaves)
+        return flat[0] if len(flat) == 1 and not _gives_list(plan) else flat
+
+
+_NO_OPERATIONS = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "__delete__",
+        "backward",
+        "dim",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_conj",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_same_size",
+        "is_shared",
+        "is_pinned",
+        "is_signed",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "type",
+        "__hash__",
+    }
+)
+"""Functions and attributes that are about autograd, or about a tensor as such."""
+_WITHOUT_GRADIENTS = frozenset({"aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like"})
+
+
+def _wrap(held: RemoteTensor, sizes: Sizes, strides: Sizes, offsets: list[int]) -> RemoteNestedTensor:
+    handle: Any = held._sky
+    meta = handle.meta
+    made: RemoteNestedTensor = _make_wrapper(
+        RemoteNestedTensor, meta.size, meta.stride, dtype=meta.dtype, device=handle.device.torch_device
+    )
+    made.held, made.component_sizes = held, sizes
+    made.component_strides, made.component_offsets = strides, offsets
+    return made
+
+
+def _rebuild(components: list[torch.Tensor], requires_grad: bool) -> torch.Tensor:
+    return torch.nested.nested_tensor(components, device=components[0].device, requires_grad=requires_grad)
+
+
+def _gives_list(plan: Plan) -> bool:
+    returns = plan.func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+
+
+# --- on the worker ---------------------------------------------------------------------------------------------------
+
+
+def _run(plan: Plan, args: Any, kwargs: Any, graph: list[Any] | None = None) -> Any:
+    """Runs an op on the worker, and waits for what its results look like.
+
+    Args:
+        graph: to be filled, if the op is differentiated: a handle of its graph on the worker, and the tensors that the
+            gradients are of.
+    """
+    nested: dict[int, RemoteNestedTensor] = {}
+
+    def held(a: Any) -> Any:
+        if type(a) is RemoteNestedTensor:
+            nested[id(a.held)] = a
+            return a.held
+        return a
+
+    args, kwargs = pytree.tree_map(held, (args, kwargs))
+    if plan.name in _PLACED:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+    call = Call(plan, args, kwargs)
+    recorded: Callable[[list[Any]], None] | None = None
+    if graph is not None:
+        differentiable = [t for t in call.tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+        handle = call.device.new_handle(plain_meta((), torch.uint8))
+        graph += [handle, [nested.get(id(t), t) for t in differentiable]]
+
+        def recorded(command: list[Any]) -> None:
+            slots = [t._sky.slot for t in differentiable]
+            call.device.session.call("differentiated", handle.slot, slots, command)
+
+    results = recording.ask(call, record=recorded)
+    return nested.get(id(results), results)
+
+
+class _Differentiated(torch.autograd.Function):
+    """An op whose graph the worker keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, spec: Any, *leaves: Any) -> Any:  # type: ignore[override]
+        graph: list[Any] = []
+        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+        results = _run(plan, args, kwargs, graph)
+        flat = tuple(results) if isinstance(results, list | tuple) else (results,)
+        ctx.graph, differentiable = graph
+        places = {id(tensor): number for number, tensor in enumerate(differentiable)}
+        # What occurs several times has one gradient.
+        ctx.places = [places.pop(id(leaf), None) for leaf in leaves]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t in flat if isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()))
+        )
+        return flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        wanted = [i for i, place in enumerate(ctx.places) if place is not None and ctx.needs_input_grad[i + 2]]
+        found: list[Any] = [None] * (len(ctx.places) + 2)
+        if wanted and any(gradient is not None for gradient in gradients):
+            session, device = ctx.graph.device.session, ctx.graph.device
+            slots = [0 if g is None else getattr(g, "held", g)._sky.slot for g in gradients]
+            made = [device.new_handle(None) for _ in wanted]
+            places = [ctx.places[i] for i in wanted]
+            session.call("differentiate", ctx.graph.slot, slots, places, [handle.slot for handle in made])
+            rows = session.request(
+                "gradients", lambda number: (commands.DESCRIBE, number, [handle.slot for handle in made], [])
+            )
+            for i, handle, row in zip(wanted, made, rows, strict=True):
+                found[i + 2] = recording.answered(handle, row)
+        return tuple(found)
+
+
+# --- what is known here, and what moves ------------------------------------------------------------------------------
+
+
+def _to_copy(x: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """Another dtype, or another device."""
+    device = torch.device(device) if device is not None else x.device
+    if device.type == x.device.type == "sky" and device.index in (None, x.device.index):
+        return _moved(x, lambda t: t.to(dtype, copy=True) if dtype is not None else t.clone(), x.device)
+    return _moved(x, lambda t: t.to(device, dtype if dtype is not None else t.dtype), device)
+
+
+def _moved(x: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Moved.apply(x, move, device)
+    return _of_components([move(t) for t in x.detach().unbind()], device)
+
+
+def _of_components(components: list[torch.Tensor], device: torch.device) -> Any:
+    return torch.nested.nested_tensor(components, device=device)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, move: Any, device: Any) -> Any:  # type: ignore[override]
+        ctx.before = x.device, x.dtype
+        return _of_components([move(t) for t in x.detach().unbind()], device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        device, dtype = ctx.before
+        return _of_components([t.to(device, dtype) for t in gradient.unbind()], device), None, None
+
+
+def _numbers(rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "aten::_nested_tensor_size": lambda x: _numbers(x.component_sizes),
+    "aten::_nested_tensor_strides": lambda x: _numbers(x.component_strides),
+    "aten::_nested_tensor_storage_offsets": lambda x: _numbers(x.component_offsets),
+    "aten::_to_copy": _to_copy,
+    "aten::is_same_size": lambda x, other: (
+        getattr(x, "component_sizes", None) == getattr(other, "component_sizes", None)
+    ),
+    "aten::is_contiguous": lambda x: x.is_contiguous(),
+    "aten::size.int": lambda x, dim: x.size(dim),
+    "aten::numel": lambda x: x.numel(),
+}
+_PLACED = frozenset({"aten::_nested_tensor_from_tensor_list"})
+
+
+@implements("aten::_nested_tensor_from_tensor_list")
+def _from_list(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Components, wherever they are, to a nested tensor of the device that is asked for, or of theirs."""
+    given: dict[str, Any] = dict(zip(plan.names, args, strict=False)) | kwargs
+    components, dtype, device = given["list"], given.get("dtype"), given.get("device")
+    if device is None:
+        device = next(t.device for t in components if t.device.type == "sky")
+    moved = [t.to(device, dtype if dtype is not None else t.dtype) for t in components]
+    if not moved:
+        raise UnsupportedOpError("a nested tensor without components has nothing on a worker. Make it on the CPU")
+    return _run(plan, (moved,), {})
+
+
+@implements("aten::_nested_view_from_buffer")
+def _refuse_places(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(
+        f"{plan.name} places components anywhere in a memory, which workers do not do for clients. "
+        "Use torch.nested.nested_tensor(list of components)"
+    )
+
+
+def _from_list_here(*args: Any, **kwargs: Any) -> Any:
+    """The same for components on the CPU, which PyTorch would take for a nested tensor of the CPU."""
+    plan = plan_of(aten._nested_tensor_from_tensor_list.default)
+    device = (dict(zip(plan.names, args, strict=False)) | kwargs).get("device")
+    if device is not None and torch.device(device).type == "sky":
+        return _from_list(plan, plan.func, args, kwargs)
+    return plan.func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def install() -> None:
+    """Lets nested tensors be made on a worker of what lies here."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_nested_tensor_from_tensor_list", _from_list_here, "CPU")
+    _keep.append(library)
+
+
+_keep: list[Any] = []
+
+__all__ = ["RemoteNestedTensor"]

@@ -1,0 +1,287 @@
+"""LSTM, GRU and simple recurrent networks on a CPU worker, as PyTorch computes them on the CPU.
+
+For accelerators PyTorch takes another way: fused cells, and the input's product step by step. On a CPU worker that
+would round otherwise than local PyTorch does, in backward too. So the CPU's way is written out (ATen/native/RNN.cpp):
+for an LSTM in float32 one oneDNN operation a layer, otherwise the whole sequence's product with the input weights
+first, then one cell a step.
+On a CUDA worker PyTorch's own way for accelerators is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.torch_codec import DTYPE_NAMES
+
+Tensor = torch.Tensor
+Hidden = tuple[Tensor, ...]
+Cell = Callable[[Tensor, Hidden, Sequence[Tensor | None]], Hidden]
+
+
+def _hidden_product(hidden: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    weight = weights[1]
+    assert weight is not None
+    return linear(hidden, weight, weights[3])
+
+
+def _lstm_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    hx, cx = hidden
+    i, f, g, o = _hidden_product(hx, weights).add_(step).unsafe_chunk(4, 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    cy = (f * cx).add_(i * g)
+    hy = o * cy.tanh()
+    projection = weights[4]
+    return (hy if projection is None else hy.matmul(projection.t())), cy
+
+
+def _gru_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    (hx,) = hidden
+    ir, iz, inew = step.unsafe_chunk(3, 1)
+    hr, hz, hnew = _hidden_product(hx, weights).unsafe_chunk(3, 1)
+    reset = hr.add_(ir).sigmoid_()
+    update = hz.add_(iz).sigmoid_()
+    new = inew.add(hnew.mul_(reset)).tanh_()
+    return ((hx - new).mul_(update).add_(new),)
+
+
+def _tanh_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    return (_hidden_product(hidden[0], weights).add_(step).tanh(),)
+
+
+def _relu_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
+    return (_hidden_product(hidden[0], weights).add_(step).relu(),)
+
+
+_ONEDNN_LSTM = 2  # oneDNN's number for the kind of network
+
+
+def _onednn_way(
+    sequence: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], backwards: bool, layout: Any
+) -> Any:
+    weight = weights[0]
+    assert weight is not None
+    biases = [torch.zeros_like(weight) if bias is None else bias for bias in weights[2:4]]
+    hx, cx = hidden
+    output, hy, cy, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+        sequence, weight, weights[1], *biases, hx, cx, backwards, [], _ONEDNN_LSTM, *layout
+    )
+    return output, (hy, cy)
+
+
+def _one_way(
+    cell: Cell, sequence: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], backwards: bool
+) -> tuple[Tensor, Hidden]:
+    assert weights[0] is not None
+    steps = linear(sequence, weights[0], weights[2]).unbind(0)
+    outputs = []
+    for step in reversed(steps) if backwards else steps:
+        hidden = cell(step, hidden, weights)
+        outputs.append(hidden[0])
+    if not outputs:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    return torch.stack(outputs[::-1] if backwards else outputs, 0), hidden
+
+
+def _packed_way(
+    cell: Cell,
+    batch_sizes: Sequence[int],
+    rows: Tensor,
+    hidden: Hidden,
+    weights: Sequence[Tensor | None],
+    backwards: bool,
+) -> tuple[Tensor, Hidden]:
+    """One direction over a packed sequence: the rows of all steps, of which each has at most as many as the one before.
+
+    Forwards, the states of sequences that have ended are put aside; backwards, those of sequences that begin are added.
+    """
+    assert weights[0] is not None
+    steps = linear(rows, weights[0], weights[2]).split(list(batch_sizes))
+    if backwards:
+        initial, count = hidden, batch_sizes[-1]
+        hidden = _rows_of(initial, 0, count)
+        outputs = []
+        for step in reversed(steps):
+            if step.size(0) > count:
+                hidden = _joined([hidden, _rows_of(initial, count, step.size(0))])
+                count = step.size(0)
+            hidden = cell(step, hidden, weights)
+            outputs.append(hidden[0])
+        return torch.cat(outputs[::-1]), hidden
+    ended: list[Hidden] = []
+    outputs = []
+    count = batch_sizes[0]
+    for step in steps:
+        if step.size(0) < count:
+            ended.append(_rows_of(hidden, step.size(0), count))
+            hidden = _rows_of(hidden, 0, step.size(0))
+            count = step.size(0)
+        hidden = cell(step, hidden, weights)
+        outputs.append(hidden[0])
+    return torch.cat(outputs), _joined([hidden, *reversed(ended)])
+
+
+def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:
+    return tuple(part.narrow(0, begin, end - begin) for part in hidden)
+
+
+def _joined(hiddens: Sequence[Hidden]) -> Hidden:
+    return tuple(torch.cat(parts) for parts in zip(*hiddens, strict=True))
+
+
+def _network(
+    cell: Cell,
+    sequence: Tensor,
+    hiddens: list[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+    batch_sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """All layers: (T, N, I), or (N, T, I) batch first, to the outputs and the final hidden states, one each.
+
+    With `batch_sizes`, the number of rows of each step, the sequence is packed: (rows, I).
+    """
+    if batch_first:
+        sequence = sequence.transpose(0, 1)
+    onednn = cell is _lstm_cell and batch_sizes is None and _takes_onednn(sequence, hiddens)
+    if onednn:
+        sequence, hiddens = sequence.contiguous(), [hidden.contiguous() for hidden in hiddens]
+        # The kernel looks at whether gradients are on, and at `train` for its backward only: one flag tells the worker.
+        layout = (hiddens[0].size(-1), num_layers, has_biases, bidirectional, batch_first, torch.is_grad_enabled())
+    ways = 2 if bidirectional else 1
+    width = len(params) // (num_layers * ways)
+    states = list(zip(*(hidden.unbind(0) for hidden in hiddens), strict=True))
+    final: list[Hidden] = []
+    for layer in range(num_layers):
+        results = []
+        for way in range(ways):
+            number = layer * ways + way
+            weights = _weights(params[number * width : (number + 1) * width], has_biases)
+            if onednn:
+                output, hidden = _onednn_way(sequence, states[number], weights, way == 1, layout)
+            elif batch_sizes is not None:
+                output, hidden = _packed_way(cell, batch_sizes, sequence, states[number], weights, way == 1)
+            else:
+                output, hidden = _one_way(cell, sequence, states[number], weights, way == 1)
+            results.append(output)
+            final.append(hidden)
+        sequence = results[0] if ways == 1 else torch.cat(results, results[0].dim() - 1)
+        if dropout != 0 and train and layer < num_layers - 1:
+            sequence = drop(sequence, dropout)
+    if batch_first:
+        sequence = sequence.transpose(0, 1)
+    return (sequence, *(torch.stack(parts, 0) for parts in zip(*final, strict=True)))
+
+
+def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
+    """Tell whether PyTorch would compute an LSTM with oneDNN on the worker's CPU: one without a projection, in a dtype
+    that its processor has instructions for.
+    """
+    plain = hiddens[0].size(-1) == hiddens[1].size(-1) and sequence.numel() > 0
+    if not plain or not torch._C._get_mkldnn_enabled():
+        return False
+    if sequence.dtype is torch.float16 and torch.is_grad_enabled():
+        return False
+    return DTYPE_NAMES.get(sequence.dtype) in sequence._sky.device.row.get("onednn_lstm", ())  # type: ignore[attr-defined]
+
+
+class _SeesOneDNN(TorchDispatchMode):
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func._overloadpacket is torch.ops.aten.mkldnn_rnn_layer
+        return func(*args, **kwargs or {})
+
+
+@functools.cache
+def _takes_onednn_for_packed() -> bool:
+    """Tell whether this PyTorch computes packed sequences of one length with oneDNN, as 2.13 does and 2.11 does not."""
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+    rows, weights, states = zeros(2, 1), [zeros(4, 1), zeros(4, 1)], [zeros(1, 1, 1), zeros(1, 1, 1)]
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _SeesOneDNN() as mode:
+        torch.lstm(rows, torch.tensor([1, 1], device="cpu"), states, weights, False, 1, 0.0, False, False)
+    return mode.found
+
+
+def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
+    """Input weight, hidden weight, their biases, projection; None for what there is not."""
+    count = 4 if has_biases else 2
+    biases: list[Tensor | None] = [*given[2:4]] if has_biases else [None, None]
+    return [given[0], given[1], *biases, given[count] if len(given) > count else None]
+
+
+def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(sequence, RemoteTensor)
+        if not plain or sequence._sky.device.place[0] != "cpu":
+            return overload.decompose(sequence, hx, params, *options, **named)
+        return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
+
+    return kernel
+
+
+def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(rows, RemoteTensor)
+        if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
+            return overload.decompose(rows, batch_sizes, hx, params, *options)
+        sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
+        gapless = cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens)
+        if gapless and _takes_onednn_for_packed():
+            sequence = rows.view(len(sizes), sizes[0], rows.size(-1))
+            output, *final = _network(cell, sequence, hiddens, params, *options)
+            return (output.view(rows.size(0), output.size(-1)), *final)
+        return _network(cell, rows, hiddens, params, *options, batch_sizes=sizes)
+
+    return kernel
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {}
+for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tanh_cell), ("rnn_relu", _relu_cell)):
+    _packet = getattr(torch.ops.aten, _name)
+    _KERNELS[_name + ".input"] = _kernel(_packet.input, _cell, _name == "lstm")
+    _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, _name == "lstm")
+
+
+def _single(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+    """What `nn.LSTMCell` and `nn.GRUCell` call: one step."""
+
+    def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> Any:
+        plain = torch._C._functorch.maybe_current_level() is None and isinstance(step, RemoteTensor)
+        if not plain or step._sky.device.place[0] != "cpu":
+            return overload.decompose(step, hx, *weights)
+        w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
+        assert w_ih is not None
+        hidden = cell(linear(step, w_ih, b_ih), tuple(hx) if several else (hx,), (w_ih, w_hh, b_ih, b_hh, None))
+        return hidden if several else hidden[0]
+
+    return kernel
+
+
+_KERNELS["lstm_cell"] = _single(torch.ops.aten.lstm_cell.default, _lstm_cell, True)
+_KERNELS["gru_cell"] = _single(torch.ops.aten.gru_cell.default, _gru_cell, False)
+
+
+@implements(*("aten::" + name for name in _KERNELS))
+def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """In inference mode the op arrives here undivided."""
+    return _KERNELS[plan.name.removeprefix("aten::")](*args, **kwargs)
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts the CPU's way in the place of PyTorch's way for accelerators."""
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")

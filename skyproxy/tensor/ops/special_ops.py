@@ -1,0 +1,345 @@
+"""Ops that are not simply recorded: some are answered or divided here, some need values that PyTorch reads itself.
+
+What moves values is in `core.transfers`, attention in `attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
+from torch.fx.experimental import proxy_tensor
+
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
+from skyproxy.tensor.core.storage import set_to_part
+from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
+from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.tensor.dispatch.recording import Call, run
+from skyproxy.tensor.torch_api.registration import kernel
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+@implements("composite")
+def _divide(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A composite that came undivided, as they do below autograd and in inference mode.
+
+    By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
+    """
+    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
+
+
+@implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar")
+def _run_here(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all."""
+    return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
+
+
+@implements("foreign")
+def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded."""
+    if _has_kernel(plan.name, "CompositeExplicitAutograd"):
+        return _run_here(plan, func, args, kwargs)
+    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)
+    if "c10d" in plan.name.partition("::")[0]:
+        raise UnsupportedOpError(
+            f"{plan.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
+            "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with "
+            "skyproxy.plugins.torch(). Or communicate a copy: x.cpu()"
+        )
+    raise UnsupportedOpError(
+        f"{plan.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
+        "written in PyTorch ops (torch.library.custom_op without device_types), or move the tensor first: x.cpu()"
+    )
+
+
+@implements("prim::layout")
+def _layout(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.layout:
+    layout: torch.layout = args[0]._sky.meta.layout
+    return layout
+
+
+@implements("aten::detach")
+def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Another tensor on the same value; nothing to be done on the worker. Autograd detaches every gradient."""
+    (tensor,) = args
+    if type(tensor) is not RemoteTensor:
+        return NotImplemented
+    handle = tensor._sky
+    if not handle.meta.plain:
+        return run(Call(plan, args, kwargs))
+    handle.is_shared = True
+    return make_view(handle.meta, handle, tensor)
+
+
+@implements("aten::is_same_size")
+def _is_same_size(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    """Forward-mode AD asks this of tensors on different devices, too: of those that `copy_` combines."""
+    return bool(args[0].shape == args[1].shape)
+
+
+@implements("aten::lift_fresh", "aten::lift")
+def _lift(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+@implements("aten::is_pinned")
+def _is_pinned(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@implements("aten::_validate_compressed_sparse_indices")
+def _validate_indices(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Check here what the worker is not asked to: from 2.15 on, `torch.load` does so for every sparse tensor."""
+    return func(*(a.cpu() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
+
+
+@implements("aten::_pin_memory")
+def _pin_memory(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(f"cannot pin '{args[0].device.type}' tensors: only dense CPU tensors can be pinned")
+
+
+@implements("aten::record_stream")
+def _record_stream(plan: Plan, func: Any, args: Any, kwargs: Any) -> None:
+    """A device has one stream, and the worker frees memory in its order."""
+
+
+@implements("aten::_efficientzerotensor")
+def _efficient_zeros(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
+    return torch.zeros(*args, **kwargs)
+
+
+_QUANTIZED = (
+    "aten::quantize_per_tensor",
+    "aten::quantize_per_tensor.tensor_qparams",
+    "aten::quantize_per_tensor.tensors",
+    "aten::quantize_per_tensor_dynamic",
+    "aten::quantize_per_channel",
+    "aten::_make_per_tensor_quantized_tensor",
+    "aten::_make_per_channel_quantized_tensor",
+    "aten::_empty_affine_quantized",
+    "aten::_empty_per_channel_affine_quantized",
+    "aten::empty_quantized",
+)
+
+
+@implements(*_QUANTIZED)
+def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(
+        f"{plan.name}: tensors with quantized dtypes cannot live on a worker, because their scales would not travel. "
+        "Keep them on the CPU, or quantize with integers and scales of your own (torchao does)."
+    )
+
+
+# --- composites that look at values, or treat tensor subclasses otherwise --------------------------------------------
+
+
+def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0) -> Any:
+    """`torch.tensor_split` with the places to split at in a tensor: the number of results depends on its values."""
+    places = tensor_indices_or_sections
+    if places.dtype is not torch.int64 or places.dim() > 1:
+        raise RuntimeError(
+            "tensor_split expected tensor_indices_or_sections to be a zero-dimensional or one-dimensional tensor of "
+            f"dtype long, but got {places.dim()} dimensions and {places.dtype}"
+        )
+    values = places.tolist()
+    if isinstance(values, list):
+        return aten.tensor_split.indices(self, values, dim)
+    return aten.tensor_split.sections(self, values, dim)
+
+
+def _differentiates(x: torch.Tensor) -> bool:
+    return (torch.is_grad_enabled() and x.requires_grad) or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    """`torch.linalg.svdvals`. For subclasses PyTorch computes the vectors too, and the values round otherwise then."""
+    result: torch.Tensor = aten._linalg_svd.default(A, False, _differentiates(A), driver=driver)[1]
+    return result
+
+
+def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    """`torch.linalg.eigvalsh`, likewise."""
+    result: torch.Tensor = aten._linalg_eigh.default(self, UPLO, _differentiates(self))[0]
+    return result
+
+
+def _eigvals(self: torch.Tensor) -> torch.Tensor:
+    """`torch.linalg.eigvals`, likewise."""
+    result: torch.Tensor = (
+        aten.linalg_eig.default(self)[0] if _differentiates(self) else aten._linalg_eigvals.default(self)
+    )
+    return result
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *rest: Any,
+) -> Any:
+    """`ctc_loss` with lengths in tensors: on the CPU, as every device takes them, they travel as numbers.
+
+    Lengths on the device stay there; looking at them would wait.
+    """
+    lengths = (input_lengths, target_lengths)
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
+    if watched or not any(a.device.type == "cpu" for a in lengths):
+        return _COMPOSITE_CTC_LOSS(log_probs, targets, *lengths, *rest)
+    for name, a in zip(("input_lengths", "target_lengths"), lengths, strict=True):
+        if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype is torch.bool:
+            raise RuntimeError(f"{name} must be integral")
+    if targets.device.type == "cpu":  # as cuDNN takes them
+        targets = targets.to(log_probs.device)
+    return aten.ctc_loss.IntList(log_probs, targets, *(a.reshape(-1).tolist() for a in lengths), *rest)
+
+
+_COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _filled(functional: Any) -> Any:
+    """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
+
+    That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
+    tensors share a storage, which only Python knows of ours.
+    """
+
+    def fill(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = functional(*args, **kwargs)
+        if out.device != result.device:
+            raise mixed_devices_error(functional.name(), result.device, out.device)
+        _maybe_resize_out(out, result.shape)
+        filled: torch.Tensor = _safe_copy_out(copy_from=result, copy_to=out)
+        return filled
+
+    return fill
+
+
+_COMPOSITES: dict[str, Any] = {
+    "ctc_loss.Tensor": _ctc_loss,
+    "set_.source_Tensor_storage_offset": set_to_part,
+    "tensor_split.tensor_indices_or_sections": _tensor_split,
+    "linalg_svdvals": _svdvals,
+    "linalg_eigvalsh": _eigvalsh,
+    "linalg_eigvals": _eigvals,
+    "matmul.out": _filled(aten.matmul.default),
+    "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),
+    "linalg_matrix_rank.out_tol_tensor": _filled(aten.linalg_matrix_rank.tol_tensor),
+    "linalg_matrix_rank.atol_rtol_float_out": _filled(aten.linalg_matrix_rank.atol_rtol_float),
+    "linalg_matrix_rank.atol_rtol_tensor_out": _filled(aten.linalg_matrix_rank.atol_rtol_tensor),
+}
+
+
+def _sparse_compressed(
+    compressed_indices: torch.Tensor,
+    plain_indices: torch.Tensor,
+    values: torch.Tensor,
+    size: Any,
+    *,
+    layout: torch.layout | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """PyTorch's unchecked constructor makes a tensor without asking the device. The checked one is an op."""
+    options = {name: value for name, value in options.items() if name in ("dtype", "device") and value is not None}
+    return torch.sparse_compressed_tensor(
+        compressed_indices, plain_indices, values, size, layout=layout, check_invariants=True, **options
+    )
+
+
+_COMPOSITES["_sparse_compressed_tensor_unsafe"] = _sparse_compressed
+for _layout_name in ("csr", "csc", "bsr", "bsc"):
+    _COMPOSITES[f"_sparse_{_layout_name}_tensor_unsafe"] = functools.partial(
+        _sparse_compressed, layout=getattr(torch, f"sparse_{_layout_name}")
+    )
+
+
+# PyTorch's own, not the one that tells the workers: the check is left out for this call, on this side.
+_check_invariants = torch._C._set_check_sparse_tensor_invariants
+
+
+def _sparse_coo(op: Any) -> Any:
+    """A constructor of COO tensors that has its arguments checked by the worker where checks are asked for.
+
+    PyTorch's own check of indices that are said to be coalesced calls a function that each device must have in C++.
+    """
+    divide = op._op_dk
+
+    def construct(
+        indices: torch.Tensor, values: torch.Tensor, size: Any, *, is_coalesced: Any = None, **options: Any
+    ) -> Any:
+        if not torch._C._check_sparse_tensor_invariants():
+            return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
+        aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
+        _check_invariants(False)
+        try:
+            return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
+        finally:
+            _check_invariants(True)
+
+    return construct
+
+
+_COMPOSITES["sparse_coo_tensor.indices_size"] = _sparse_coo(aten.sparse_coo_tensor.indices_size)
+_COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_unsafe.default)
+
+
+def _as_special(function: Any) -> Any:
+    return lambda plan, func, args, kwargs: function(*args, **kwargs)
+
+
+for _name, _function in _COMPOSITES.items():
+    implements(f"aten::{_name}")(_as_special(_function))
+
+
+def install(library: torch.library.Library) -> None:
+    """Puts our composites in the place of PyTorch's, and makes factories of sparse tensors ours too.
+
+    Tracing (`make_fx`, `torch.func.linearize`) takes remote tensors as it takes plain ones: what it does not know it
+    leaves out of its graph.
+    """
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)
+    for name, function in _COMPOSITES.items():
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            library.impl(name, function, key)
+    library.impl("empty_quantized", kernel("aten::empty_quantized"), "QuantizedPrivateUse1")
+    # PyTorch's own division of it calls a function that each device must have in C++.
+    library.impl(
+        "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
+    )
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
+            continue
+        if not _has_kernel(name, "CompositeImplicitAutograd"):
+            for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
+                library.m.impl(name[len("aten::") :], key, kernel(name), False)
+
+
+# --- packed sequences: lengths and batch sizes live on the CPU, on every device --------------------------------------
+
+
+@implements("aten::_pack_padded_sequence")
+def _pack_padded_sequence(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
+    from skyproxy.tensor.core.transfers import upload
+
+    padded, lengths, batch_first = args
+    if type(lengths) is RemoteTensor:
+        lengths = lengths.cpu()
+    first, second = padded.shape[:2]
+    rows, batch_sizes = func(torch.arange(first * second).view(first, second, 1), lengths, batch_first)
+    places = upload(rows.flatten(), padded._sky.device)
+    return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
+
+
+__all__ = ["install"]

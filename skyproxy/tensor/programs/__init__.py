@@ -1,0 +1,1 @@
+"""Many ops as one: captured graphs, and graphs of PyTorch's compiler."""

@@ -1,0 +1,166 @@
+"""`torch.compile` for remote tensors: each graph is shipped once, run on the worker, and called with one command.
+
+`torch.compile(model, backend="sky")` and plain `torch.compile(model)` come here; gradients are AOTAutograd's, a forward
+and a backward graph. Options, `options={"worker": ...}`: "inductor" compiles on the worker and fails where that cannot
+be; "eager" runs the graph there op by op, with the very results of uncompiled code; "auto", the default, compiles where
+the worker can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from skyproxy.errors import ConfigurationError, UnsupportedOpError
+from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+
+logger = logging.getLogger("skyproxy")
+
+WORKER_MODES = ("auto", "eager", "inductor")
+_troubles: dict[tuple[str, str], str] = {}
+
+
+def sky_backend(
+    module: torch.fx.GraphModule, example_inputs: Any, *, options: dict[str, Any] | None = None, **unused: Any
+) -> Callable[..., Any]:
+    """Compiles a graph that Dynamo found; the backend that is registered as "sky".
+
+    Args:
+        module: the graph.
+        example_inputs: what it will be called with, fake or real.
+        options: `{"worker": "auto" | "eager" | "inductor"}`.
+
+    Raises:
+        ConfigurationError: an unknown option, or "inductor" on a worker that cannot compile.
+    """
+    mode = _mode_of(options)
+    if not touches_sky(module, example_inputs):
+        return module.forward
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    mode = _settled(mode, _devices_of(module, example_inputs))
+    lower = _Lowering(mode)
+    # Op by op, to compute a value twice costs more than to keep it; compiled, the other way round.
+    partition = default_partition if mode == "eager" else min_cut_rematerialization_partition
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=lower,
+        bw_compiler=lower,
+        inference_compiler=lower,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(module, example_inputs)
+    return compiled
+
+
+def _mode_of(options: dict[str, Any] | None) -> str:
+    options = options or {}
+    unknown = sorted(set(options) - {"worker"})
+    mode = options.get("worker", "auto")
+    if unknown or mode not in WORKER_MODES:
+        what = f"option {unknown[0]!r}" if unknown else f"worker={mode!r}"
+        raise ConfigurationError(f'{what} is unknown. Use options={{"worker": "auto"}}, "eager" or "inductor".')
+    return str(mode)
+
+
+def _settled(mode: str, devices: list[SkyDevice]) -> str:
+    """What "auto" means for these workers. Asks each worker once in its life."""
+    if mode == "eager":
+        return mode
+    for device in devices:
+        key = (device.session.welcome.session, device.place[0])
+        if key not in _troubles:
+            _troubles[key] = device.session.call("compiler_trouble", device.place)
+            if _troubles[key] and mode == "auto":
+                logger.warning(
+                    "skyproxy: the worker of sky:%d cannot compile (%s); graphs are sent there whole and run op by op.",
+                    device.index,
+                    _troubles[key],
+                )
+        if _troubles[key]:
+            if mode == "inductor":
+                raise ConfigurationError(
+                    f"the worker of sky:{device.index} cannot compile: {_troubles[key]}. "
+                    'Use options={"worker": "eager"}.'
+                )
+            return "eager"
+    return mode
+
+
+def touches_sky(module: torch.fx.GraphModule, example_inputs: Any) -> bool:
+    """Whether any tensor of a graph is, or will be, on a `sky` device."""
+    return bool(_devices_of(module, example_inputs))
+
+
+def _devices_of(module: torch.fx.GraphModule, example_inputs: Any) -> list[SkyDevice]:
+    found: dict[torch.device, None] = {}
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and value.device.type == "sky":
+            found[value.device] = None
+    for node in module.graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        for item in (value, *node.args, *node.kwargs.values()):
+            place = getattr(item, "device", None) if isinstance(item, torch.Tensor) else item
+            if isinstance(place, str) and place.partition(":")[0] == "sky":
+                place = torch.device(place)
+            if isinstance(place, torch.device) and place.type == "sky":
+                found[place] = None
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "sky":
+            found[tensor.device] = None
+    return [DEVICES.of(place) for place in found]
+
+
+class _Lowering:
+    """Makes calls of the graphs that AOTAutograd hands over."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        from skyproxy.tensor.programs.compiled_call import CompiledCall
+        from skyproxy.tensor.programs.compiler_ir import program_of, write_in_place
+
+        try:
+            if self._mode == "eager":
+                write_in_place(module)
+            program = program_of(module)
+            if not program.devices:
+                return _boxed(module)
+            if len({id(device.session) for device in program.devices.values()}) > 1:
+                raise UnsupportedOpError("its tensors are on several workers")
+            return CompiledCall(program, {"worker": self._mode}).boxed()
+        except UnsupportedOpError as error:
+            logger.warning("skyproxy: a compiled graph is run op by op from here: %s", error)
+            return _boxed(module)
+
+
+def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    nodes = module.graph.nodes
+    # The first call is watched by a mode of AOTAutograd, which does not let these be answered by a tensor's class.
+    watched = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        with _disable_current_modes() if watched else contextlib.nullcontext():
+            return module.forward(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def compile_report(device: Any = None) -> dict[str, Any]:
+    """How a worker runs the graphs that this process compiled for it. Waits.
+
+    Returns:
+        graphs: how many it holds; eager, inductor: how many of them ran that way; troubles: why some were not compiled.
+    """
+    report: dict[str, Any] = DEVICES.of(device).session.call("compile_report")
+    return report

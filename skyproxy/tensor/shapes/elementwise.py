@@ -1,0 +1,238 @@
+"""Sizes, strides and dtypes of elementwise results, as PyTorch's `TensorIterator` computes them.
+
+A port of `TensorIteratorBase::build` (aten/src/ATen/TensorIterator.cpp) and of `at::native::result_type`: strides of
+dimensions of size one, ambiguous orders and empty tensors come out as they do there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.torch_codec import contiguous_stride
+
+Ints = tuple[int, ...]
+_NO_SIZE: Ints = ()
+_NUMBER: tuple[Ints, Ints] = ((), ())
+NUMBERS = frozenset({int, float, bool, complex})
+
+
+def broadcast_sizes(sizes: Sequence[Ints]) -> Ints | None:
+    """The common size of operands; None where they do not broadcast."""
+    first = sizes[0]
+    if sizes.count(first) == len(sizes):
+        return first
+    rank = max(map(len, sizes))
+    result = [1] * rank
+    for size in sizes:
+        at = rank - len(size)
+        for n in size:
+            if n != 1:
+                if result[at] == 1:
+                    result[at] = n
+                elif result[at] != n:
+                    return None
+            at += 1
+    return tuple(result)
+
+
+def is_contiguous(size: Ints, stride: Ints) -> bool:
+    """Whether the elements lie in row-major order without gaps, whatever the strides of idle dimensions."""
+    if 0 in size:
+        return True
+    expected = 1
+    for at in range(len(size) - 1, -1, -1):
+        n = size[at]
+        if n != 1:
+            if stride[at] != expected:
+                return False
+            expected *= n
+    return True
+
+
+def channels_last_stride(size: Ints) -> Ints:
+    """The strides of a fresh tensor of four (or five) dimensions in its channels-last format."""
+    stride = [0] * len(size)
+    running = 1
+    for at in (1, *range(len(size) - 1, 1, -1), 0):
+        stride[at] = running
+        running *= size[at]
+    return tuple(stride)
+
+
+def is_channels_last(size: Ints, stride: Ints) -> bool:
+    """Whether a tensor of four dimensions lies in channels-last order, whatever the strides of idle dimensions."""
+    if len(size) != 4:
+        return False
+    expected = 1
+    for at in (1, 3, 2, 0):
+        if size[at] != 1:
+            if stride[at] != expected:
+                return False
+            expected *= size[at]
+    return True
+
+
+def is_dense(size: Ints, stride: Ints) -> bool:
+    """Whether C++ flags the tensor as dense and without overlap."""
+    if is_contiguous(size, stride):
+        return True
+    expected = 1
+    for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n > 1):
+        if s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
+    """The strides of a fresh elementwise result.
+
+    Args:
+        size: the common size.
+        operands: size and stride of each operand; numbers have none.
+    """
+    usual = contiguous_stride(size)
+    if operands.count((size, usual)) == len(operands):
+        return usual
+    if all(own == size for own, _ in operands):
+        if all(is_contiguous(size, stride) for _, stride in operands):
+            return usual
+        if len(size) == 4 and all(is_channels_last(size, stride) for _, stride in operands):
+            return channels_last_stride(size)
+        first = operands[0][1]
+        if all(stride == first for _, stride in operands) and is_dense(size, first):
+            return first
+    rank = len(size)
+    if rank < 2:
+        return usual
+    rows = []
+    for own, stride in operands:
+        if own == size:
+            rows.append(stride)
+        else:
+            extra = rank - len(own)
+            kept = tuple(0 if n == 1 and size[extra + i] != 1 else stride[i] for i, n in enumerate(own))
+            rows.append((0,) * extra + kept)
+    order = _order(size, rows)
+    if order == list(range(rank - 1, -1, -1)):
+        return usual
+    result = [0] * rank
+    running = 1
+    for dim in order:
+        result[dim] = running
+        running *= size[dim]
+    return tuple(result)
+
+
+def _order(size: Ints, rows: list[Ints]) -> list[int]:
+    """The dimensions from the fastest to the slowest: an insertion sort, for some comparisons are ambiguous."""
+    order = list(range(len(size) - 1, -1, -1))
+    for start in range(1, len(size)):
+        right = start
+        for left in range(start - 1, -1, -1):
+            found = _comes_after(order[left], order[right], size, rows)
+            if found > 0:
+                order[left], order[right] = order[right], order[left]
+                right = left
+            elif found < 0:
+                break
+    return order
+
+
+def _comes_after(dim0: int, dim1: int, size: Ints, rows: list[Ints]) -> int:
+    for row in rows:
+        stride0, stride1 = row[dim0], row[dim1]
+        if stride0 == 0 or stride1 == 0:
+            continue
+        if stride0 != stride1:
+            return -1 if stride0 < stride1 else 1
+        if size[dim0] > size[dim1]:
+            return 1
+    return 0
+
+
+def preserved_stride(size: Ints, stride: Ints) -> Ints:
+    """The strides of a copy that preserves the format: dense ones stay, gaps and overlaps are closed."""
+    return stride if is_dense(size, stride) else elementwise_stride(size, [(size, stride)])
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return torch.promote_types(a, b)
+
+
+def _category(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def _number_dtype(kind: type) -> torch.dtype:
+    if kind is bool:
+        return torch.bool
+    if kind is int:
+        return torch.int64
+    default = torch.get_default_dtype()
+    return default if kind is float else default.to_complex()
+
+
+def _combined(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
+    if higher is None or lower is None:
+        return lower if higher is None else higher
+    if higher.is_complex:
+        return higher
+    if higher.is_floating_point:
+        return higher.to_complex() if lower.is_complex else higher
+    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
+        return promoted(higher, lower)
+    return higher
+
+
+def result_dtype(operands: Sequence[Any]) -> torch.dtype:
+    """The dtype that tensors (as `Meta`) and numbers have in common, as `torch.result_type` tells it."""
+    found: list[torch.dtype | None] = [None, None, None]
+    for a in operands:
+        is_meta = type(a) is Meta
+        rank = (0 if a.size else 1) if is_meta else 2
+        dtype = a.dtype if is_meta else _number_dtype(type(a))
+        known = found[rank]
+        found[rank] = dtype if known is None or known is dtype else promoted(known, dtype)
+    result = _combined(found[0], _combined(found[1], found[2]))
+    assert result is not None
+    return result
+
+
+def fractional(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a function of fractions is computed."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
+
+
+def elementwise(operands: Sequence[Any], common: torch.dtype | None = None) -> tuple[Ints, Ints] | None:
+    """Size and strides of an elementwise result; None where that takes more thought.
+
+    Args:
+        operands: the tensors, as `Meta`, and numbers that PyTorch makes tensors of.
+        common: the dtype that operands are converted to before, if they are.
+    """
+    pairs: list[tuple[Ints, Ints]] = []
+    sizes: list[Ints] = []
+    for a in operands:
+        if type(a) is Meta:
+            if not a.plain:
+                return None
+            converted = common is not None and a.dtype is not common and a.size
+            pairs.append((a.size, preserved_stride(a.size, a.stride) if converted else a.stride))
+            sizes.append(a.size)
+        elif type(a) in NUMBERS:
+            pairs.append(_NUMBER)
+            sizes.append(_NO_SIZE)
+        else:
+            return None
+    size = broadcast_sizes(sizes)
+    return None if size is None else (size, elementwise_stride(size, pairs))

@@ -1,0 +1,150 @@
+"""Rules for ops that write into their first argument, and leave it looking as it was.
+
+They say where that plainly works; for what is written at a growing position, each step has another offset, hence
+another look. See `shapes.rules`; this module completes its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.shapes.elementwise import NUMBERS, fractional, result_dtype
+from skyproxy.tensor.shapes.layers import RULES
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, TARGET, RuleResult, castable, keeps_target, rule
+
+_REAL = frozenset({float, int, bool})
+_FLOAT_UNARY = (
+    "abs_ acos_ acosh_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ exp_ exp2_ expm1_ floor_ frac_ "
+    "hardsigmoid_ hardswish_ lgamma_ log_ log10_ log1p_ log2_ mish_ neg_ nan_to_num_ reciprocal_ relu_ round_ rsqrt_ "
+    "sigmoid_ sign_ silu_ sin_ sinh_ sqrt_ square_ tan_ tanh_ trunc_ zero_ "
+    "bernoulli_.float cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar hardtanh_ leaky_relu_ "
+    "log_normal_ normal_ pow_.Scalar random_ random_.from random_.to threshold_ uniform_"
+)
+
+
+def _when(fits: bool) -> RuleResult:
+    return TARGET if fits else None
+
+
+@rule("add_.Tensor mul_.Tensor sub_.Tensor add_.Scalar mul_.Scalar sub_.Scalar")
+def _arithmetic(target: Any, other: Any, alpha: Any = 1) -> RuleResult:
+    fits = type(alpha) is int or (type(alpha) is float and target.dtype in FLOATS)
+    return _when(fits and target.dtype is not torch.bool and keeps_target(target, other))
+
+
+@rule("clamp_min_.Tensor clamp_max_.Tensor")
+def _clamp(target: Any, bound: Any) -> RuleResult:
+    fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)
+    return _when(fits and keeps_target(target, bound))
+
+
+@rule("div_.Tensor div_.Scalar")
+def _division(target: Any, other: Any) -> RuleResult:
+    fits = keeps_target(target, other) and castable(fractional(result_dtype((target, other))), target.dtype)
+    return _when(fits)
+
+
+@rule("copy_")
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> RuleResult:
+    real = type(source) is Meta and not source.dtype.is_complex
+    return _when(real and _written_alike(target, source))
+
+
+def _written_alike(target: Any, source: Any) -> bool:
+    """Whether a tensor takes the values of another one that broadcasts to it, whatever their dtypes."""
+    if not source.plain or len(source.size) > len(target.size) or not keeps_target(target):
+        return False
+    tail = target.size[len(target.size) - len(source.size) :]
+    return all(n in (1, m) for n, m in zip(source.size, tail, strict=True))
+
+
+@rule("fill_.Tensor")
+def _fill(target: Any, value: Any) -> RuleResult:
+    return _when(type(value) is Meta and value.size == () and value.dtype is target.dtype and keeps_target(target))
+
+
+@rule("masked_fill_.Scalar masked_fill_.Tensor")
+def _masked_fill(target: Any, mask: Any, value: Any) -> RuleResult:
+    fits = type(mask) is Meta and mask.dtype is torch.bool and _written_alike(target, mask)
+    if type(value) is Meta:
+        fits = fits and value.size == () and value.plain and value.dtype is target.dtype
+    else:
+        fits = fits and type(value) in ((int, float, bool) if target.dtype in FLOATS else (int,))
+    return _when(fits and (target.dtype in FLOATS or target.dtype in INTEGERS))
+
+
+@rule(_FLOAT_UNARY)
+def _unary(target: Any, *numbers: Any, **named: Any) -> RuleResult:
+    fits = target.dtype in FLOATS and keeps_target(target)
+    return _when(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
+
+
+@rule("addcmul_ addcdiv_")
+def _fused(target: Any, first: Any, second: Any, *, value: Any = 1) -> RuleResult:
+    fits = target.dtype in FLOATS and type(first) is type(second) is Meta and type(value) in _REAL
+    return _when(fits and first.dtype is second.dtype is target.dtype and keeps_target(target, first, second))
+
+
+@rule("lerp_.Scalar lerp_.Tensor")
+def _lerp(target: Any, end: Any, weight: Any) -> RuleResult:
+    others = [a for a in (end, weight) if type(a) is Meta]
+    alike = all(a.dtype is target.dtype for a in others) and type(weight) in (Meta, float, int)
+    return _when(alike and target.dtype in FLOATS and keeps_target(target, *others))
+
+
+def _along(target: Any, dim: Any, index: Any) -> int | None:
+    """The dimension that an index of one dimension counts along, as a number from zero; None where it does not fit."""
+    rank = len(target.size)
+    fits = type(index) is Meta and index.plain and len(index.size) == 1 and index.dtype in (torch.int64, torch.int32)
+    if not fits or not rank or type(dim) is not int or not -rank <= dim < rank or not keeps_target(target):
+        return None
+    return dim % rank
+
+
+@rule("index_add_ index_copy_")
+def _index_add(target: Any, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> RuleResult:
+    at = _along(target, dim, index)
+    if at is None or type(source) is not Meta or not source.plain or source.dtype is not target.dtype:
+        return None
+    size = (*target.size[:at], index.size[0], *target.size[at + 1 :])
+    return _when(source.size == size and type(alpha) is int and index.dtype is torch.int64)
+
+
+@rule("index_fill_.int_Scalar")
+def _index_fill(target: Any, dim: Any, index: Any, value: Any) -> RuleResult:
+    fits = _along(target, dim, index) is not None and index.dtype is torch.int64 and target.dtype in FLOATS
+    return _when(fits and type(value) in _REAL)
+
+
+@rule("scatter_.src scatter_add_ scatter_.value")
+def _scatter(target: Any, dim: Any, index: Any, source: Any) -> RuleResult:
+    rank = len(target.size)
+    fits = type(index) is Meta and index.plain and index.dtype is torch.int64 and len(index.size) == rank > 0
+    if not fits or type(dim) is not int or not -rank <= dim < rank or not keeps_target(target):
+        return None
+    if any(n > m for i, (n, m) in enumerate(zip(index.size, target.size, strict=True)) if i != dim % rank):
+        return None
+    if type(source) is not Meta:
+        return _when(type(source) in _REAL and target.dtype in FLOATS)
+    fits = source.plain and source.dtype is target.dtype and len(source.size) == rank
+    return _when(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
+
+
+@rule("tril_ triu_")
+def _triangle(target: Any, diagonal: Any = 0) -> RuleResult:
+    return _when(len(target.size) >= 2 and type(diagonal) is int and keeps_target(target))
+
+
+_COMPARISONS = "eq_ ne_ lt_ le_ gt_ ge_"
+
+
+@rule(" ".join(f"{name}.{kind}" for name in _COMPARISONS.split() for kind in ("Tensor", "Scalar")))
+def _comparison(target: Any, other: Any) -> RuleResult:
+    same = type(other) in NUMBERS or (type(other) is Meta and other.dtype is target.dtype)
+    return _when(same and (target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target, other))
+
+
+__all__ = ["RULES"]

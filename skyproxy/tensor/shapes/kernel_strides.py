@@ -1,0 +1,292 @@
+"""Strides of fresh results as the CPU's kernels choose them, for ops whose fake kernels choose others.
+
+Fake tensors tell sizes and dtypes; most of them tell strides as well. Where they do not, this corrects what they say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.dispatch.op_info import TENSOR, Plan
+from skyproxy.tensor.shapes.elementwise import (
+    broadcast_sizes,
+    channels_last_stride,
+    elementwise,
+    is_contiguous,
+    preserved_stride,
+    result_dtype,
+)
+from skyproxy.tensor.shapes.strides import batch_norm_stride, reshaped_stride, suggested_stride, suggests_channels_last
+from skyproxy.torch_codec import contiguous_stride
+
+Strides = tuple[int, ...] | None
+Correction = Callable[..., list[Strides]]
+_CORRECTIONS: dict[str, Correction] = {}
+_ROW_MAJOR: Strides = ()
+"""Stands for the strides of a fresh row-major tensor, whatever its size."""
+_POSITIONS = frozenset({torch.int64, torch.int32})
+_TAKES_NUMBER_AS_TENSOR = frozenset({"Scalar", "Scalar_mode", "Scalar_Other", "Scalar_Self"})
+
+
+def _corrects(names: str) -> Callable[[Correction], Correction]:
+    """Registers a function for ops: it takes what the op takes, with a `Meta` for each tensor, and gives the strides of
+    each result, None (or nothing more) where the fake kernel's are right."""
+
+    def register(function: Correction) -> Correction:
+        for name in names.split():
+            _CORRECTIONS["aten::" + name] = function
+        return function
+
+    return register
+
+
+def corrected(plan: Plan, args: list[Any], kwargs: dict[str, Any], results: list[Meta | None]) -> list[Meta | None]:
+    """What fresh results look like, given what fake tensors say of them.
+
+    Args:
+        args, kwargs: of the call, with a `Meta` for each tensor.
+        results: what each result looks like; None for what is no fresh strided tensor.
+    """
+    correct = _CORRECTIONS.get(plan.name)
+    try:
+        if correct is not None:
+            strides = correct(*args, **kwargs)
+        elif torch.Tag.pointwise in plan.func.tags and results and results[0] is not None:
+            strides = [_elementwise(plan, args, kwargs, results[0])] * len(results)
+        else:
+            return results
+    except (TypeError, ValueError):  # a form that the correction does not know
+        return results
+    return [
+        meta if meta is None or stride is None or not meta.plain else _with_stride(meta, stride)
+        for meta, stride in itertools.zip_longest(results, strides[: len(results)])
+    ]
+
+
+def _with_stride(meta: Meta, stride: tuple[int, ...]) -> Meta:
+    if len(stride) not in (0, len(meta.size)):
+        return meta
+    return plain_meta(meta.size, meta.dtype, stride or None, meta.offset)
+
+
+def _elementwise(plan: Plan, args: list[Any], kwargs: dict[str, Any], result: Meta) -> Strides:
+    """The strides of a result of an op that PyTorch calls pointwise; None where they cannot be told."""
+    named = [*zip(plan.kinds, args, strict=False), *((plan.keyword_kinds[name], a) for name, a in kwargs.items())]
+    if any(isinstance(a, list | tuple) and any(isinstance(item, Meta) for item in a) for _, a in named):
+        return None
+    operands = [a for kind, a in named if isinstance(a, Meta) or (kind == TENSOR and a is not None)]
+    if plan.name == "aten::rsub.Tensor":  # which subtracts the other way round
+        operands.reverse()
+    tensors = [a for a in operands if isinstance(a, Meta)]
+    if not tensors:
+        return None
+    if plan.func._overloadname in _TAKES_NUMBER_AS_TENSOR and plan.name != "aten::lerp.Scalar":
+        operands.append(0)
+    common = None if plan.name.startswith("aten::where") else _common_dtype(tensors, result)
+    found = elementwise([a if isinstance(a, Meta) else 0 for a in operands], common)
+    return found[1] if found is not None and found[0] == result.size else None
+
+
+def _common_dtype(tensors: list[Meta], result: Meta) -> torch.dtype:
+    """The dtype that the kernel converts its inputs to before it looks at their strides."""
+    common = result_dtype(tensors)
+    floats = result.dtype.is_floating_point or result.dtype.is_complex
+    return result.dtype if floats and not (common.is_floating_point or common.is_complex) else common
+
+
+@_corrects(
+    "clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like randint_like.low_dtype"
+)
+def _copy(a: Meta, *args: Any, memory_format: torch.memory_format | None = None, **kwargs: Any) -> list[Strides]:
+    if memory_format is torch.contiguous_format:
+        return [contiguous_stride(a.size)]
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        return [channels_last_stride(a.size)]
+    return [preserved_stride(a.size, a.stride)]
+
+
+@_corrects(
+    "sum.dim_IntList mean.dim prod.dim_int amax amin any.dim all.dim argmax argmin nansum logsumexp max.dim min.dim "
+    "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
+    "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_copy huber_loss_backward "
+    "smooth_l1_loss_backward mse_loss_backward native_layer_norm col2im renorm tril triu "
+    "softmax.int log_softmax.int"
+)
+def _row_major(*args: Any, **kwargs: Any) -> list[Strides]:
+    return [_ROW_MAJOR, _ROW_MAJOR]
+
+
+@_corrects(
+    "flip _conj_physical nan_to_num hardtanh frexp.Tensor sort sort.stable _prelu_kernel "
+    "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put"
+)
+def _preserving(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
+    return [preserved_stride(a.size, a.stride)] * 2
+
+
+@_corrects("native_dropout_backward")
+def _dropout_backward(gradient: Meta, mask: Meta, scale: float) -> list[Strides]:
+    product = elementwise([gradient, mask], gradient.dtype)
+    if product is None:
+        return [None]
+    return [_stride_of(elementwise([plain_meta(product[0], gradient.dtype, product[1]), scale]))]
+
+
+@_corrects("ldexp.Tensor")
+def _ldexp(a: Meta, exponent: Meta) -> list[Strides]:
+    return _iterated(a, plain_meta(exponent.size, exponent.dtype))  # what `pow` makes of a number is row-major
+
+
+@_corrects("rms_norm")
+def _rms_norm(a: Meta, shape: Any, weight: Meta | None = None, eps: Any = None) -> list[Strides]:
+    rank = len(a.size) - len(shape)
+    rows = plain_meta(a.size, a.dtype, a.stride if is_contiguous(a.size, a.stride) else None)
+    stride = _stride_of(elementwise([rows, plain_meta((*a.size[:rank], *[1] * len(shape)), a.dtype)]))
+    return [stride] if weight is None else _iterated(plain_meta(a.size, a.dtype, stride), weight)
+
+
+@_corrects("soft_margin_loss_backward")
+def _soft_margin_loss_backward(gradient: Meta, a: Meta, target: Meta, *args: Any) -> list[Strides]:
+    product = elementwise([target, a])
+    return [None if product is None else _stride_of(elementwise([target, plain_meta(product[0], a.dtype, product[1])]))]
+
+
+@_corrects("_prelu_kernel_backward")
+def _prelu_backward(gradient: Meta, a: Meta, weight: Meta) -> list[Strides]:
+    return [_stride_of(elementwise([a, weight, gradient]))] * 2
+
+
+@_corrects("_cdist_backward")
+def _cdist_backward(gradient: Meta, a: Meta, b: Meta, *args: Any) -> list[Strides]:
+    return [preserved_stride(a.size, a.stride) if 0 in (*a.size, *b.size) else _ROW_MAJOR]
+
+
+@_corrects("index.Tensor _unsafe_index.Tensor")
+def _index(a: Meta, indices: Any) -> list[Strides]:
+    return [_indexed_stride(a, indices)]
+
+
+def _indexed_stride(a: Meta, indices: Any) -> Strides:
+    """As `AdvancedIndex` computes it: elementwise over the tensor, each indexed stretch of dimensions replaced by that
+    of the indices, and the indices, which do not move along the other dimensions."""
+    if not a.plain or not all(index is None or (index.plain and index.dtype in _POSITIONS) for index in indices):
+        return None
+    given = [index for index in indices if index is not None]
+    shape = broadcast_sizes([index.size for index in given]) if given else None
+    if shape is None:
+        return None
+    dims = list(range(len(a.size)))
+    places = [at for at, index in enumerate(indices) if index is not None]
+    first = places[0]
+    if places[-1] - first >= len(places):  # they are not next to each other, and come to the front
+        dims, first = places + [d for d in dims if d not in places], 0
+    before, after = dims[:first], dims[first + len(places) :]
+    if 0 in [a.size[d] for d in places]:
+        return None
+    size = (*(a.size[d] for d in before), *shape, *(a.size[d] for d in after))
+    source = (*(a.stride[d] for d in before), *[0] * len(shape), *(a.stride[d] for d in after))
+    operands = [plain_meta(size, a.dtype, source)]
+    for index in given:
+        stride = _expanded_stride(index, shape)
+        ones = (*[1] * len(before), *shape, *[1] * len(after))
+        viewed = reshaped_stride(shape, stride, ones)
+        operands.append(plain_meta(ones, index.dtype, viewed))
+    return _stride_of(elementwise(operands))
+
+
+def _expanded_stride(a: Meta, size: tuple[int, ...]) -> tuple[int, ...]:
+    extra = len(size) - len(a.size)
+    own = [0 if n == 1 and size[extra + i] != 1 else a.stride[i] for i, n in enumerate(a.size)]
+    return (*[0] * extra, *own)
+
+
+@_corrects("leaky_relu_backward")
+def _leaky_relu_backward(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+    return _iterated(a, gradient)
+
+
+@_corrects("floor_divide hardtanh_backward complex polar")
+def _iterated(a: Meta, b: Meta, *args: Any) -> list[Strides]:
+    return [_stride_of(elementwise([a, b]))]
+
+
+def _stride_of(found: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Strides:
+    return None if found is None else found[1]
+
+
+@_corrects("binary_cross_entropy huber_loss")
+def _loss_like_first(a: Meta, target: Meta, *args: Any, reduction: int | None = None) -> list[Strides]:
+    if reduction is None:
+        numbers = [n for n in args if type(n) is int]
+        reduction = numbers[0] if numbers else 1
+    return [preserved_stride(a.size, a.stride) if reduction == 0 else _ROW_MAJOR]
+
+
+@_corrects("binary_cross_entropy_with_logits")
+def _loss_like_target(
+    a: Meta, target: Meta, weight: Any = None, factor: Any = None, reduction: int = 1
+) -> list[Strides]:
+    return [preserved_stride(target.size, target.stride) if reduction == 0 else _ROW_MAJOR]
+
+
+@_corrects("binary_cross_entropy_backward")
+def _like_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+    return [preserved_stride(a.size, a.stride)]
+
+
+@_corrects("rot90")
+def _rot90(a: Meta, k: int = 1, dims: Any = (0, 1)) -> list[Strides]:
+    if k % 4 == 0:
+        return [_ROW_MAJOR]
+    stride = list(preserved_stride(a.size, a.stride))
+    if k % 2:
+        stride[dims[0]], stride[dims[1]] = stride[dims[1]], stride[dims[0]]
+    return [tuple(stride)]
+
+
+@_corrects("native_group_norm channel_shuffle")
+def _in_suggested_format(a: Meta, *args: Any) -> list[Strides]:
+    return [suggested_stride(a.size, a.stride)]
+
+
+@_corrects("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d")
+def _padded(a: Meta, padding: Any) -> list[Strides]:
+    added = [before + after for before, after in zip(padding[::2], padding[1::2], strict=True)][::-1]
+    unchanged = len(a.size) - len(added)
+    size = (*a.size[:unchanged], *(n + more for n, more in zip(a.size[unchanged:], added, strict=True)))
+    return [channels_last_stride(size) if suggests_channels_last(a.size, a.stride) else _ROW_MAJOR]
+
+
+@_corrects(
+    "native_group_norm_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad2d_backward "
+    "replication_pad3d_backward"
+)
+def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+    return [suggested_stride(a.size, a.stride)]
+
+
+@_corrects(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update "
+    "_native_batch_norm_legit_no_training _batch_norm_no_update"
+)
+def _batch_norm(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
+    return [batch_norm_stride(a.size, a.stride)]
+
+
+@_corrects("native_batch_norm_backward batch_norm_backward")
+def _batch_norm_backward(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+    return [suggested_stride(a.size, a.stride)]
+
+
+@_corrects("masked_fill.Scalar masked_fill.Tensor")
+def _masked_fill(a: Meta, mask: Meta, value: Any) -> list[Strides]:
+    return [_ROW_MAJOR]
+
+
+__all__ = ["corrected"]

@@ -1,0 +1,234 @@
+"""Shape rules for the layers of networks whose inputs change in length, and for what makes tensors anew.
+
+See `shapes.rules`; this module completes its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, preserved, row_major, rule
+
+_UNKNOWN: Any = object()
+_EXACT = frozenset({torch.float32, torch.float64})
+"""The dtypes of which statistics look the same on every device."""
+
+
+def _fresh(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
+    return [(plain_meta(size, dtype), None)]
+
+
+def _alike(*tensors: Any) -> bool:
+    """Whether all are row-major tensors of one dtype of fractions, and not empty."""
+    first = tensors[0]
+    return all(
+        isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size for t in tensors
+    ) and (first.dtype in FLOATS)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@rule("linear")
+def _linear(x: Meta, weight: Meta, bias: Meta | None = None) -> RuleResult:
+    fits = _multiplied(x, weight) and len(weight.size) == 2 and len(x.size) >= 1 and x.size[-1] == weight.size[1]
+    if not fits or (bias is not None and not (_multiplied(weight, bias) and bias.size == weight.size[:1])):
+        return None
+    return _fresh((*x.size[:-1], weight.size[0]), x.dtype)
+
+
+def _multiplied(a: Meta, b: Meta) -> bool:
+    return a.plain and b.plain and a.dtype is b.dtype and a.dtype in FLOATS and 0 not in a.size and 0 not in b.size
+
+
+@rule("matmul")
+def _matmul(a: Meta, b: Meta) -> RuleResult:
+    rank, other = len(a.size), len(b.size)
+    if not _multiplied(a, b) or not rank or not other or (rank == 1 and other > 2):
+        return None
+    if a.size[-1] != b.size[-2 if other > 1 else 0]:
+        return None
+    batch = broadcast_sizes((a.size[:-2], b.size[:-2])) if rank > 1 else ()
+    if batch is None:
+        return None
+    return _fresh((*batch, *a.size[-2:-1], *(b.size[-1:] if other > 1 else ())), a.dtype)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+@rule("native_layer_norm")
+def _layer_norm(x: Meta, shape: Any, weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
+    rank = len(x.size) - len(shape)
+    parts = [t for t in (weight, bias) if t is not None]
+    fits = _alike(x, *parts) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
+    if not fits or any(t.size != tuple(shape) for t in parts):
+        return None
+    sums = plain_meta((*x.size[:rank], *[1] * len(shape)), x.dtype)
+    return [(plain_meta(x.size, x.dtype), None), (sums, None), (sums, None)]
+
+
+@rule("native_dropout")
+def _dropout(x: Meta, p: float, train: bool | None) -> RuleResult:
+    if not (_alike(x) and train is True and type(p) is float and 0 < p < 1):
+        return None
+    return [(plain_meta(x.size, x.dtype), None), (plain_meta(x.size, torch.bool), None)]
+
+
+@rule("bernoulli")
+def _coins(x: Meta, **options: Any) -> RuleResult:
+    return _fresh(x.size, x.dtype) if x.plain and x.dtype in FLOATS and not options else None
+
+
+@rule("index_select")
+def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
+    rank = len(x.size)
+    fits = _alike(x) and row_major(index) and index.dtype in (torch.int64, torch.int32) and len(index.size) == 1
+    if not fits or not rank or not -rank <= dim < rank or 0 in index.size:
+        return None
+    dim %= rank
+    return _fresh((*x.size[:dim], index.size[0], *x.size[dim + 1 :]), x.dtype)
+
+
+@rule("stack")
+def _stack(parts: list[Any], dim: int = 0) -> RuleResult:
+    if not parts or not _alike(*parts) or any(part.size != parts[0].size for part in parts):
+        return None
+    rank = len(parts[0].size) + 1
+    if not -rank <= dim < rank:
+        return None
+    dim %= rank
+    size = parts[0].size
+    return _fresh((*size[:dim], len(parts), *size[dim:]), parts[0].dtype)
+
+
+@rule("argmax argmin")
+def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResult:
+    rank = len(x.size)
+    if dim is None and _alike(x):
+        return _fresh((1,) * rank if keepdim else (), torch.int64)
+    if not (_alike(x) and type(dim) is int and rank and -rank <= dim < rank):
+        return None
+    dim %= rank
+    return _fresh((*x.size[:dim], *[1] * keepdim, *x.size[dim + 1 :]), torch.int64)
+
+
+@rule("cumsum cumprod")
+def _cumulated(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
+    rank = len(x.size)
+    return _fresh(x.size, x.dtype) if _alike(x) and rank and -rank <= dim < rank and dtype is None else None
+
+
+@rule("tril triu")
+def _triangle(x: Meta, diagonal: int = 0) -> RuleResult:
+    return _fresh(x.size, x.dtype) if row_major(x) and len(x.size) >= 2 and 0 not in x.size else None
+
+
+@rule("bitwise_not logical_not")
+def _not(x: Meta) -> RuleResult:
+    return _fresh(x.size, torch.bool) if row_major(x) and x.dtype is torch.bool else None
+
+
+@rule("slice_backward select_backward")
+def _part_backward(grad: Meta, size: Any, *place: Any) -> RuleResult:
+    fits = grad.plain and all(type(n) is int and n >= 0 for n in size) and all(type(n) is int for n in place)
+    return _fresh(tuple(size), grad.dtype) if fits else None
+
+
+# --- fresh tensors ---------------------------------------------------------------------------------------------------
+
+
+def _options(dtype: Any, layout: Any, unknown: dict[str, Any]) -> bool:
+    unknown.pop("device", None)
+    unknown.pop("pin_memory", None)
+    return layout in (None, torch.strided) and (dtype is None or type(dtype) is torch.dtype) and not unknown
+
+
+@rule("empty.memory_format zeros ones")
+def _filled(size: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
+    """Without a dtype, they have the default one, which what is remembered belongs to."""
+    chosen = torch.get_default_dtype() if dtype is None else dtype
+    if not _options(dtype, layout, options) or not all(type(n) is int and n >= 0 for n in size):
+        return None
+    fits = chosen in FLOATS or chosen in INTEGERS or chosen is torch.bool
+    return _fresh(tuple(size), chosen) if fits else None
+
+
+@rule("rand randn")
+def _drawn(size: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+    return _filled(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
+
+
+@rule("scalar_tensor")
+def _scalar_tensor(value: Any, **options: Any) -> RuleResult:
+    return _filled((), **options) if type(value) in (int, float, bool) else None
+
+
+@rule("eye")
+def _eye(n: Any, **options: Any) -> RuleResult:
+    return _filled((n, n), **options)
+
+
+@rule("eye.m")
+def _wide_eye(n: Any, m: Any, **options: Any) -> RuleResult:
+    return _filled((n, m), **options)
+
+
+@rule("randint")
+def _randint(high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    return _randint_from(0, high, size, dtype=dtype, **options)
+
+
+@rule("randint.low")
+def _randint_from(low: Any, high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    fits = type(low) is type(high) is int and low < high and dtype in (torch.int64, torch.float32, torch.float64)
+    return _filled(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
+
+
+@rule("randperm")
+def _randperm(n: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+    return _filled((n,), dtype=dtype, **options) if dtype is torch.int64 else None
+
+
+@rule("linspace")
+def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> RuleResult:
+    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") not in INTEGERS
+    return _filled((steps,), **options) if fits else None
+
+
+@rule("empty_strided")
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+    found = _filled(size, dtype=dtype, **options)
+    fits = found is not None and len(size) == len(stride) and all(type(n) is int and n >= 0 for n in stride)
+    chosen = torch.get_default_dtype() if dtype is None else dtype
+    return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if fits else None
+
+
+@rule("full")
+def _full(size: Any, value: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
+    if dtype is None:
+        dtype = {float: None, int: torch.int64, bool: torch.bool}.get(type(value), _UNKNOWN)
+    elif type(value) not in (float, int, bool):
+        dtype = _UNKNOWN
+    if dtype is _UNKNOWN:
+        return None
+    return _filled(size, dtype=dtype, layout=layout, **options)
+
+
+@rule("zeros_like ones_like empty_like rand_like randn_like")
+def _like(x: Meta, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **options: Any) -> RuleResult:
+    look = preserved(x)
+    fits = _options(dtype, layout, options) and memory_format in (None, torch.preserve_format) and look is not None
+    return [(plain_meta(look.size, dtype or x.dtype, look.stride), None)] if fits and look is not None else None
+
+
+@rule("full_like")
+def _full_like(x: Meta, value: Any, **options: Any) -> RuleResult:
+    return _like(x, **options) if type(value) in (int, float) else None
+
+
+__all__ = ["RULES"]

@@ -1,0 +1,197 @@
+"""Shape rules for ops on lists of tensors, as optimizers use them: what holds for one place holds for those that look
+the same, so thousands of parameters of a few shapes cost a few answers.
+
+See `shapes.rules`; this module completes its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import elementwise
+from skyproxy.tensor.shapes.networks import RULES
+from skyproxy.tensor.shapes.rules import FLOATS, RuleAnswer, RuleResult, keeps_target, rule
+
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+)
+_BINARY = "add sub mul div clamp_min clamp_max maximum minimum pow"
+_LIKE_UNARY = frozenset({"clamp_min", "clamp_max", "maximum", "minimum", "pow"})
+"""Binary ops that take a number as it is, and do not make a tensor of it first."""
+_IN_PLACE_ANSWER: RuleAnswer = []
+_KINDS = {float: 1.0, int: 1}
+_Column = Callable[..., Meta | None]
+
+
+def _of_columns(decide: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] | None:
+    """What `decide` answers for each place of the lists; None if it does so for one, or the lists are not alike.
+
+    Numbers count by their type only.
+    """
+    length = -1
+    columns: list[Any] = []
+    for a in args:
+        if type(a) is not list:
+            columns.append(repeat(_KINDS.get(type(a), a)))
+            continue
+        if length not in (-1, len(a)):
+            return None
+        length = len(a)
+        columns.append([_KINDS.get(type(item), item) for item in a] if length and type(a[0]) in _KINDS else a)
+    if length < 1:
+        return None
+    places = list(zip(*columns, strict=False))
+    answers = {place: decide(*place) for place in set(places)}
+    if None in answers.values() or False in answers.values():
+        return None
+    return [answers[place] for place in places]
+
+
+def _floats(*operands: Any) -> bool:
+    """Whether these are tensors of fractions and real numbers, the first a tensor."""
+    return type(operands[0]) is Meta and all(
+        a.dtype in FLOATS if type(a) is Meta else type(a) in _KINDS for a in operands
+    )
+
+
+def _elementwise(first: Any, *others: Any) -> Meta | None:
+    if not _floats(first, *others) or any(type(a) is Meta and a.dtype is not first.dtype for a in others):
+        return None
+    found = elementwise((first, *others))
+    return None if found is None else plain_meta(found[0], first.dtype, found[1])
+
+
+def _in_place(*operands: Any) -> bool:
+    return _floats(*operands) and keeps_target(*operands)
+
+
+def _in_place_of_one_dtype(first: Any, *others: Any) -> bool:
+    return _in_place(first, *others) and all(type(a) is not Meta or a.dtype is first.dtype for a in others)
+
+
+def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_place) -> None:
+    """Register rules for an op on lists, and for its in-place form."""
+
+    def fresh(*args: Any, **kwargs: Any) -> RuleResult:
+        found = _of_columns(column, args) if _plain(kwargs) else None
+        return None if found is None else [[(meta, None) for meta in found]]
+
+    def in_place(*args: Any, **kwargs: Any) -> RuleResult:
+        fits = _plain(kwargs) and _of_columns(writes, args)
+        return _IN_PLACE_ANSWER if fits else None
+
+    packet, _, overload = name.partition(".")
+    for end, function in (("", fresh), ("_", in_place)):
+        full = f"_foreach_{packet}{end}" + (f".{overload}" if overload else "")
+        rule(full)(function)
+
+
+def _plain(kwargs: dict[str, Any]) -> bool:
+    """Whether keywords are a factor of an operand at most."""
+    return all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
+
+
+def _without_number(first: Any, other: Any) -> Meta | None:
+    return _elementwise(first) if _floats(first, other) else None
+
+
+for _name in _UNARY.split():
+    _register(_name, _elementwise)
+for _name in _BINARY.split():
+    _register(f"{_name}.List", _elementwise)
+    for _overload in ("Scalar", "ScalarList"):
+        _register(f"{_name}.{_overload}", _without_number if _name in _LIKE_UNARY else _elementwise)
+
+
+def _with_one_tensor(first: Any, other: Any) -> Meta | None:
+    return _elementwise(first, other) if type(other) is Meta and other.size == () else None
+
+
+def _in_place_with_one_tensor(first: Any, other: Any) -> bool:
+    return type(other) is Meta and other.size == () and _in_place(first, other)
+
+
+for _name in ("add", "mul", "div"):
+    _register(f"{_name}.Tensor", _with_one_tensor, _in_place_with_one_tensor)
+
+
+def _with_value(first: Any, second: Any, third: Any, value: Any = 1) -> Meta | None:
+    return _elementwise(first, second, third) if type(value) in _KINDS else None
+
+
+for _name in ("addcmul", "addcdiv"):
+    for _overload in ("Scalar", "ScalarList"):
+        _register(f"{_name}.{_overload}", _with_value, _in_place_of_one_dtype)
+_register("lerp.List", _elementwise, _in_place_of_one_dtype)
+
+
+def _lerp(first: Any, end: Any, weight: Any) -> Meta | None:
+    return _elementwise(first, end) if type(weight) in _KINDS else None
+
+
+for _overload in ("Scalar", "ScalarList"):
+    _register(f"lerp.{_overload}", _lerp, _in_place_of_one_dtype)
+
+
+@rule("_foreach_norm.Scalar _foreach_powsum.Scalar")
+def _norms(items: list[Any], order: Any = 2, dtype: Any = None) -> RuleResult:
+    fits = type(order) in (int, float) and (dtype is None or dtype in FLOATS)
+    if not items or not fits or not all(a.plain and a.dtype in FLOATS and 0 not in a.size for a in set(items)):
+        return None
+    one = {a: (plain_meta((), a.dtype if dtype is None else dtype), None) for a in set(items)}
+    if dtype is not None and any(a.dtype.itemsize > dtype.itemsize for a in one):
+        return None
+    return [[one[a] for a in items]]
+
+
+@rule("_foreach_copy_")
+def _copies(targets: list[Any], sources: list[Any], non_blocking: bool = False) -> RuleResult:
+    def works(target: Meta, source: Meta) -> bool:
+        return target.dtype is source.dtype and keeps_target(target, source)
+
+    return _IN_PLACE_ANSWER if _of_columns(works, (targets, sources)) else None
+
+
+@rule("_foreach_zero_")
+def _zeros(targets: list[Any]) -> RuleResult:
+    return _IN_PLACE_ANSWER if targets and all(keeps_target(target) for target in set(targets)) else None
+
+
+@rule("_amp_foreach_non_finite_check_and_unscale_")
+def _unscaled(targets: list[Any], found_inf: Any, inv_scale: Any) -> RuleResult:
+    scalars = (found_inf, inv_scale)
+    single = all(type(a) is Meta and a.plain and a.dtype is torch.float32 and a.size in ((), (1,)) for a in scalars)
+    fits = single and targets and all(a.dtype in FLOATS and keeps_target(a) for a in set(targets))
+    return _IN_PLACE_ANSWER if fits else None
+
+
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"
+
+
+@rule(" ".join(f"{name} {name}.tensor_lr" for name in _FUSED.split()))
+def _fused(targets: list[Any], *lists: Any, **kwargs: Any) -> RuleResult:
+    """Where a parameter, its gradient and its states look the same; steps are counted in tensors of their own."""
+    for others in lists:
+        if type(others) is not list or len(others) not in (0, len(targets)):
+            return None
+    steps = [others for others in lists if others and all(a is not None and a.size == () for a in set(others))]
+    alike = [others for others in lists if others and others not in steps]
+    scalars = all(
+        a is None or type(a) in _KINDS or (type(a) is Meta and a.plain and a.dtype in FLOATS and a.size in ((), (1,)))
+        for a in kwargs.values()
+    )
+    if not scalars or not targets or any(others != targets for others in alike):
+        return None
+    fits = all(a.dtype in FLOATS and keeps_target(a) for a in set(targets)) and all(
+        a.plain and a.dtype is torch.float32 for others in steps for a in set(others)
+    )
+    return _IN_PLACE_ANSWER if fits else None
+
+
+__all__ = ["RULES"]

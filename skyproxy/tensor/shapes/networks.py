@@ -1,0 +1,309 @@
+"""Shape rules for layers of networks and their gradients: convolutions, pooling, norms, losses, activations.
+
+See `shapes.rules`; this module completes its table. Rules answer for row-major tensors only, but for elementwise ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import elementwise, result_dtype
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, rule
+from skyproxy.tensor.shapes.selections import RULES, fresh, suggests_row_major, whole
+
+_EXACT = frozenset({torch.float32, torch.float64})
+"""The dtypes of which statistics look the same on every device."""
+
+
+def _follows(gradient: Any, output: Any) -> bool:
+    """Whether a gradient is one of a row-major output; it may be expanded itself, as that of a sum is."""
+    return _alike(output) and gradient.plain and gradient.dtype is output.dtype and gradient.size == output.size
+
+
+def _alike(*tensors: Any) -> bool:
+    return whole(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def _of_one_dtype(*operands: Any) -> RuleResult:
+    first = operands[0]
+    if not all(type(a) is Meta and a.dtype is first.dtype for a in operands) or first.dtype not in FLOATS:
+        return None
+    found = elementwise(operands)
+    return None if found is None else [(plain_meta(found[0], first.dtype, found[1]), None)]
+
+
+@rule("addcmul addcdiv")
+def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> RuleResult:
+    return _of_one_dtype(x, a, b) if type(value) in (int, float) else None
+
+
+@rule("_prelu_kernel")
+def _prelu(x: Any, weight: Any) -> RuleResult:
+    return _of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
+
+
+@rule("complex polar")
+def _complex(real: Any, imaginary: Any) -> RuleResult:
+    found = _of_one_dtype(real, imaginary) if real.dtype in _EXACT else None
+    return [(plain_meta(found[0][0].size, real.dtype.to_complex(), found[0][0].stride), None)] if found else None
+
+
+@rule("lerp.Scalar")
+def _lerp(x: Any, end: Any, weight: Any) -> RuleResult:
+    return _of_one_dtype(x, end) if type(weight) in (int, float) else None
+
+
+@rule("lerp.Tensor")
+def _lerp_between(x: Any, end: Any, weight: Any) -> RuleResult:
+    return _of_one_dtype(x, end, weight)
+
+
+_GRADIENTS = "gelu_backward threshold_backward silu_backward tanh_backward sigmoid_backward"
+
+
+@rule(_GRADIENTS)
+def _activation_backward(gradient: Any, x: Any, *numbers: Any, **options: Any) -> RuleResult:
+    fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
+    return _of_one_dtype(gradient, x) if fits else None
+
+
+@rule("isnan isinf isposinf isneginf signbit")
+def _asked(x: Meta) -> RuleResult:
+    found = elementwise((x,)) if x.dtype in FLOATS and 0 not in x.size else None
+    return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
+
+
+@rule("clamp clamp_min clamp_max")
+def _clamp(x: Meta, *bounds: Any) -> RuleResult:
+    kinds = (int, float) if x.dtype in FLOATS else (int,)
+    fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and all(n is None or type(n) in kinds for n in bounds)
+    found = elementwise((x,)) if fits and any(n is not None for n in bounds) else None
+    return None if found is None else [(plain_meta(found[0], x.dtype, found[1]), None)]
+
+
+@rule("clamp.Tensor")
+def _clamp_between(x: Meta, low: Any = None, high: Any = None) -> RuleResult:
+    given = [a for a in (x, low, high) if a is not None]
+    if len(given) < 2 or not all(type(a) is Meta for a in given):
+        return None
+    dtype = result_dtype(given)
+    found = elementwise(given, dtype) if dtype in FLOATS else None
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+@rule("_softmax_backward_data _log_softmax_backward_data")
+def _softmax_backward(gradient: Any, output: Any, dim: Any, dtype: Any) -> RuleResult:
+    fits = _follows(gradient, output) and dtype is output.dtype and output.size
+    return [fresh(output.size, output.dtype)] if fits and -len(output.size) <= dim < len(output.size) else None
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+@rule("mse_loss smooth_l1_loss huber_loss")
+def _loss(x: Any, target: Any, reduction: Any = 1, *numbers: Any) -> RuleResult:
+    if not (_alike(x, target) and x.size == target.size and reduction in (0, 1, 2)):
+        return None
+    return [fresh((), x.dtype) if reduction else fresh(x.size, x.dtype)]
+
+
+@rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward")
+def _loss_backward(gradient: Any, x: Any, target: Any, reduction: Any, *numbers: Any) -> RuleResult:
+    fits = _alike(gradient, x, target) and x.size == target.size and gradient.size in ((), x.size)
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("nll_loss_forward")
+def _nll(x: Any, target: Any, weight: Any, reduction: Any, ignored: Any) -> RuleResult:
+    fits = _alike(x) and whole(target) and target.dtype is torch.int64 and x.dtype in _EXACT
+    if not fits or len(x.size) != 2 or target.size != x.size[:1] or reduction not in (0, 1, 2):
+        return None
+    if weight is not None and not (_alike(x, weight) and weight.size == x.size[1:]):
+        return None
+    return [fresh(() if reduction else target.size, x.dtype), fresh((), x.dtype)]
+
+
+@rule("nll_loss_backward")
+def _nll_backward(gradient: Any, x: Any, target: Any, *rest: Any) -> RuleResult:
+    fits = _alike(gradient, x) and whole(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
+    return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
+
+
+@rule("binary_cross_entropy_with_logits")
+def _loss_of_logits(x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: Any = 1) -> RuleResult:
+    return _loss(x, target, reduction) if weight is None and positive is None else None
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+@rule("native_batch_norm")
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: Any, momentum: Any, eps: Any
+) -> RuleResult:
+    parts = [t for t in (weight, bias, mean, variance) if t is not None]
+    fits = _alike(x) and x.dtype in _EXACT and suggests_row_major(x) and len(x.size) >= 2
+    if not fits or any(not t.plain or t.size != x.size[1:2] or t.dtype is not x.dtype for t in parts):
+        return None
+    if not training and (mean is None or variance is None):
+        return None
+    sums = fresh(x.size[1:2] if training else (0,), x.dtype)
+    return [fresh(x.size, x.dtype), sums, sums]
+
+
+@rule("native_group_norm")
+def _group_norm(x: Any, weight: Any, bias: Any, n: Any, c: Any, area: Any, groups: Any, eps: Any) -> RuleResult:
+    parts = [t for t in (weight, bias) if t is not None]
+    fits = _alike(x, *parts) and x.dtype in _EXACT and suggests_row_major(x) and len(x.size) >= 2
+    if not fits or x.size[:2] != (n, c) or groups < 1 or c % groups or any(t.size != (c,) for t in parts):
+        return None
+    sums = fresh((n, groups), x.dtype)
+    return [fresh(x.size, x.dtype), sums, sums]
+
+
+@rule("native_layer_norm_backward")
+def _layer_norm_backward(
+    gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
+) -> RuleResult:
+    if weight is None or bias is None or list(mask) != [True, True, True]:
+        return None
+    shape = tuple(shape)
+    fits = _alike(x, mean, deviation, weight, bias) and x.dtype in _EXACT and _follows(gradient, x)
+    if not fits or weight.size != shape or bias.size != shape or x.size[len(x.size) - len(shape) :] != shape:
+        return None
+    return [fresh(x.size, x.dtype), fresh(shape, x.dtype), fresh(shape, x.dtype)]
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _pair(values: Any, otherwise: Any = None) -> tuple[int, ...] | None:
+    values = values or otherwise
+    if type(values) not in (list, tuple) or len(values) not in (1, 2) or not all(type(n) is int for n in values):
+        return None
+    return tuple(values) * 2 if len(values) == 1 else tuple(values)
+
+
+def _pooled(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any) -> tuple[int, ...] | None:
+    sides = _pair(kernel)
+    steps, pads, gaps = _pair(stride, kernel), _pair(padding, [0]), _pair(dilation, [1])
+    if None in (sides, steps, pads, gaps) or ceil or not _alike(x) or len(x.size) != 4 or not suggests_row_major(x):
+        return None
+    assert sides is not None
+    assert steps is not None
+    assert pads is not None
+    assert gaps is not None
+    if min(sides) < 1 or min(steps) < 1 or min(gaps) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pads, sides)):
+        return None
+    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
+    return (*x.size[:2], *area) if min(area) > 0 else None
+
+
+@rule("max_pool2d_with_indices")
+def _max_pool(
+    x: Any, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil: Any = False
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, dilation, ceil)
+    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+
+
+@rule("max_pool2d_with_indices_backward")
+def _max_pool_backward(
+    gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any, indices: Any
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, dilation, ceil)
+    fits = size is not None and _alike(gradient, x) and whole(indices) and gradient.size == indices.size == size
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("avg_pool2d")
+def _avg_pool(
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = (0,),
+    ceil: Any = False,
+    counted: Any = True,
+    divisor: Any = None,
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("_adaptive_avg_pool2d upsample_nearest2d")
+def _sized(x: Any, size: Any, *scales: Any) -> RuleResult:
+    area = _pair(size)
+    fits = area is not None and _alike(x) and len(x.size) == 4 and suggests_row_major(x)
+    return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
+
+
+@rule("upsample_bilinear2d upsample_bicubic2d")
+def _interpolated(x: Any, size: Any, aligned: Any, *scales: Any) -> RuleResult:
+    return _sized(x, size)
+
+
+def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
+    parts = [t for t in (weight, bias) if t is not None]
+    rank = len(x.size) - 2
+    if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
+        return None
+    if x.dtype not in _EXACT or rank not in (1, 2) or len(weight.size) != rank + 2:
+        return None
+    if rank == 1 and not _alike(x, *parts):  # computed with one dimension more, where another order is a format
+        return None
+    if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
+        return None
+    if (
+        x.size[1] != weight.size[1] * groups
+        or weight.size[0] % groups
+        or (bias is not None and bias.size != weight.size[:1])
+    ):
+        return None
+    spread = [list(a) * rank if len(a) == 1 else list(a) for a in (stride, padding, dilation)]
+    if any(len(a) != rank or not all(type(n) is int for n in a) for a in spread):
+        return None
+    steps, pads, gaps = spread
+    if min(steps) < 1 or min(pads) < 0 or min(gaps) < 1:
+        return None
+    area = [
+        (n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], weight.size[2:], steps, pads, gaps)
+    ]
+    return (x.size[0], weight.size[0], *area) if min(area) > 0 else None
+
+
+@rule("convolution")
+def _convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, extra: Any, groups: Any
+) -> RuleResult:
+    size = None if transposed else _convolved(x, weight, bias, stride, padding, dilation, groups)
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("convolution_backward")
+def _convolution_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    biases: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: Any,
+    extra: Any,
+    groups: Any,
+    mask: Any,
+) -> RuleResult:
+    size = None if transposed else _convolved(x, weight, None, stride, padding, dilation, groups)
+    fits = size is not None and _alike(gradient, x) and gradient.size == size and suggests_row_major(gradient)
+    if not fits or list(mask) != [True, True, True] or not biases:
+        return None
+    return [fresh(x.size, x.dtype), fresh(weight.size, x.dtype), fresh(weight.size[:1], x.dtype)]
+
+
+__all__ = ["RULES"]

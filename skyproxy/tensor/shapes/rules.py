@@ -1,0 +1,483 @@
+"""Shape rules of our own, for ops that are hot and whose shapes change from call to call.
+
+A rule takes what the op takes, with a `Meta` in place of each tensor, and gives `(meta, shares)` for each result,
+`shares` being the number of the tensor whose storage it shares, or None; `(None, None)` stands for a result that is
+None. It gives None where it does not apply, and
+PyTorch's fake tensors are asked instead, which cost several times as much. It must be exactly right where it answers:
+tests hold every rule against PyTorch, and the worker checks each result once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import (
+    NUMBERS,
+    broadcast_sizes,
+    elementwise,
+    fractional,
+    preserved_stride,
+    result_dtype,
+)
+from skyproxy.tensor.shapes.views import VIEW_RULES
+from skyproxy.torch_codec import contiguous_stride, is_dense
+
+Look = tuple[Meta | None, int | None]
+RuleAnswer = Sequence[Look | list[tuple[Meta, int | None]]]
+RuleResult = RuleAnswer | None
+Rule = Callable[..., RuleResult]
+TARGET: RuleAnswer = []
+"""The answer for an in-place op that plainly works: its first argument, looking as before. Compared by identity."""
+RULES: dict[str, Rule] = dict(VIEW_RULES)
+
+_ARITHMETIC = (
+    "maximum minimum fmod.Tensor remainder.Tensor fmax fmin floor_divide fmod.Scalar remainder.Scalar "
+    "floor_divide.Scalar"
+)
+_BITWISE = " ".join(
+    f"bitwise_{name}.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar", "Scalar_Tensor")
+)
+_SHIFTS = (
+    "bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor "
+    "bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar __lshift__.Tensor __rshift__.Tensor"
+)
+_TRUE_DIVISION = (
+    "div.Tensor atan2 div.Scalar true_divide.Tensor xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other copysign.Tensor "
+    "copysign.Scalar"
+)
+_OF_FRACTIONS = "hypot logaddexp logaddexp2 nextafter pow.Tensor_Tensor"
+_COMPARISONS = (
+    "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
+    "ge.Scalar"
+)
+_FLOAT_UNARY = "silu gelu hardswish softplus leaky_relu elu dropout mish hardsigmoid frac round.decimals"
+_FRACTIONAL_UNARY = (
+    "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf acos acosh asin asinh atan atanh cosh sinh tan expm1 exp2 "
+    "log10 log1p log2 erfc erfinv lgamma digamma sinc i0 logit"
+)
+_SIGNED_UNARY = "neg abs relu square floor ceil round trunc sign sgn"
+_WITH_SCALARS = "pow.Tensor_Scalar"
+FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            RULES["aten::" + name] = function
+        return function
+
+    return register
+
+
+def keeps_target(target: Any, *others: Any) -> bool:
+    """Whether an elementwise op of these operands can write its result into the first of them."""
+    if type(target) is not Meta or not target.plain or (0 in target.stride and _overlaps(target)):
+        return False
+    sizes = [target.size]
+    for a in others:
+        if type(a) is Meta:
+            if not a.plain:
+                return False
+            sizes.append(a.size)
+        elif type(a) not in NUMBERS:
+            return False
+    if broadcast_sizes(sizes) != target.size:
+        return False
+    common = result_dtype((target, *others))
+    return common is target.dtype or castable(common, target.dtype)
+
+
+def _overlaps(meta: Meta) -> bool:
+    return any(n > 1 and s == 0 for n, s in zip(meta.size, meta.stride, strict=True))
+
+
+castable = functools.cache(torch.can_cast)
+
+
+def row_major(meta: Meta) -> bool:
+    return meta.plain and meta.stride == contiguous_stride(meta.size)
+
+
+def preserved(meta: Meta) -> Meta | None:
+    """Sizes and strides of a copy that preserves the format: dense ones stay as they are."""
+    if not meta.plain:
+        return None
+    stride = preserved_stride(meta.size, meta.stride)
+    return meta if stride == meta.stride else plain_meta(meta.size, meta.dtype, stride)
+
+
+def _result(operands: tuple[Any, ...], dtype: torch.dtype, common: torch.dtype | None = None) -> RuleResult:
+    """The answer for an elementwise op, converted to `common` before it computes."""
+    found = elementwise(operands, dtype if common is None else common)
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+def _shaped(like: Any, dtype: torch.dtype) -> RuleResult:
+    return [(plain_meta(like.size, dtype, like.stride), None)]
+
+
+def _has_tensor(*operands: Any) -> bool:
+    """Whether all are tensors or numbers, and there is a tensor among them."""
+    return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
+
+
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+
+@rule("add.Tensor mul.Tensor add.Scalar mul.Scalar")
+def _sum_or_product(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    """These know of masks and complex numbers, too."""
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    if dtype in _COMPLEX or dtype is torch.bool:
+        return _result((a, b), dtype) if type(alpha) is int and alpha == 1 else None
+    return _arithmetic(a, b, alpha)
+
+
+@rule(_ARITHMETIC)
+def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    fits = dtype in FLOATS or dtype in INTEGERS
+    fits = fits and (type(alpha) is int or (type(alpha) is float and dtype in FLOATS))
+    return _result((a, b), dtype) if fits else None
+
+
+@rule("sub.Tensor sub.Scalar")
+def _subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    masks = any(type(x) is bool or (type(x) is Meta and x.dtype is torch.bool) for x in (a, b))
+    return None if masks else _arithmetic(a, b, alpha)
+
+
+@rule("rsub.Tensor rsub.Scalar")
+def _reversed_subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+    return _subtraction(b, a, alpha)  # where formats differ, the first operand's counts
+
+
+@rule(_BITWISE)
+def _bitwise(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype is torch.bool or dtype in INTEGERS else None
+
+
+@rule(_SHIFTS)
+def _shift(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype in INTEGERS else None
+
+
+@rule(_OF_FRACTIONS)
+def _function_of_fractions(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b) or any(type(x) is bool for x in (a, b)):
+        return None
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype in FLOATS else None
+
+
+@rule("pow.Scalar")
+def _power_of_number(a: Any, b: Meta) -> RuleResult:
+    return _function_of_fractions(a, b) if row_major(b) and 0 not in b.size else None
+
+
+@rule("heaviside")
+def _step(a: Meta, b: Meta) -> RuleResult:
+    return _result((a, b), a.dtype) if a.dtype is b.dtype and a.dtype in FLOATS else None
+
+
+@rule("div.Tensor_mode div.Scalar_mode")
+def _division_with_mode(a: Any, b: Any, *, rounding_mode: Any = None) -> RuleResult:
+    return _division(a, b) if rounding_mode is None else _arithmetic(a, b)
+
+
+@rule(_TRUE_DIVISION)
+def _division(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    dtype = fractional(result_dtype((a, b)))
+    return _result((a, b), dtype) if dtype in FLOATS else None
+
+
+@rule(_COMPARISONS)
+def _comparison(a: Any, b: Any) -> RuleResult:
+    if not _has_tensor(a, b):
+        return None
+    common = result_dtype((a, b))
+    return None if common.is_complex else _result((a, b), torch.bool, common)
+
+
+@rule("logical_and logical_or logical_xor")
+def _logical(a: Meta, b: Meta) -> RuleResult:
+    """Operands are not converted: each is asked whether it is zero."""
+    return _result((a, b), torch.bool, None) if a.dtype is b.dtype and _has_tensor(a, b) else None
+
+
+@rule(_FLOAT_UNARY)
+def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
+    fits = a.dtype in FLOATS and not any(isinstance(r, Meta) for r in (*rest, *kwargs.values()))
+    return _result((a,), a.dtype) if fits else None
+
+
+@rule(_FRACTIONAL_UNARY)
+def _fraction(a: Meta, *numbers: Any) -> RuleResult:
+    """Integers and masks become fractions first."""
+    fits = a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool
+    return _result((a,), fractional(a.dtype), a.dtype) if fits else None
+
+
+@rule("deg2rad rad2deg")
+def _degrees(a: Meta) -> RuleResult:
+    return _fraction(a) if row_major(a) else None
+
+
+@rule(_SIGNED_UNARY)
+def _signed(a: Meta, *numbers: Any) -> RuleResult:
+    return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in INTEGERS else None
+
+
+@rule("hardtanh")
+def _hardtanh(a: Meta, *bounds: Any) -> RuleResult:
+    return _unary(a, *bounds) if row_major(a) and 0 not in a.size else None
+
+
+@rule("nan_to_num")
+def _without_nan(a: Meta, *numbers: Any) -> RuleResult:
+    return _signed(a) if row_major(a) and 0 not in a.size else None
+
+
+@rule(_WITH_SCALARS)
+def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
+    numbers = [*scalars, *kwargs.values()]
+    fits = type(a) is Meta and a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
+    return _result((a,), a.dtype) if fits else None
+
+
+@rule("where.self")
+def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
+    if condition.dtype is not torch.bool or not _has_tensor(a, b):
+        return None
+    dtype = result_dtype((a, b))
+    operands = [_converted(x, dtype) for x in (a, b)]  # but not the condition
+    found = elementwise((condition, *operands)) if None not in operands else None
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+def _converted(a: Any, dtype: torch.dtype) -> Any:
+    """An operand after it was converted to a dtype; None for a tensor that is not plain."""
+    if type(a) is not Meta or a.dtype is dtype or not a.size:
+        return a
+    return plain_meta(a.size, dtype, preserved_stride(a.size, a.stride)) if a.plain else None
+
+
+@rule("masked_fill.Scalar masked_fill.Tensor")
+def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
+    fits = a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float, Meta)
+    if not fits or (type(value) is Meta and (value.size != () or value.dtype is not a.dtype)):
+        return None
+    size = broadcast_sizes((a.size, mask.size)) if a.plain and mask.plain else None
+    return None if size is None else [(plain_meta(size, a.dtype), None)]
+
+
+@rule("clone")
+def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
+    if not a.plain:
+        return None
+    if memory_format is torch.contiguous_format:
+        return [(plain_meta(a.size, a.dtype), None)]
+    plain = memory_format in (None, torch.preserve_format)
+    like = preserved(a)
+    return _shaped(like, a.dtype) if plain and like is not None else None
+
+
+@rule("_to_copy")
+def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
+    like = preserved(a)
+    if like is None or kwargs.keys() - {"layout"} or kwargs.get("layout") not in (None, torch.strided):
+        return None
+    return _shaped(like, dtype if dtype is not None else a.dtype)
+
+
+@rule("mm")
+def _mm(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 2 and a.size[1] == b.size[0] and a.dtype is b.dtype and a.plain and b.plain
+    return [(plain_meta((a.size[0], b.size[1]), a.dtype), None)] if fits else None
+
+
+@rule("bmm")
+def _bmm(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 3 and a.size[0] == b.size[0] and a.size[2] == b.size[1]
+    if not (fits and a.dtype is b.dtype and a.plain and b.plain):
+        return None
+    return [(plain_meta((a.size[0], a.size[1], b.size[2]), a.dtype), None)]
+
+
+@rule("baddbmm")
+def _baddbmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+    found = _bmm(a, b) if bias.plain and bias.dtype is a.dtype and a.dtype in FLOATS else None
+    size = found[0][0].size if found else None  # type: ignore[union-attr]
+    return found if size is not None and 0 not in size and broadcast_sizes((bias.size, size)) == size else None
+
+
+@rule("addmm")
+def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+    fits = len(bias.size) == 1 and len(b.size) == 2 and bias.size[0] in (1, b.size[1]) and bias.dtype is a.dtype
+    return _mm(a, b) if fits and bias.plain else None
+
+
+def _maybe_channels_last(meta: Meta) -> bool:
+    """Whether PyTorch may take the tensor for one in a channels-last format."""
+    return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
+
+
+@rule("cat")
+def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
+    if not parts or not all(isinstance(part, Meta) and part.plain and not _maybe_channels_last(part) for part in parts):
+        return None
+    first = parts[0]
+    rank = len(first.size)
+    if rank == 0 or not -rank <= dim < rank:
+        return None
+    dim %= rank
+    rest = first.size[:dim] + first.size[dim + 1 :]
+    alike = all(part.dtype is first.dtype for part in parts)
+    if not alike and any(part.dtype.is_complex for part in parts):
+        return None
+    dtype = first.dtype if alike else result_dtype(parts)
+    for part in parts:
+        same = len(part.size) == rank and 0 not in part.size
+        if not same or part.size[:dim] + part.size[dim + 1 :] != rest:
+            return None
+    size = (*first.size[:dim], sum(part.size[dim] for part in parts), *first.size[dim + 1 :])
+    return [(plain_meta(size, dtype), None)]
+
+
+@rule("_softmax _log_softmax")
+def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
+    fits = not half_to_float and a.dtype in FLOATS and a.plain and len(a.size) > 0 and 0 not in a.size
+    return [(plain_meta(a.size, a.dtype), None)] if fits and -len(a.size) <= dim < len(a.size) else None
+
+
+@rule("embedding")
+def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
+    fits = len(weight.size) == 2 and row_major(weight) and row_major(indices) and indices.dtype in INTEGERS
+    return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
+
+
+@rule("mean.dim amax amin")
+def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+    rank = len(a.size)
+    if not (dim and a.dtype in FLOATS and (dtype is None or dtype in FLOATS) and a.plain and rank and 0 not in a.size):
+        return None
+    if not all(type(d) is int and -rank <= d < rank for d in dim):
+        return None
+    dims = {d % rank for d in dim}
+    if len(dims) != len(dim):
+        return None
+    size = tuple(1 if i in dims else n for i, n in enumerate(a.size) if keepdim or i not in dims)
+    return [(plain_meta(size, dtype or a.dtype), None)]
+
+
+@rule("sum.dim_IntList")
+def _sum_of_lines(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+    """Integers and masks are counted in 64 bits."""
+    if a.dtype in INTEGERS or a.dtype is torch.bool:
+        counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain and dtype is None else None
+        found = _reduction(counted, dim, keepdim) if counted is not None else None
+        return [(plain_meta(found[0][0].size, torch.int64), None)] if found else None  # type: ignore[union-attr]
+    return _reduction(a, dim, keepdim, dtype=dtype)
+
+
+@rule("sum")
+def _whole_sum(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
+    if a.plain and (a.dtype in INTEGERS or a.dtype is torch.bool) and dtype is None:
+        return [(plain_meta((), torch.int64), None)]
+    return _whole_reduction(a, dtype=dtype)
+
+
+@rule("mean")
+def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
+    fits = a.plain and a.dtype in FLOATS and (dtype is None or dtype in FLOATS)
+    return [(plain_meta((), dtype or a.dtype), None)] if fits else None
+
+
+@rule("arange.start arange arange.start_step")
+def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Any = None, **options: Any) -> RuleResult:
+    if end is None:
+        start, end = 0, start
+    numbers = (start, end, step)
+    known = options.get("layout") in (None, torch.strided) and not options.keys() - {"layout", "device", "pin_memory"}
+    if not known or not all(type(n) in (int, float) for n in numbers) or step == 0 or (end - start) * step < 0:
+        return None
+    if all(type(n) is int for n in numbers):
+        count = -((start - end) // step)
+        dtype = torch.int64 if dtype is None else dtype
+    elif dtype is None or dtype in FLOATS:
+        count = math.ceil((end - start) / step)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+    else:
+        return None
+    fits = dtype in FLOATS or dtype is torch.int64
+    return [(plain_meta((count,), dtype), None)] if fits and count < 1 << 48 else None
+
+
+@rule("histc")
+def _histogram(a: Meta, bins: int = 100, *bounds: Any) -> RuleResult:
+    # PyTorch's fake kernel refuses integers for the CPU; workers of every kind count them.
+    fits = a.plain and (a.dtype in FLOATS or a.dtype in INTEGERS) and bins > 0
+    return [(plain_meta((bins,), a.dtype), None)] if fits else None
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def _flash_attention(
+    query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+) -> RuleResult:
+    if len(query.size) != 4 or query.dtype not in FLOATS or value.size[-1] != query.size[-1]:
+        return None
+    if not (query.plain and is_dense(query.size, query.stride)):
+        return None
+    batch, heads, length, _ = query.size
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = plain_meta(query.size, query.dtype, query.stride)
+    sums = plain_meta((batch, heads, length), wide, (length * heads, 1, heads))
+    return [(out, None), (sums, None)]
+
+
+@rule("_native_multi_head_attention")
+def _whole_attention(
+    query: Meta,
+    key: Meta,
+    value: Meta,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Meta,
+    qkv_bias: Meta,
+    proj_weight: Meta,
+    proj_bias: Meta,
+    mask: Meta | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> RuleResult:
+    """PyTorch's fake kernel gives empty weights where none are wanted; the real ones give None."""
+    if len(query.size) != 3 or not query.plain or len(proj_weight.size) != 2:
+        return None
+    if 0 in query.size:
+        return [(plain_meta(query.size, query.dtype), None), (None, None)]
+    batch, length, _ = query.size
+    out = (plain_meta((batch, length, proj_weight.size[0]), query.dtype), None)
+    if not need_weights:
+        return [out, (None, None)]
+    heads = () if average_attn_weights else (num_head,)
+    return [out, (plain_meta((batch, *heads, length, length), query.dtype), None)]

@@ -1,0 +1,438 @@
+"""Shape rules for what selects, moves and reduces: indexing, gathering, sorting, padding, splitting, reductions.
+
+See `shapes.rules`; this module completes its table. Most rules answer for row-major tensors only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes
+from skyproxy.tensor.shapes.in_place import RULES
+from skyproxy.tensor.shapes.rules import (
+    FLOATS,
+    INTEGERS,
+    TARGET,
+    RuleResult,
+    keeps_target,
+    row_major,
+    rule,
+)
+
+Ints = tuple[int, ...]
+_DTYPES = FLOATS | INTEGERS | {torch.bool}
+
+
+def whole(*tensors: Any) -> bool:
+    """Whether all are row-major tensors that are not empty."""
+    return all(type(t) is Meta and row_major(t) and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
+
+
+def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
+    """A row-major result."""
+    return plain_meta(size, dtype), None
+
+
+def _in_order(*tensors: Any) -> bool:
+    """Whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
+    return all(
+        type(t) is Meta
+        and t.plain
+        and 0 not in t.size
+        and t.dtype in _DTYPES
+        and all(s > 0 for s in t.stride)
+        and all(a >= b * n for a, b, n in zip(t.stride, t.stride[1:], t.size[1:], strict=False))
+        for t in tensors
+    )
+
+
+def _axis(x: Meta, dim: Any) -> int | None:
+    rank = len(x.size)
+    return dim % rank if rank and type(dim) is int and -rank <= dim < rank else None
+
+
+def _integers(values: Any) -> bool:
+    return type(values) in (list, tuple) and all(type(n) is int for n in values)
+
+
+# --- indexing --------------------------------------------------------------------------------------------------------
+
+
+def _indexed_size(x: Meta, indices: Any) -> Ints | None:
+    """The size of `x[indices]` for tensors of integers among the indices; None where it is not that plain."""
+    given = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if not given or len(indices) > len(x.size):
+        return None
+    if not all(whole(index) and index.dtype is torch.int64 for _, index in given):
+        return None
+    size = broadcast_sizes([index.size for _, index in given])
+    if size is None:
+        return None
+    places = [at for at, _ in given]
+    rest = tuple(n for at, n in enumerate(x.size) if at not in places)
+    first = places[0] if places[-1] - places[0] == len(places) - 1 else 0
+    return (*rest[:first], *size, *rest[first:])
+
+
+@rule("index.Tensor")
+def _index(x: Meta, indices: Any) -> RuleResult:
+    size = _indexed_size(x, indices) if _in_order(x) else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+def _can_be_put(x: Meta, indices: Any, values: Any) -> bool:
+    size = _indexed_size(x, indices) if _in_order(x) and values.plain and x.dtype is values.dtype else None
+    return size is not None and broadcast_sizes((size, values.size)) == size
+
+
+@rule("index_put")
+def _index_put(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
+    return [fresh(x.size, x.dtype)] if whole(x) and _can_be_put(x, indices, values) else None
+
+
+@rule("index_put_")
+def _index_put_in_place(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
+    fits = _can_be_put(x, indices, values) or _can_be_put_by_mask(x, indices, values)
+    return TARGET if fits and keeps_target(x) else None
+
+
+def _can_be_put_by_mask(x: Meta, indices: Any, values: Any) -> bool:
+    """Whether a mask of the first dimensions chooses what one value is put into, however much that is."""
+    mask = indices[0] if len(indices) == 1 else None
+    if type(mask) is not Meta or mask.dtype is not torch.bool or not mask.plain or not mask.size:
+        return False
+    return x.size[: len(mask.size)] == mask.size and values.size == () and values.dtype is x.dtype
+
+
+def _fits(x: Meta, dim: Any, index: Any) -> bool:
+    at = _axis(x, dim)
+    fits = at is not None and x.plain and index.plain and 0 not in x.size and 0 not in index.size
+    fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in _DTYPES
+    return fits and all(n <= m for i, (n, m) in enumerate(zip(index.size, x.size, strict=True)) if i != at)
+
+
+@rule("gather")
+def _gather(x: Meta, dim: Any, index: Any, *, sparse_grad: bool = False) -> RuleResult:
+    return [fresh(index.size, x.dtype)] if _fits(x, dim, index) else None
+
+
+@rule("scatter.src scatter_add")
+def _scatter(x: Meta, dim: Any, index: Any, source: Any) -> RuleResult:
+    fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
+    fits = fits and whole(x) and all(n <= m for n, m in zip(index.size, source.size, strict=True))
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("scatter.value")
+def _scatter_number(x: Meta, dim: Any, index: Any, value: Any) -> RuleResult:
+    fits = type(value) in (int, float) and x.dtype in FLOATS and whole(x) and _fits(x, dim, index)
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("slice_backward select_backward")
+def _selection_backward(gradient: Meta, size: Any, *rest: Any) -> RuleResult:
+    return [fresh(tuple(size), gradient.dtype)] if _integers(size) and gradient.plain else None
+
+
+@rule("embedding_dense_backward")
+def _embedding_backward(gradient: Meta, indices: Meta, count: Any, *rest: Any) -> RuleResult:
+    fits = whole(gradient, indices) and gradient.dtype in FLOATS and gradient.size[:-1] == indices.size
+    return [fresh((count, gradient.size[-1]), gradient.dtype)] if fits and type(count) is int else None
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+@rule("sort")
+def _sort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
+    return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if whole(x) and _axis(x, dim) is not None else None
+
+
+@rule("argsort")
+def _argsort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
+    return [fresh(x.size, torch.int64)] if whole(x) and _axis(x, dim) is not None else None
+
+
+@rule("topk")
+def _topk(x: Meta, k: Any, dim: Any = -1, largest: bool = True, ordered: bool = True) -> RuleResult:
+    at = _axis(x, dim)
+    if at is None or not whole(x) or x.dtype is torch.bool or type(k) is not int or not 0 < k <= x.size[at]:
+        return None
+    size = (*x.size[:at], k, *x.size[at + 1 :])
+    return [fresh(size, x.dtype), fresh(size, torch.int64)]
+
+
+@rule("flip")
+def _flip(x: Meta, dims: Any) -> RuleResult:
+    places = [_axis(x, dim) for dim in dims]
+    return [fresh(x.size, x.dtype)] if whole(x) and None not in places and len(set(places)) == len(places) else None
+
+
+@rule("roll")
+def _roll(x: Meta, shifts: Any, dims: Any = ()) -> RuleResult:
+    places = [_axis(x, dim) for dim in dims]
+    fits = whole(x) and _integers(shifts) and None not in places
+    fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("repeat")
+def _repeat(x: Meta, repeats: Any) -> RuleResult:
+    extra = len(repeats) - len(x.size)
+    if not whole(x) or extra < 0 or not all(type(n) is int and n > 0 for n in repeats):
+        return None
+    return [fresh(tuple(n * m for n, m in zip(repeats, (1,) * extra + x.size, strict=True)), x.dtype)]
+
+
+def suggests_row_major(x: Meta) -> bool:
+    """Whether PyTorch sees no channels-last format in a row-major tensor."""
+    return len(x.size) not in (4, 5) or x.stride[-1] < x.stride[1]
+
+
+def _padded(x: Meta, pad: Any) -> Ints | None:
+    pairs = len(pad) // 2
+    if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
+        return None
+    if min(pad, default=0) < 0 and max(pad) <= 0:  # cut off only: the copy of a part, in that part's strides
+        return None
+    size = list(x.size)
+    for pair in range(pairs):
+        before, after = pad[2 * pair], pad[2 * pair + 1]
+        if before + size[-1 - pair] <= 0 or size[-1 - pair] + after <= 0 or size[-1 - pair] + before + after <= 0:
+            return None
+        size[-1 - pair] += before + after
+    return tuple(size)
+
+
+@rule("constant_pad_nd")
+def _pad(x: Meta, pad: Any, value: Any = 0) -> RuleResult:
+    size = _padded(x, pad)
+    return [fresh(size, x.dtype)] if size is not None and type(value) in (int, float) else None
+
+
+@rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
+def _mirror(x: Meta, pad: Any) -> RuleResult:
+    size = _padded(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
+    pairs = len(pad) // 2
+    if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
+        return None
+    fits = all(pad[2 * i + j] < x.size[-1 - i] for i in range(pairs) for j in (0, 1))
+    return [fresh(size, x.dtype)] if fits else None
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
+    found: list[tuple[Meta, int | None]] = []
+    offset = x.offset
+    for n in sizes:
+        found.append((plain_meta((*x.size[:at], n, *x.size[at + 1 :]), x.dtype, x.stride, offset), 0))
+        offset += n * x.stride[at]
+    return [found]
+
+
+@rule("split.Tensor")
+def _split(x: Meta, length: Any, dim: Any = 0) -> RuleResult:
+    at = _axis(x, dim)
+    if at is None or not x.plain or 0 in x.size or type(length) is not int or length < 1:
+        return None
+    whole_parts, rest = divmod(x.size[at], length)
+    return _parts(x, at, [length] * whole_parts + [rest] * (rest > 0))
+
+
+@rule("split_with_sizes")
+def _split_with_sizes(x: Meta, sizes: Any, dim: Any = 0) -> RuleResult:
+    at = _axis(x, dim)
+    if at is None or not x.plain or 0 in x.size or not _integers(sizes) or min(sizes, default=0) < 1:
+        return None
+    return _parts(x, at, list(sizes)) if sum(sizes) == x.size[at] else None
+
+
+@rule("unbind.int")
+def _unbind(x: Meta, dim: Any = 0) -> RuleResult:
+    at = _axis(x, dim)
+    if at is None or not x.plain or 0 in x.size:
+        return None
+    size, stride = x.size[:at] + x.size[at + 1 :], x.stride[:at] + x.stride[at + 1 :]
+    return [[(plain_meta(size, x.dtype, stride, x.offset + i * x.stride[at]), 0) for i in range(x.size[at])]]
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+def _reduced(x: Meta, dims: Any, keepdim: Any) -> Ints | None:
+    """The size of a reduction; None where it is not plain. No dimensions are all of them."""
+    if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and len(x.size) <= 64 and type(keepdim) is bool):
+        return None
+    if dims is None or (type(dims) in (list, tuple) and not dims):
+        places: list[int | None] = list(range(len(x.size)))
+    else:
+        places = [_axis(x, dim) for dim in (dims if type(dims) in (list, tuple) else [dims])]
+    if None in places or len(set(places)) != len(places):
+        return None
+    return tuple(1 if i in places else n for i, n in enumerate(x.size) if keepdim or i not in places)
+
+
+@rule("max.dim min.dim")
+def _extreme(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, [dim], keepdim) if x.size else None
+    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+
+
+@rule("median.dim nanmedian.dim mode")
+def _middle(x: Meta, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+    return _extreme(x, dim, keepdim) if x.dtype in FLOATS else None
+
+
+@rule("kthvalue")
+def _at_place(x: Meta, k: Any, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+    at = _axis(x, dim)
+    fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
+    return _extreme(x, dim, keepdim) if fits else None
+
+
+@rule("cummax cummin")
+def _extreme_so_far(x: Meta, dim: Any) -> RuleResult:
+    fits = whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None
+    return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
+
+
+@rule("logcumsumexp")
+def _logcumsumexp(x: Meta, dim: Any) -> RuleResult:
+    return [fresh(x.size, x.dtype)] if whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
+
+
+@rule("bucketize.Tensor")
+def _bucketize(x: Meta, bounds: Any, *, out_int32: bool = False, right: bool = False) -> RuleResult:
+    fits = whole(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
+    return [fresh(x.size, torch.int32 if out_int32 else torch.int64)] if fits else None
+
+
+@rule("multinomial")
+def _multinomial(x: Meta, count: Any, replacement: bool = False, **options: Any) -> RuleResult:
+    fits = whole(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
+    fits = fits and x.size[-1] <= 1 << 24
+    if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
+        return None
+    return [fresh((*x.size[:-1], count), torch.int64)]
+
+
+@rule("take")
+def _take(x: Meta, index: Any) -> RuleResult:
+    return [fresh(index.size, x.dtype)] if whole(x, index) and index.dtype is torch.int64 else None
+
+
+@rule("max min")
+def _extreme_of_all(x: Meta) -> RuleResult:
+    return [fresh((), x.dtype)] if whole(x) else None
+
+
+@rule("any all any.dim all.dim any.dims all.dims")
+def _truth(x: Meta, dim: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
+    return None if size is None else [fresh(size, torch.bool)]
+
+
+@rule("prod.dim_int")
+def _product(x: Meta, dim: Any, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+    size = _reduced(x, [dim], keepdim) if x.dtype in FLOATS and dtype is None else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("prod")
+def _product_of_all(x: Meta, *, dtype: Any = None) -> RuleResult:
+    return [fresh((), x.dtype)] if whole(x) and x.dtype in FLOATS and dtype is None else None
+
+
+@rule("var.correction std.correction")
+def _variance(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("var_mean.correction std_mean.correction")
+def _variance_and_mean(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
+    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
+
+
+@rule("aminmax")
+def _range(x: Meta, *, dim: Any = None, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, None if dim is None else [dim], keepdim) if x.size else None
+    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
+
+
+@rule("nansum")
+def _sum_of_numbers(x: Meta, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+@rule("count_nonzero count_nonzero.dim_IntList")
+def _count(x: Meta, dim: Any = None) -> RuleResult:
+    size = _reduced(x, dim, False)
+    return None if size is None else [fresh(size, torch.int64)]
+
+
+@rule("linalg_vector_norm")
+def _norm(x: Meta, order: Any = 2, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
+    return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
+
+
+@rule("logsumexp")
+def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
+    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dim else None
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+# --- like another one ------------------------------------------------------------------------------------------------
+
+
+@rule("new_zeros new_ones new_empty")
+def _new(x: Meta, size: Any, *, dtype: Any = None, layout: Any = None, **rest: Any) -> RuleResult:
+    chosen = x.dtype if dtype is None else dtype
+    fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and chosen in _DTYPES
+    return [fresh(tuple(size), chosen)] if fits and _integers(size) and min(size, default=0) >= 0 else None
+
+
+@rule("new_full")
+def _new_full(x: Meta, size: Any, value: Any, **options: Any) -> RuleResult:
+    return _new(x, size, **options) if type(value) in (int, float, bool) else None
+
+
+@rule("new_empty_strided")
+def _new_strided(x: Meta, size: Any, stride: Any, **options: Any) -> RuleResult:
+    found = _new(x, size, **options)
+    if found is None or not _integers(stride) or len(stride) != len(size) or min(stride, default=0) < 0:
+        return None
+    chosen = options.get("dtype")
+    return [(plain_meta(tuple(size), x.dtype if chosen is None else chosen, tuple(stride)), None)]
+
+
+@rule("index_add index_copy")
+def _index_add(x: Meta, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> RuleResult:
+    at = _axis(x, dim)
+    fits = at is not None and whole(x, index) and source.plain and index.dtype is torch.int64 and len(index.size) == 1
+    if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:
+        return None
+    return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
+
+
+@rule("mv")
+def _mv(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == 2 and len(b.size) == 1 and a.size[1] == b.size[0] and a.dtype is b.dtype
+    return [fresh(a.size[:1], a.dtype)] if fits and a.plain and b.plain and a.dtype in FLOATS else None
+
+
+@rule("dot vdot")
+def _dot(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 1 and a.size == b.size and a.dtype is b.dtype and a.plain and b.plain
+    return [fresh((), a.dtype)] if fits and a.dtype in FLOATS else None
+
+
+__all__ = ["RULES", "fresh", "suggests_row_major", "whole"]

@@ -1,0 +1,165 @@
+"""PyTorch's host side: pinned memory without CUDA, and `torch.accelerator`, which is us as soon as a device exists.
+
+Before that, both are as PyTorch has them without us: a program that imports skyproxy and never uses it must not notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.torch_api import sky_module, streams
+
+_keep: list[torch.library.Library] = []
+_other_accelerator = torch._C._accelerator_getAccelerator()
+"""This machine's own one; asked for before PyTorch knows our device, which it prefers to all others."""
+_NO_ACCELERATOR = "Cannot access accelerator device when none is available."
+
+
+# --- pinned memory ---------------------------------------------------------------------------------------------------
+
+
+def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    return "_sky_pinned" in vars(self.untyped_storage())
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy, as PyTorch makes one. Uploads read ordinary memory just as fast: the network is what takes time."""
+    if not DEVICES.existing():
+        raise RuntimeError(_NO_ACCELERATOR)
+    copy = self.clone(memory_format=torch.contiguous_format)
+    copy.untyped_storage()._sky_pinned = True  # type: ignore[attr-defined]
+    return copy
+
+
+def _install_pinning() -> None:
+    """PyTorch asks its accelerator for pinned memory, and would find us without an allocator for it.
+
+    With CUDA on this machine, memory is pinned for CUDA.
+    """
+    if torch.cuda.is_available():
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's kernel is replaced on purpose
+        library.impl("is_pinned", _is_pinned, "CPU", allow_override=True)
+        library.impl("_pin_memory", _pin_memory, "CPU", allow_override=True)
+    _keep.append(library)
+
+
+# --- torch.accelerator -----------------------------------------------------------------------------------------------
+
+
+def _accelerator() -> torch.device | None:
+    """Ours as soon as a device of ours exists, this machine's own before."""
+    return torch.device("sky") if DEVICES.existing() else _other_accelerator
+
+
+_OF_THE_OTHER = {
+    "_accelerator_deviceCount": "device_count",
+    "_accelerator_getDeviceIndex": "current_device",
+    "_accelerator_setDeviceIndex": "set_device",
+    "_accelerator_exchangeDevice": "_exchange_device",
+    "_accelerator_maybeExchangeDevice": "_maybe_exchange_device",
+    "_accelerator_synchronizeDevice": "synchronize",
+    "_accelerator_getStream": "current_stream",
+    "_accelerator_setStream": "set_stream",
+    "_accelerator_isAllocatorInitialized": "is_initialized",
+    "_accelerator_emptyCache": "empty_cache",
+    "_accelerator_getMemoryInfo": "mem_get_info",
+    "_accelerator_getDeviceStats": "memory_stats_as_nested_dict",
+    "_accelerator_resetAccumulatedStats": "reset_accumulated_memory_stats",
+    "_accelerator_resetPeakStats": "reset_peak_memory_stats",
+}
+"""What answers in the module of this machine's own accelerator: PyTorch itself would ask ours."""
+
+
+def _once_used(name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.accelerator` that is ours as soon as a device exists."""
+
+    @functools.wraps(ours)
+    def function(*args: Any) -> Any:
+        if DEVICES.existing():
+            return ours(*args)
+        if _other_accelerator is not None:
+            other = torch.get_device_module(_other_accelerator)
+            return getattr(other, _OF_THE_OTHER[name])(*args) if name in _OF_THE_OTHER else original(*args)
+        if name == "_accelerator_deviceCount":
+            return 0
+        raise RuntimeError(_NO_ACCELERATOR)
+
+    return function
+
+
+def _set_device_index(index: int) -> None:
+    DEVICES.current = index
+
+
+def _exchange_device(index: int) -> int:
+    """Makes a device the current one; the one before. A negative index changes nothing and gives -1, as for CUDA."""
+    if index < 0:
+        return -1
+    before, DEVICES.current = DEVICES.current, index
+    return before
+
+
+def _device_stats(index: int) -> dict[str, Any]:
+    """What `torch.accelerator.memory_stats` flattens."""
+    row = sky_module.memory_stats(index)
+    return {
+        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}
+        for kind in ("allocated", "reserved")
+    }
+
+
+def _capability(index: int) -> dict[str, Any]:
+    bits = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return {"supported_dtypes": {*bits, *floats, torch.complex64, torch.complex128}}
+
+
+_ACCELERATOR = {
+    "_accelerator_deviceCount": sky_module.device_count,
+    "_accelerator_getDeviceIndex": sky_module.current_device,
+    "_accelerator_setDeviceIndex": _set_device_index,
+    "_accelerator_exchangeDevice": _exchange_device,
+    "_accelerator_maybeExchangeDevice": _exchange_device,
+    "_accelerator_synchronizeDevice": sky_module.synchronize,
+    "_accelerator_getStream": streams.current_stream,
+    "_accelerator_setStream": streams.set_stream,
+    "_accelerator_getDeviceCapability": _capability,
+    "_accelerator_isAllocatorInitialized": sky_module.is_initialized,
+    "_accelerator_emptyCache": sky_module.empty_cache,
+    "_accelerator_emptyHostCache": lambda: None,
+    "_accelerator_getMemoryInfo": sky_module.mem_get_info,
+    "_accelerator_getDeviceStats": _device_stats,
+    "_accelerator_resetAccumulatedStats": lambda index: None,
+    "_accelerator_resetPeakStats": sky_module.reset_peak_memory_stats,
+}
+
+
+def install() -> None:
+    """Answers for pinned memory and `torch.accelerator`.
+
+    Raises:
+        ConfigurationError: this torch asks for them elsewhere.
+    """
+    accelerator = torch._C._accelerator_getAccelerator()
+    if accelerator.type != "sky":
+        raise ConfigurationError(f"torch takes {accelerator} for this machine's accelerator, not sky")
+    required = ("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice")
+    missing = [name for name in required if not hasattr(torch._C, name)]
+    if missing:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy replaces")
+    for name, function in _ACCELERATOR.items():
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, _once_used(name, function, getattr(torch._C, name)))
+    torch._C._accelerator_getAccelerator = _accelerator
+    torch._C._get_accelerator = lambda: _accelerator() or torch.device("cpu")
+    _install_pinning()

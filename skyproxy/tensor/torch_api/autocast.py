@@ -1,0 +1,284 @@
+"""`torch.autocast("sky")`: the casts that PyTorch makes for the device of the worker, by the same lists of ops.
+
+PyTorch has one list for CUDA and another one for the CPU, and which one counts is a matter of the tensors' own device.
+The casts are made above autograd, on the dispatch key that PyTorch keeps for this, so that gradients flow through them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.devices import DEVICES
+
+# One string a list, not a list of strings: so a line can be held against PyTorch's own.
+# ruff: noqa: SIM905
+# The names are those of ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, _FP32, _FP32_SET_OPT_DTYPE,
+# _DIFFERENT_REDISPATCH_SIGNATURE and _PROMOTE.
+LOWER_PRECISION = """
+_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+_scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+FULL_PRECISION = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+_upsample_bicubic2d_aa
+""".split()
+if torch.__version__.startswith("2.11."):
+    FULL_PRECISION.remove("rms_norm")  # there it is cast in pieces, by the ops that it consists of
+FULL_PRECISION_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+NORMS = {"norm.Scalar": ("norm.ScalarOpt_dtype", 2), "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", 4)}
+"""Ops that take the result's dtype in another overload only, after so many arguments."""
+PROMOTE = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+# Those of ATen/autocast_mode.cpp for the CPU, which is in no header; a test asks PyTorch's dispatcher.
+LOWER_PRECISION_ON_CPU = """
+conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input _convolution.deprecated bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul
+mkldnn_rnn_layer prelu scaled_dot_product_attention _native_multi_head_attention
+""".split()
+FULL_PRECISION_ON_CPU = """
+adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
+cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft
+fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler
+grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss
+linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float
+linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_matrix_sqrth linalg_qr linalg_solve linalg_svd
+linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve _lu_with_info margin_ranking_loss max_pool3d max_unpool2d
+max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile
+nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile
+quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss
+soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
+""".split()
+PROMOTE_ON_CPU = "cat index_copy stack".split()
+
+_KEY = "AutocastPrivateUse1"
+_after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastPrivateUse1)
+_below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_Without = torch._C._ExcludeDispatchKeyGuard
+_keep: list[torch.library.Library] = []
+
+
+class _Cache(threading.local):
+    """Weights that were cast already; for each, the weight itself (so that its id stays its own) and the cast."""
+
+    def __init__(self) -> None:
+        self.casts: dict[tuple[int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_cache = _Cache()
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == "sky"
+    )
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with each of its floating-point tensors in `dtype`, double precision excepted."""
+    if isinstance(value, list | tuple):
+        return [cast(item, dtype) for item in value]
+    if not _eligible(value) or value.dtype is dtype:
+        return value
+    if not (
+        value.requires_grad
+        and value.is_leaf
+        and value.dtype is torch.float32
+        and dtype is torch.get_autocast_dtype("sky")
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+    ):
+        return value.to(dtype)
+    # A cast made without gradients is no use to those who want one.
+    key = (id(value), torch.is_grad_enabled(), dtype)
+    known = _cache.casts.get(key)
+    if known is None:
+        known = _cache.casts[key] = (value, value.to(dtype))
+    return known[1]
+
+
+def kind_of_worker(values: Any) -> str:
+    """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "sky":
+                return str(DEVICES.of(value.device).place[0])
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            return kind_of_worker(value)
+    return "cuda"
+
+
+def _by_worker(op: Any, on_cuda: Callable[..., Any] | None, on_cpu: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The kernel of an op: that of its worker's list, or none, if the op is not in it."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = on_cpu if kind_of_worker((*args, *kwargs.values())) == "cpu" else on_cuda
+        if chosen is None:  # autocast goes on inside: the op may consist of others that are in the list
+            return op.redispatch(keys & _after, *args, **kwargs)
+        return chosen(*args, **kwargs)
+
+    return kernel
+
+
+def _lower(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("sky")
+        with _Without(_below):
+            named = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return op(*cast(args, dtype), **named)
+
+    return kernel
+
+
+def _full(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            named = {name: cast(value, torch.float32) for name, value in kwargs.items()}
+            return op(*cast(args, torch.float32), **named)
+
+    return kernel
+
+
+def _full_result(op: Any) -> Callable[..., Any]:
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            given = kwargs.get("dtype") if len(args) <= position else args[position]
+            if _eligible(args[0]) and given is None:
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _norm(op: Any, with_dtype: Any, count: int) -> Callable[..., Any]:
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            if not _eligible(args[0]):
+                return op(*args, **kwargs)
+            names = [argument.name for argument in op._schema.arguments]
+            whole = [*args, *(kwargs.get(name, defaults[i]) for i, name in enumerate(names) if i >= len(args))]
+            return with_dtype(*whole[:count], dtype=torch.float32)
+
+    return kernel
+
+
+def _promote(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _Without(_below):
+            dtype = lower = torch.get_autocast_dtype("sky")
+            for value in [*args, *kwargs.values()]:
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    # One after the other, as `at::autocast::prioritize`: behind full precision, any other is welcome.
+                    if _eligible(item) and dtype is not torch.float32:
+                        if item.dtype not in (torch.float32, lower):
+                            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+                        dtype = item.dtype
+            named = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return op(*cast(args, dtype), **named)
+
+    return kernel
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+        "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+        "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+        "safe to autocast."
+    )
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    except AttributeError:
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no aten::{name}, which skyproxy casts for autocast"
+        ) from None
+
+
+def _forms(*lists: tuple[list[str], Callable[[Any], Callable[..., Any]]]) -> dict[str, Callable[..., Any]]:
+    return {name: make(_overload(name)) for names, make in lists for name in names}
+
+
+def _forms_on_cuda() -> dict[str, Callable[..., Any]]:
+    """By op, what CUDA's autocast does."""
+    forms = _forms(
+        (LOWER_PRECISION, _lower),
+        (FULL_PRECISION, _full),
+        (FULL_PRECISION_RESULT, _full_result),
+        (PROMOTE, _promote),
+    )
+    forms.update({name: _norm(_overload(name), _overload(other), count) for name, (other, count) in NORMS.items()})
+    return {**forms, "binary_cross_entropy": _refuse}
+
+
+def _forms_on_cpu() -> dict[str, Callable[..., Any]]:
+    """By op, what the CPU's autocast does, as far as this version of PyTorch has the op in its list."""
+    has_kernel, known = torch._C._dispatch_has_kernel_for_dispatch_key, set(torch._C._dispatch_get_all_op_names())
+
+    def casts(op: str) -> bool:
+        return op in known and has_kernel(op, "AutocastCPU")
+
+    lists = [
+        ([name for name in names if casts(f"aten::{name}")], make)
+        for names, make in (
+            (LOWER_PRECISION_ON_CPU, _lower),
+            (FULL_PRECISION_ON_CPU, _full),
+            (PROMOTE_ON_CPU, _promote),
+        )
+    ]
+    return _forms(*lists)
+
+
+def install() -> None:
+    """Registers the casts, and a cache that is emptied where PyTorch empties its own.
+
+    Raises:
+        ConfigurationError: this torch lacks one of the ops.
+    """
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
+    library = torch.library.Library("aten", "IMPL")
+    on_cuda, on_cpu = _forms_on_cuda(), _forms_on_cpu()
+    for name in {**on_cuda, **on_cpu}:
+        kernel = _by_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
+        library.impl(name, kernel, _KEY, with_keyset=True)
+    _keep.extend((others, library))
+    if not hasattr(torch, "clear_autocast_cache"):
+        raise ConfigurationError(f"torch {torch.__version__} has no torch.clear_autocast_cache")
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        _cache.casts.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_autocast_cache

@@ -1,0 +1,132 @@
+"""Names that code written for `torch.cuda` expects: `torch.sky.amp`, `FloatTensor` and its like, `default_generators`,
+and `.sky()` and `.is_sky` of storages."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.generators import DefaultGenerator
+from skyproxy.tensor.torch_api import sky_module
+from skyproxy.torch_codec import DTYPE_NAMES
+
+_LEGACY_DTYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+
+
+class _TensorType(type):
+    """A legacy tensor type: `isinstance` looks at device and dtype, a call makes a tensor of sizes or of values."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.device.type == "sky" and instance.dtype is cls.dtype
+
+    def __call__(cls, *args: Any, device: Any = "sky") -> torch.Tensor:
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.as_tensor(args[0], dtype=cls.dtype, device=device)
+        sizes = args[0] if args and isinstance(args[0], torch.Size) else args
+        return torch.empty(*(sizes or (0,)), dtype=cls.dtype, device=device)
+
+
+class _DefaultGenerators:
+    """One default generator a device, by its number."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, DefaultGenerator] = {}
+
+    def __len__(self) -> int:
+        return sky_module.device_count()
+
+    def __getitem__(self, index: int) -> DefaultGenerator:
+        try:
+            number = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"there is no sky:{index}") from None
+        made = self._made.get(number)
+        if made is None or made.sky_device is not DEVICES.at(number):  # another session took its place
+            made = self._made[number] = DefaultGenerator(f"sky:{number}")
+        return made
+
+    def __iter__(self) -> Iterator[DefaultGenerator]:
+        return (self[index] for index in range(len(self)))
+
+
+def _amp() -> types.ModuleType:
+    """`torch.sky.amp`, in the shape of `torch.cuda.amp`."""
+
+    class autocast(torch.amp.autocast_mode.autocast):
+        """`torch.autocast("sky")`."""
+
+        def __init__(
+            self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+        ) -> None:
+            super().__init__("sky", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+
+    class GradScaler(torch.amp.GradScaler):
+        """`torch.amp.GradScaler("sky")`."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("sky", *args, **kwargs)
+
+    module = types.ModuleType("torch.sky.amp", "Automatic mixed precision on remote devices.")
+    module.__dict__.update(
+        autocast=autocast,
+        GradScaler=GradScaler,
+        custom_fwd=functools.partial(torch.amp.custom_fwd, device_type="sky"),
+        custom_bwd=functools.partial(torch.amp.custom_bwd, device_type="sky"),
+    )
+    return module
+
+
+def _is_sky(self: Any) -> bool:
+    """Whether the storage is on a remote device."""
+    return bool(self.device.type == "sky")
+
+
+def _untyped_to_sky(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:
+    """The storage itself if it is on that device, else a copy of its bytes there."""
+    target = DEVICES.of(device).torch_device
+    if self.device == target:
+        return self
+    source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)  # type: ignore[call-overload]
+    return source.to(target, non_blocking=non_blocking).untyped_storage()
+
+
+def _typed_to_sky(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """The storage itself if it is on that device, else a copy of its elements there."""
+    untyped = _untyped_to_sky(self._untyped_storage, device, non_blocking)
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=self.dtype, _internal=True)
+
+
+def install() -> None:
+    """Puts these names into `torch.sky` and onto PyTorch's storages."""
+    amp = _amp()
+    sys.modules["torch.sky.amp"] = amp
+    kinds = {
+        # The name with its module, which is what `Tensor.type` reads.
+        name: _TensorType(
+            f"torch.sky.{name}", (), {"dtype": dtype, "__doc__": f"Remote tensors of {DTYPE_NAMES[dtype]}."}
+        )
+        for name, dtype in _LEGACY_DTYPES.items()
+    }
+    sky_module.MODULE.__dict__.update(amp=amp, default_generators=_DefaultGenerators(), **kinds)
+    for storage, move in ((torch.storage._StorageBase, _untyped_to_sky), (torch.storage.TypedStorage, _typed_to_sky)):
+        storage.is_sky = property(_is_sky)
+        storage.sky = move

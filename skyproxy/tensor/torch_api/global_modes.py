@@ -1,0 +1,103 @@
+"""PyTorch's global modes, followed by the workers and by what is remembered of operations.
+
+The functions that set a mode are replaced by ones that tell the devices, in order with the operations around them; an
+operation itself never looks. They are replaced when the first device comes to exist, so that programs without one keep
+PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import shielded
+from skyproxy.protocol import commands
+from skyproxy.session.session import Session
+from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.torch_modes import MODES, Record, note_flush_denormal, record_of, values_in_force
+
+_lock = threading.RLock()
+_values: dict[str, Any] = {}
+"""The modes of this process, as far as the devices were told; empty before the first device."""
+
+
+def follow(devices: Iterable[SkyDevice]) -> None:
+    """Makes the modes of this process those of the devices, from this point of the program on."""
+    with _lock:
+        if not _values:
+            _install()
+        _values.update(values_in_force())
+        _tell(devices)
+
+
+def _tell(devices: Iterable[SkyDevice]) -> None:
+    record = record_of(_values)
+    late: dict[int, tuple[Session, list[SkyDevice]]] = {}
+    for device in devices:
+        if device.modes != record:
+            late.setdefault(id(device.session), (device.session, []))[1].append(device)
+    for session, group in late.values():
+        _switch(session, group, record)
+
+
+@shielded
+def _switch(session: Session, devices: list[SkyDevice], record: Record) -> None:
+    """Both or neither: the worker works under other modes, and what we remember belongs to them."""
+    # Straight into the stream, which never waits. If the worker is gone, whoever uses it next is told.
+    session.recorder.stream.extend((commands.DO, "set_modes", [dict(record)]))
+    for device in devices:
+        device.use_modes(record)
+
+
+def _followed(name: str, setter: Callable[..., Any]) -> Callable[..., Any]:
+    rows = [mode for mode in MODES.values() if name in mode.setters]
+
+    @functools.wraps(setter)
+    def set_and_follow(*args: Any, **kwargs: Any) -> Any:
+        result = setter(*args, **kwargs)
+        if name == "set_flush_denormal":
+            note_flush_denormal(bool(result) and bool(args[0] if args else kwargs["mode"]))
+        with _lock:
+            now = {mode.name: mode.read() for mode in rows}
+            if any(_values[key] != value for key, value in now.items()):
+                _values.update(now)
+                _tell(DEVICES.alive())
+        return result
+
+    return set_and_follow
+
+
+def _install() -> None:
+    """Replaces every function of PyTorch that sets a mode.
+
+    Raises:
+        ConfigurationError: this torch has not all of them.
+    """
+    names = dict.fromkeys(name for mode in MODES.values() for name in mode.setters)
+    missing = [name for name in names if not hasattr(torch._C, name)]
+    if missing:
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy follows")
+    followed: dict[int, Callable[..., Any]] = {}
+    for name in names:
+        original = getattr(torch._C, name)
+        followed[id(original)] = replacement = _followed(name, original)
+        setattr(torch._C, name, replacement)
+        if getattr(torch, name, None) is original:
+            setattr(torch, name, replacement)
+    # `torch.backends.cudnn.benchmark = True` and its like keep the functions that they call.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.backends"):
+            for attribute in vars(type(module)).values():
+                if isinstance(attribute, torch.backends.ContextProp):
+                    attribute.setter = followed.get(id(attribute.setter), attribute.setter)
+
+
+def install() -> None:
+    """Makes devices follow the modes of this process from their first moment on."""
+    DEVICES.on_new = follow

@@ -1,0 +1,248 @@
+"""Modules and optimizers: a parameter that moves to a worker stays the same object."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _foreach_utils
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import raised_by_handler
+from skyproxy.session.transfers import together
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.prefetching import reading_ahead
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.torch_api.tensor_methods import exchange
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
+_plain_apply: Any = None
+
+
+class _Move(threading.local):
+    """The outermost `Module._apply` on this thread.
+
+    Attributes:
+        function: what it does to each tensor; None if none is under way.
+        replaced: parameters that could not keep their identity, each with its old and new object, by the old one's id.
+    """
+
+    function: Crossing | None = None
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+_move = _Move()
+
+
+class Crossing:
+    """What `Module._apply` does to each tensor, and more for a parameter that changes sides.
+
+    A tensor of the CPU and one of a worker are of different classes, so PyTorch could not put the new values into the
+    old parameter and would make a new one, which an optimizer made before would never see. So the two are exchanged
+    here: the old object becomes the new parameter, and PyTorch finds that nothing is left to do.
+
+    Args:
+        function: makes the new tensor of an old one.
+        ready: new tensors that were made already, each with its old one, by the old one's id.
+    """
+
+    def __init__(self, function: _Function, ready: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
+        self._plain = function
+        self._ready = ready or {}
+
+    def function(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What becomes of a tensor."""
+        # Once only: a parameter that is met again is another tensor by then.
+        ready = self._ready.pop(id(tensor), None)
+        return ready[1] if ready is not None else self._plain(tensor)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if torch.nn.parameter.is_lazy(tensor):
+            return self._lazy(tensor)
+        result = self.function(tensor)
+        if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
+            return result
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        return tensor if parameter and self._exchange(tensor, result) else result
+
+    def _lazy(self, tensor: Any) -> torch.Tensor:
+        """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
+        example = self.function(torch.empty(0, dtype=tensor.data.dtype))
+        tensor.__dict__.pop("_sky_place", None)
+        if type(example) is not RemoteTensor:
+            return self.function(tensor)
+        tensor._sky_place = example.device
+        tensor.data = torch.empty(0, dtype=example.dtype)
+        return tensor  # type: ignore[no-any-return]
+
+    def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
+        gradient, parameter.grad = parameter.grad, None
+        try:
+            exchange(parameter, torch.nn.Parameter(result, parameter.requires_grad))
+        except RuntimeError as error:
+            parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
+            if raised_by_handler(error):
+                raise
+            return False
+        if gradient is not None:
+            moved = self.function(gradient)
+            parameter.grad = moved.requires_grad_(gradient.requires_grad)
+        return True
+
+
+def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply`, on which `to`, `half`, `cpu`, `to_empty` and the others stand."""
+    if isinstance(fn, Crossing):
+        return _apply_one(self, fn, recurse)
+    outermost = _move.function is None
+    if outermost and torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.parameters()):
+        # As PyTorch does on every device: parameters that move in inference mode stay trainable.
+        with torch.inference_mode(False), torch.no_grad():
+            return _apply(self, fn, recurse)
+    crossing = Crossing(fn)
+    if outermost:
+        _move.function, _move.replaced = crossing, {}
+    try:
+        if outermost:
+            crossing = Crossing(fn, _moved_ahead(self, fn, recurse))
+        return _apply_one(self, crossing, recurse)
+    finally:
+        if outermost:
+            _move.function, _move.replaced = None, {}
+
+
+def _travellers(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    """The module's own tensors that are remote, or travel on the bulk connection; tied ones come more than once."""
+    for part in module.modules() if recurse else (module,):
+        parameters = [value for value in part._parameters.values() if value is not None]
+        gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]
+        for tensor in (*parameters, *gradients, *part._buffers.values()):
+            plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.device.type == "cpu"
+            if not (plain or type(tensor) is RemoteTensor) or tensor.layout is not torch.strided:
+                continue
+            travels = type(tensor) is RemoteTensor or tensor.nbytes > SETTINGS.max_inline_bytes
+            if travels and (tensor.is_leaf or not tensor.requires_grad):
+                yield tensor
+
+
+def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors that `fn` moves to another device, moved at once and before the module changes.
+
+    So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was. Small ones
+    that are uploaded are left out, for they wait for nothing.
+    """
+    tensors = {id(tensor): tensor for tensor in _travellers(module, recurse)}
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    progress = together(f"{type(module).__name__} on its way", total, SETTINGS.show_progress)
+    with progress as group, reading_ahead(tensors.values()), torch.no_grad():
+        for key, tensor in tensors.items():
+            result = fn(tensor)
+            moved[key] = tensor, result
+            if result.device == tensor.device:
+                break  # it is no journey, or not for all
+            group.expected_bytes += result.nbytes - tensor.nbytes
+    return moved
+
+
+def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn.Module:
+    before = dict(module._parameters.items())
+    _plain_apply(module, fn, recurse)
+    if isinstance(module, torch.jit.ScriptModule):
+        # Its parameters are held by C++, which does not see that an object has become another tensor.
+        for name, parameter in before.items():
+            module._parameters[name] = parameter
+        return module
+    replaced = _move.replaced
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            # The old object is kept too: its id must not be given to another one meanwhile.
+            known = replaced.setdefault(id(old), (old, new))
+            module._parameters[name] = known[1]  # tied weights stay tied
+    return module
+
+
+# --- DataParallel ----------------------------------------------------------------------------------------------------
+
+_plain_parallel: Any = None
+
+
+@functools.wraps(torch.nn.DataParallel.__init__)
+def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Where we are the accelerator, `DataParallel` hands its input to the module: workers share no memory."""
+    if torch._utils._get_available_device_type() != "sky":
+        _plain_parallel(self, module, device_ids, *args, **kwargs)
+        return
+    torch.nn.Module.__init__(self)
+    self.module, self.device_ids = module, []
+    places = DEVICES.existing() if device_ids is None else device_ids
+    if len(places) > 1 and any(isinstance(p, RemoteTensor) for p in module.parameters()):
+        warnings.warn(
+            "DataParallel does not split batches over sky devices: the module runs where its parameters are. To use "
+            "several workers, see skyproxy.Compute.",
+            stacklevel=2,
+        )
+
+
+# --- lazy modules ----------------------------------------------------------------------------------------------------
+
+_Uninitialized = torch.nn.parameter.UninitializedTensorMixin
+_plain_materialize = _Uninitialized.materialize
+
+
+def _materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+    """Until it knows its shape, a parameter for a worker stays here, and its class can say that it is lazy."""
+    place = torch.device(device) if device is not None else self.__dict__.pop("_sky_place", self.data.device)
+    if place.type != "sky":
+        _plain_materialize(self, shape, device, dtype)
+        return
+    _plain_materialize(self, 0, torch.device("cpu"), dtype)
+    self.data = torch.empty(shape, device=place, dtype=self.dtype)
+
+
+def _born_lazy(plain_new: Any) -> Any:
+    signature = inspect.signature(plain_new)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(cls, *args, **kwargs)
+        device = call.arguments.get("device")
+        place = torch.device(device) if device is not None else torch.get_default_device()
+        if place.type == "sky":
+            call.arguments["device"] = torch.device("cpu")
+        tensor = plain_new(*call.args, **call.kwargs)
+        if place.type == "sky":
+            tensor._sky_place = place
+        return tensor
+
+    return staticmethod(new)
+
+
+def install() -> None:
+    """Replaces `Module._apply`, and lets optimizers use their fused and foreach kernels on remote tensors.
+
+    Raises:
+        ConfigurationError: this torch lacks one of the places to do so.
+    """
+    global _plain_apply, _plain_parallel
+    lists = [getattr(place, "_foreach_supported_types", None) for place in (optimizer_module, _foreach_utils)]
+    if None in lists or not hasattr(torch.nn.Module, "_apply"):
+        raise ConfigurationError(f"torch {torch.__version__} lacks Module._apply or _foreach_supported_types")
+    for kinds in lists:
+        if RemoteTensor not in kinds:
+            kinds.append(RemoteTensor)
+    if torch.nn.Module._apply is not _apply:
+        _plain_apply = torch.nn.Module._apply
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+        _plain_parallel = torch.nn.DataParallel.__init__
+        torch.nn.DataParallel.__init__ = _init_parallel  # type: ignore[method-assign]
+        _Uninitialized.materialize = _materialize  # type: ignore[method-assign]
+        for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+            kind.__new__ = _born_lazy(kind.__new__)  # type: ignore[method-assign]

@@ -1,0 +1,98 @@
+"""Makes PyTorch know the `sky` device: the only place that touches its registration machinery.
+
+PyTorch's Python backend API (`torch.utils.backend_registration`) is private; each use of it that may change is in this
+package, and what is missing is reported here, when the device is registered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from skyproxy import torch_versions
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.dispatch.factories import create
+from skyproxy.tensor.dispatch.op_info import Plan, is_divided, plan_of
+from skyproxy.tensor.dispatch.recording import dispatch, record
+from skyproxy.tensor.torch_api.autograd import Guard, Hooks
+
+_NATIVE = frozenset({"aten::detach"})
+"""Ops left to PyTorch's own kernel: inside fake tensors of our device it makes tensors that no Python may have seen."""
+_library: torch.library.Library | None = None
+_dispatch_key = "PrivateUse1"
+
+
+def register(module: Any) -> None:
+    """Register the device, its module (`torch.sky`) and a kernel for every op.
+
+    Warns of a torch that was never tried: most of what is private there stays from one version to the next.
+
+    Raises:
+        ConfigurationError: if this torch lacks what the device stands on, or another backend took its only place.
+    """
+    from torch.utils import backend_registration
+
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is None:
+        raise ConfigurationError(
+            f"torch {torch.__version__} cannot have a device that is written in Python "
+            "(torch.utils.backend_registration._setup_privateuseone_for_python_backend is missing). skyproxy was tried "
+            f"on torch {torch_versions.TRIED}."
+        )
+    if (caution := torch_versions.caution(torch.__version__)) is not None:
+        warnings.warn(caution, stacklevel=2)
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "sky"):
+        raise ConfigurationError(
+            f"the backend {name!r} already uses PyTorch's one place for out-of-tree devices in this process. "
+            "Import skyproxy in a process without it."
+        )
+    setup("sky", backend_module=module, hook=Hooks(), device_guard=Guard())
+    _register_kernels()
+
+
+def _register_kernels() -> None:
+    """A kernel for every aten op, and a fallback for the rest.
+
+    A fallback alone breaks whenever a mode is on the stack, or the Python key is excluded: `torch.tensor(...,
+    device="sky")`, `new_tensor`, lists of remote tensors. About 2,400 ops, 0.1 s, once.
+    """
+    global _library
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(lambda op, *args, **kwargs: dispatch(op, args, kwargs), _dispatch_key)
+    library = torch.library.Library("aten", "IMPL")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::"):
+            continue
+        if is_divided(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
+            continue
+        library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
+    _library = library
+    _keep.append(fallback)
+
+
+_keep: list[Any] = []
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """A kernel for the op of this name that records it."""
+    packet_name, _, overload_name = name[len("aten::") :].partition(".")
+    plans: list[Plan] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not plans:
+            plans.append(plan_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
+        plan = plans[0]
+        return create(plan, plan.func, args, kwargs) if plan.creates else record(plan, plan.func, args, kwargs)
+
+    return run
+
+
+def library() -> torch.library.Library:
+    """Where further kernels for aten ops are registered."""
+    assert _library is not None
+    return _library

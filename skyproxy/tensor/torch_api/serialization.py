@@ -1,0 +1,237 @@
+"""Saving, loading and copying remote tensors, in PyTorch's own formats: files that anyone can read without skyproxy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import _utils
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.prefetching import READER, reading_ahead
+from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
+from skyproxy.tensor.core.storage import SkyStorage, memory_of, storage_from_bytes, view_of
+
+_PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
+_compressed = (torch.sparse_csr, torch.sparse_bsr)
+
+
+# --- torch.save and torch.load ---------------------------------------------------------------------------------------
+
+
+def _tag(storage: Any) -> str | None:
+    if not isinstance(storage, SkyStorage):
+        return None
+    if READER.ahead is not None:
+        READER.ahead.add_storage(storage)  # asked for once everything is pickled
+    return str(storage.device)
+
+
+def _saving(save: Any) -> Any:
+    """`torch.save`, whose storages come in blocks."""
+
+    @functools.wraps(save)
+    def save_in_blocks(*args: Any, **kwargs: Any) -> None:
+        with reading_ahead():
+            save(*args, **kwargs)
+
+    return save_in_blocks
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """A storage from a file, on the device that `location` ("sky:1") names; uploaded once, whatever shares it."""
+    if not location.startswith("sky"):
+        return None
+    try:
+        device = DEVICES.of(location)
+    except ConfigurationError as error:
+        raise RuntimeError(
+            f"Attempting to deserialize object on {location}, which does not exist here: {error} Or use torch.load "
+            "with map_location to map your storages to an existing device."
+        ) from error
+    if isinstance(storage, SkyStorage):
+        return storage
+    return storage_from_bytes(storage, device, uninitialized=getattr(storage, "_torch_load_uninitialized", False))
+
+
+def _is_storage(obj: Any) -> bool:
+    return isinstance(obj, SkyStorage) or type(obj) in torch._storage_classes
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+
+
+def _reduce_ex(self: RemoteTensor, protocol: int) -> Any:
+    """As PyTorch writes a tensor of any other device; nothing in it names skyproxy but the location "sky:1"."""
+    state = _attributes(self)
+    if isinstance(self, torch.nn.Parameter):
+        arguments = (self.data, self.requires_grad, OrderedDict())
+        if state:
+            return _utils._rebuild_parameter_with_state, (*arguments, state)
+        return _utils._rebuild_parameter, arguments
+    rebuild, parts = _reduce_sparse(self) if self.layout is not torch.strided else _reduce_strided(self)
+    if state:
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, parts, state)
+    return rebuild, parts
+
+
+def _reduce_strided(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    bits = {name: True for name, is_set in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if is_set}
+    metadata = (bits,) if bits else ()
+    storage = tensor.untyped_storage()
+    place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict())
+    if tensor.dtype in torch.storage._new_dtypes():
+        return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype, *metadata)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
+    return _utils._rebuild_tensor_v2, (typed, *place, *metadata)
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
+        return _utils._rebuild_sparse_tensor, (tensor.layout, parts)
+    by_rows = tensor.layout in _compressed
+    outer = tensor.crow_indices() if by_rows else tensor.ccol_indices()
+    inner = tensor.col_indices() if by_rows else tensor.row_indices()
+    return _utils._rebuild_sparse_tensor, (tensor.layout, (outer, inner, tensor.values(), tensor.size()))
+
+
+def _set_tensor_metadata(tensor: torch.Tensor, metadata: dict[str, bool]) -> None:
+    """A file's conjugate and negative bits: for a remote tensor the worker must know of them."""
+    if type(tensor) is not RemoteTensor:
+        torch._C._set_tensor_metadata(tensor, metadata)  # type: ignore[attr-defined]
+        return
+    with torch.no_grad():
+        if metadata.get("conj"):
+            adopt(tensor, tensor.conj()._sky)  # type: ignore[attr-defined]
+        if metadata.get("neg"):
+            adopt(tensor, tensor._neg_view()._sky)  # type: ignore[attr-defined]
+
+
+# --- copy.deepcopy ---------------------------------------------------------------------------------------------------
+
+
+def _deepcopy_storage(self: SkyStorage, memo: dict[Any, Any]) -> SkyStorage:
+    copies = memo.setdefault("torch", {})
+    if self._cdata not in copies:
+        copies[self._cdata] = self.clone()
+    result: SkyStorage = copies[self._cdata]
+    return result
+
+
+def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
+    if not self.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+            "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
+            "see https://github.com/pytorch/pytorch/pull/103001"
+        )
+    if id(self) in memo:
+        known: RemoteTensor = memo[id(self)]
+        return known
+    with torch.no_grad():
+        result = _copied(self.detach(), memo)  # type: ignore[arg-type]
+        result.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            result._is_param = True
+        if self.grad is not None:
+            result.grad = self.grad.__deepcopy__(memo)
+        result.__dict__.update(copy.deepcopy(_attributes(self), memo))
+    memo[id(self)] = result
+    return result
+
+
+def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
+    """A copy; tensors that share memory share it in the copy too."""
+    meta: Meta = tensor._sky.meta
+    if meta.layout is not torch.strided:
+        return tensor.clone()  # type: ignore[return-value]
+    memory, copies = memory_of(tensor._sky), memo.setdefault("torch", {})
+    if memory.key not in copies and meta.plain and tensor.numel() * meta.dtype.itemsize == memory.byte_count:
+        result = tensor.clone()
+        if result.stride() == tensor.stride():  # the common case, a whole storage: one op
+            copies[memory.key] = result.untyped_storage()
+            return result  # type: ignore[return-value]
+    storage = _deepcopy_storage(tensor.untyped_storage(), memo)  # type: ignore[arg-type]
+    fresh: Any = view_of(storage._root, plain_meta(meta.size, meta.dtype, meta.stride, meta.offset))
+    # As PyTorch copies: the values without the bits, which ends the sharing.
+    if meta.conjugate:
+        fresh = fresh.conj_physical()
+    return fresh.neg() if meta.negative else fresh  # type: ignore[no-any-return]
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _opening(plain: Any) -> Any:
+    """`safetensors.safe_open` knows devices by a list of names that ours is not in, or by the accelerator's number."""
+
+    @functools.wraps(plain, updated=())
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        if isinstance(device, str | torch.device) and str(device).partition(":")[0] == "sky":
+            device = DEVICES.of(device).index
+        return plain(filename, framework, device, **options)
+
+    return safe_open
+
+
+def _patch_safetensors() -> None:
+    try:
+        import safetensors.torch
+    except ImportError:
+        return
+    plain = safetensors.safe_open
+    opening = _opening(plain)
+    _replace_everywhere("safe_open", plain, opening)
+    for name in ("save", "save_file"):
+        plain = getattr(safetensors.torch, name)
+        _replace_everywhere(name, plain, _saving_tensors(plain))
+
+
+def _saving_tensors(save: Any) -> Any:
+    """What writes a dict of tensors, which come in blocks."""
+
+    @functools.wraps(save)
+    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        with reading_ahead(tensors.values()):
+            return save(tensors, *args, **kwargs)
+
+    return save_in_blocks
+
+
+def _replace_everywhere(name: str, plain: Any, ours: Any) -> None:
+    """Those who import a function later take it from its package; some have taken it before."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is plain:
+            setattr(module, name, ours)
+
+
+def install() -> None:
+    """Teaches PyTorch to save, load and copy remote tensors.
+
+    Raises:
+        ConfigurationError: this torch writes tensors in another way.
+    """
+    needed = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "set_tensor_metadata")
+    missing = [name for name in needed if not hasattr(_utils, name)]
+    if missing or not hasattr(torch._C, "_set_tensor_metadata") or not hasattr(torch, "_storage_classes"):
+        raise ConfigurationError(f"torch {torch.__version__} has no torch._utils.{missing}, which skyproxy uses")
+    torch.serialization.register_package(_PRIORITY, _tag, _restore)  # type: ignore[no-untyped-call]
+    RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
+    RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+    SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
+    # PyTorch finds the storages to save by this function, and writes down the name that their class has in torch.
+    torch.is_storage = _is_storage  # type: ignore[assignment]
+    SkyStorage.__module__ = "torch.storage"
+    SkyStorage.__name__ = SkyStorage.__qualname__ = "UntypedStorage"
+    _utils.set_tensor_metadata = _set_tensor_metadata
+    _replace_everywhere("save", torch.serialization.save, _saving(torch.serialization.save))
+    _patch_safetensors()

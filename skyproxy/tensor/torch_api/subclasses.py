@@ -1,0 +1,122 @@
+"""Remote tensors of the user's own classes: `as_subclass`, and what `torch.Tensor._make_subclass` makes.
+
+A tensor has one Python class, and that of remote tensors is taken. So for each class of the user's there is one that is
+both, made when it is first wanted. The user's `__torch_function__` sees its own class, never ours; below it, for the
+time of one operation, such a tensor is a plain remote tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor
+
+_disabled = torch._C._disabled_torch_function_impl
+_make_plain_subclass = torch.Tensor._make_subclass
+_joined: dict[type[Any], type[Any]] = {}
+
+
+class RemoteSubclass(RemoteTensor):
+    """What the classes made here have in common.
+
+    Attributes:
+        local_class: the user's class.
+    """
+
+    local_class: type[Any]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found: list[tuple[Any, type[Any]]] = []
+        for a in (*args, *(kwargs or {}).values()):
+            for item in a if isinstance(a, list | tuple) else (a,):
+                if isinstance(item, RemoteSubclass):
+                    found.append((item, type(item)))
+        try:
+            for item, _ in found:
+                item.__class__ = RemoteTensor
+            return RemoteTensor.__torch_dispatch__(func, (RemoteTensor,), args, kwargs or {})
+        finally:
+            for item, kind in found:
+                item.__class__ = kind
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
+        rebuild, parts = as_plain(self).__reduce_ex__(protocol)
+        return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, state)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        if id(self) not in memo:
+            copied = RemoteTensor.__deepcopy__(self, memo)
+            copied.__class__ = type(self)
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+def joined_class(cls: type[Any]) -> type[Any]:
+    """The class of remote tensors that are of a class of the user's.
+
+    Raises:
+        TypeError: that class handles operations itself, or stores what a tensor has no room for.
+    """
+    if cls in _joined:
+        return _joined[cls]
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"a remote tensor cannot be a {cls.__name__}, which has its own __torch_dispatch__")
+
+    def torch_function(unused: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        local = tuple(kind.local_class if issubclass(kind, RemoteSubclass) else kind for kind in types)
+        return cls.__torch_function__(func, local, args, kwargs or {})
+
+    of_class = cls.__torch_function__
+    members = {
+        "__torch_function__": of_class if of_class is _disabled else classmethod(torch_function),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "local_class": cls,
+    }
+    made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)
+    return _joined.setdefault(cls, made)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same remote tensor as one of no class of the user's; shares its history."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.alias.default(tensor)
+
+
+def as_subclass(self: torch.Tensor, cls: type[Any]) -> Any:
+    """`Tensor.as_subclass` of a remote tensor."""
+    if issubclass(cls, RemoteSubclass):
+        cls = cls.local_class
+    result = as_plain(self)
+    if cls is not torch.Tensor and cls is not RemoteTensor:
+        result.__class__ = joined_class(cls)
+    return result
+
+
+def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> Any:
+    """`torch.Tensor._make_subclass`, also of remote tensors. Named as in Dynamo's stand-in, which compares."""
+    requires_grad = kwargs.pop("require_grad", requires_grad)
+    if not isinstance(data, RemoteTensor):
+        return _make_plain_subclass(cls, data, requires_grad, **kwargs)
+    if any(kwargs.values()):
+        raise NotImplementedError(f"a remote tensor takes no {', '.join(kwargs)} in torch.Tensor._make_subclass")
+    with torch.no_grad():
+        made = as_subclass(as_plain(data).detach(), cls)
+    return made.requires_grad_(requires_grad)
+
+
+def install() -> None:
+    """Lets remote tensors be of the user's classes.
+
+    Raises:
+        ConfigurationError: this torch's tensors have no subclasses as skyproxy knows them.
+    """
+    if not hasattr(torch.Tensor, "as_subclass") or not hasattr(torch._tensor, "_rebuild_from_type_v2"):
+        raise ConfigurationError(f"torch {torch.__version__} makes subclasses in another way than skyproxy knows")
+    RemoteTensor.as_subclass = as_subclass  # type: ignore[method-assign,assignment]
+    torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,210 @@
+"""What asks for a remote tensor's values: printing, numbers, numpy; and `.data`. Each waits once, or says why not."""
+
+from __future__ import annotations
+
+import functools
+import html
+from typing import Any, NoReturn
+
+import torch
+from torch import _tensor_str
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, TensorBase, adopt
+from skyproxy.tensor.core.transfers import download
+
+_REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
+# By the size of an element: dtypes that every device can join and cut, for those that not every device can.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def edges(tensor: torch.Tensor, edge_items: int) -> torch.Tensor:
+    """What of a large tensor is printed: the first and last items of each dimension, and one between them.
+
+    The one between stands for the rest: with it, PyTorch's formatter sees that there is more than it prints.
+    """
+    dtype = tensor.dtype
+    tensor = tensor.resolve_conj().resolve_neg()
+    if dtype.itemsize in _BITS and not dtype.is_complex:
+        tensor = tensor.view(_BITS[dtype.itemsize])
+    for dim, size in enumerate(tensor.shape):
+        if size > 2 * edge_items + 1:
+            ends = (tensor.narrow(dim, 0, edge_items + 1), tensor.narrow(dim, size - edge_items, edge_items))
+            tensor = torch.cat(ends, dim)
+    return tensor.view(dtype)
+
+
+def _contents(tensor: RemoteTensor, indent: int) -> str:
+    """The numbers of a strided tensor as PyTorch prints them. One round trip."""
+    options = _tensor_str.PRINT_OPTS
+    if tensor.numel() <= options.threshold:
+        return str(_tensor_str._tensor_str(download(tensor), indent))
+    values = download(edges(tensor, options.edgeitems))  # type: ignore[arg-type]
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+        values = values.half()
+    parts = (values.real, values.imag) if values.dtype.is_complex else (values,)
+    # The formatters must not see the items that stand for the rest.
+    formatters = [_tensor_str._Formatter(_tensor_str.get_summarized_data(part)) for part in parts]
+    return str(_tensor_str._tensor_str_with_formatter(values, indent, True, *formatters))
+
+
+def _sparse_contents(tensor: RemoteTensor) -> str:
+    """The parts of a sparse tensor as PyTorch prints them, up to the first word on the whole."""
+    text = str(_tensor_str._str(download(tensor)))
+    return text[len("tensor(") : text.rindex("size=(")].rstrip(", \n")
+
+
+def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
+    """Looks as PyTorch prints a tensor of any other device."""
+    if tensor_contents is None and (self.numel() or self.layout is not torch.strided):
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            values: Any = self.detach()
+            strided = self.layout is torch.strided
+            name = "tensor" if type(self) is RemoteTensor else type(self).__name__
+            tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
+    text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
+    if type(self) is not RemoteTensor:
+        return text
+    # PyTorch names a subclass it does not know by its class; this one is no class of the user's.
+    name = f"{type(self).__name__}("
+    if text.startswith(f"Parameter({name}"):
+        return "Parameter containing:\ntensor(" + text[len(f"Parameter({name}") : -1]
+    return "tensor(" + text[len(name) :] if text.startswith(name) else text
+
+
+def _mimebundle(self: RemoteTensor, **unused: Any) -> dict[str, str]:
+    """What Jupyter shows: both forms of one answer, so that a cell's last line fetches once."""
+    text = repr(self)
+    device = self._sky.device
+    place = f"{self.device}, {device.worker_device} of {device.row.get('name', 'a worker')}"
+    title = f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {place}"
+    return {
+        "text/plain": text,
+        "text/html": f"<div><code>{html.escape(title)}</code><pre>{html.escape(text)}</pre></div>",
+    }
+
+
+def _format(self: RemoteTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+# --- numbers and arrays ----------------------------------------------------------------------------------------------
+
+
+def _tolist(self: RemoteTensor) -> Any:
+    return self.detach().cpu().tolist()
+
+
+def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
+    if not force:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+    return self.detach().cpu().numpy(force=True)
+
+
+def _no_dlpack(self: RemoteTensor, **unused: Any) -> NoReturn:
+    raise BufferError(
+        f"a tensor on {self.device} lives on another machine and cannot be shared by DLPack. Copy it first: x.cpu()"
+    )
+
+
+def _guarded(export: Any) -> Any:
+    """PyTorch's own exporter does not ask the tensor, and would hand out an address that is none."""
+
+    @functools.wraps(export)
+    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is RemoteTensor:
+            _no_dlpack(tensor)
+        return export(tensor, *args, **kwargs)
+
+    return to_dlpack
+
+
+# --- .data -----------------------------------------------------------------------------------------------------------
+
+
+def _get_data(self: torch.Tensor) -> torch.Tensor:
+    return TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+    """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
+    if type(value) is RemoteTensor and type(self) is RemoteTensor:
+        # An alias of its own: what changes the shape of q in place later on is not to change p's.
+        adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
+    elif type(value) is RemoteTensor or type(self) is RemoteTensor:
+        _move_data(self, value)
+    else:
+        TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _move_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else None
+    with torch.no_grad():
+        fresh = value.detach()
+        fresh = kind(fresh, tensor.requires_grad) if kind else fresh.requires_grad_(tensor.requires_grad)
+    gradient, tensor.grad = tensor.grad, None
+    exchange(tensor, fresh)
+    if gradient is not None:
+        # PyTorch lets a gradient stay on the old device here; a tensor of another class cannot hold it.
+        tensor.grad = gradient.to(tensor.device)
+
+
+def _poison(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "this graph was made before its parameter moved to another device, so its gradient has nowhere to go. Run "
+        "backward before the move, or forward again after it."
+    )
+
+
+def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Makes `tensor` what `fresh` is, class and all; it stays the same Python object, with its attributes and hooks.
+
+    Like `torch.utils.swap_tensors`, which also wants that nobody else holds either of the two. Here those who hold the
+    Python object (optimizers, weak references) get the new values, and a graph that saved the tensor keeps the old.
+
+    Raises:
+        RuntimeError: C++ watches one of them by a weak reference.
+    """
+    if tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # those are in no graph
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
+    attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+    hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, fresh)  # type: ignore[attr-defined]
+    tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__
+    tensor.__dict__, fresh.__dict__ = fresh.__dict__, tensor.__dict__
+    tensor.__dict__.update(attributes)
+    if hooks:
+        tensor._backward_hooks = hooks
+    if late_hooks:
+        tensor._post_accumulate_grad_hooks = late_hooks
+
+
+def install() -> None:
+    """Gives remote tensors the methods above, and every tensor a `.data` that can move it to a worker.
+
+    Raises:
+        ConfigurationError: this torch prints tensors in another way.
+    """
+    missing = [name for name in _REPR_PARTS if not hasattr(_tensor_str, name)]
+    if missing:
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no torch._tensor_str.{missing[0]}, which skyproxy uses"
+        )
+    if not hasattr(TensorBase, "data") or not hasattr(torch._C, "_swap_tensor_impl"):
+        raise ConfigurationError(f"torch {torch.__version__} cannot exchange tensors, which Module.to needs")
+    RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
+    RemoteTensor._repr_mimebundle_ = _mimebundle
+    RemoteTensor.__format__ = _format  # type: ignore[method-assign]
+    RemoteTensor.tolist = _tolist  # type: ignore[method-assign]
+    RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]
+    RemoteTensor.__dlpack_c_exchange_api__ = None
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = torch._C._to_dlpack = _guarded(torch._C._to_dlpack)
+    torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[assignment]

@@ -1,0 +1,202 @@
+"""Many values that are asked for in a known order cost a wait for a block of them, and are never old."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from skyproxy.tensor.core.prefetching import READER, reading_ahead
+
+LAYERS = 60
+
+
+def round_trips(action: Callable[[], object]) -> int:
+    before: int = torch.sky.stats()["round_trips"]  # type: ignore[attr-defined]
+    action()
+    return torch.sky.stats()["round_trips"] - before  # type: ignore[attr-defined,no-any-return]
+
+
+def model(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(LAYERS // 2)]
+    return nn.Sequential(*layers)
+
+
+def test_a_module_comes_back_in_blocks(sky1: str) -> None:
+    local = model()
+    remote = copy.deepcopy(local).to(sky1)
+    tensors = len(local.state_dict())
+    assert tensors > 200
+    assert round_trips(remote.cpu) <= tensors // 64 + 2
+    for ours, theirs in zip(remote.state_dict().values(), local.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_module_goes_to_another_worker_in_blocks(sky: str, sky1: str) -> None:
+    local = model()
+    remote = copy.deepcopy(local).to(sky)
+    tensors = len(local.state_dict())
+    assert round_trips(lambda: remote.to(sky1)) <= tensors // 64 + 2
+    for ours, theirs in zip(remote.state_dict().values(), local.state_dict().values(), strict=True):
+        assert ours.device == torch.device(sky1)
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_a_checkpoint_is_saved_in_blocks(sky1: str) -> None:
+    remote = model().to(sky1)
+    optimizer = torch.optim.AdamW(remote.parameters())
+    remote(torch.randn(3, 4, device=sky1)).sum().backward()
+    optimizer.step()
+    state = {"model": remote.state_dict(), "optimizer": optimizer.state_dict()}
+    file = io.BytesIO()
+    assert round_trips(lambda: torch.save(state, file)) <= 12
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    for name, value in remote.state_dict().items():
+        assert torch.equal(loaded["model"][name], value.cpu()), name
+    for number, moments in optimizer.state_dict()["state"].items():
+        assert torch.equal(loaded["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"].cpu())
+
+
+def test_safetensors_are_written_in_blocks(sky1: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = model().to(sky1).state_dict()
+    assert round_trips(lambda: safetensors.save_file(state, tmp_path / "file")) <= len(state) // 64 + 2
+    loaded = safetensors.load_file(tmp_path / "file")
+    assert all(torch.equal(loaded[name], value.cpu()) for name, value in state.items())
+
+
+def test_large_tensors_come_in_blocks_that_fit_into_memory(sky1: str) -> None:
+    values = [torch.full((1 << 18,), float(i), device=sky1) for i in range(20)]
+    found: list[torch.Tensor] = []
+
+    def fetch() -> None:
+        with reading_ahead(values):
+            found.extend(value.cpu() for value in values)
+
+    assert round_trips(fetch) <= 2
+    assert [value[0].item() for value in found] == list(range(20))
+    assert all(value.min() == value.max() for value in found)
+
+
+def test_what_an_operation_may_have_changed_is_asked_for_anew(sky1: str) -> None:
+    values = [torch.zeros(2, device=sky1) for _ in range(6)]
+    found = []
+    with reading_ahead(values):
+        for value in values:
+            value.add_(1)
+            found.append(value.cpu().tolist())
+    assert found == [[1, 1]] * 6
+
+
+def test_a_function_of_ones_own_that_changes_before_it_moves_sees_its_changes(sky1: str) -> None:
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]).to(sky1)
+    module._apply(lambda tensor: tensor.detach().zero_().cpu())
+    assert all(torch.count_nonzero(p) == 0 for p in module.parameters())
+
+
+def test_tensors_in_another_order_and_others_are_right_too(sky1: str) -> None:
+    values = [torch.full((2,), float(i), device=sky1) for i in range(8)]
+    other = torch.full((2,), 99.0, device=sky1)
+    with reading_ahead(values):
+        found = [value.cpu()[0].item() for value in (values[5], other, values[0], values[5], *reversed(values))]
+    assert found == [5, 99, 0, 5, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_an_error_reaches_the_one_who_asks_for_its_tensor(sky1: str) -> None:
+    good = [torch.ones(2, device=sky1) for _ in range(3)]
+    bad = torch.ones(3, device=sky1)[torch.tensor([7], device=sky1)]
+    with reading_ahead([*good, bad]):
+        assert [value.cpu().tolist() for value in good] == [[1, 1]] * 3
+        with pytest.raises(IndexError):
+            bad.cpu()
+    assert READER.ahead is None
+
+
+def test_nothing_is_asked_for_before_the_first(sky1: str) -> None:
+    value = torch.ones(2, device=sky1)
+    before = torch.sky.stats()["bytes_received"]  # type: ignore[attr-defined]
+    with reading_ahead([value, None, torch.ones(2), value.to_sparse()]):
+        pass
+    assert torch.sky.stats()["bytes_received"] - before < 4096  # type: ignore[attr-defined]
+
+
+LOOPS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "comprehension": lambda m: {name: v.cpu() for name, v in m.state_dict().items()},
+    "clones": lambda m: {name: v.detach().cpu().clone() for name, v in m.state_dict().items()},
+    "to": lambda m: {name: v.to("cpu") for name, v in m.state_dict().items()},
+    "numpy": lambda m: {name: torch.as_tensor(v.cpu().numpy()) for name, v in m.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_a_state_dict_comes_in_blocks(loop: str, sky1: str) -> None:
+    local = model()
+    remote = copy.deepcopy(local).to(sky1)
+    found: dict[str, torch.Tensor] = {}
+    assert round_trips(lambda: found.update(LOOPS[loop](remote))) <= len(local.state_dict()) // 32 + 10
+    for name, value in local.state_dict().items():
+        assert torch.equal(found[name], value)
+
+
+def test_what_a_loop_changes_on_the_way_is_seen(sky: str) -> None:
+    remote = model().to(sky)
+    state = remote.state_dict()
+    with torch.no_grad():
+        for number, (name, value) in enumerate(state.items()):
+            copied = value.cpu()
+            if number % 10 == 9:
+                for tensor in state.values():
+                    tensor.fill_(number)
+            assert number < 10 or torch.equal(copied, torch.full_like(copied, number // 10 * 10 - 1)), name
+
+
+def test_a_loop_that_ends_early_has_not_asked_for_all(sky: str) -> None:
+    remote = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(100)]).to(sky)
+    torch.sky.synchronize()
+    before = torch.sky.stats()["bytes_received"]
+    for number, value in enumerate(remote.state_dict().values()):
+        value.cpu()
+        if number == 4:
+            break
+    torch.sky.synchronize()
+    assert torch.sky.stats()["bytes_received"] - before < 2.5 * 5 * 64 * 64 * 4
+
+
+def test_a_large_neighbour_is_not_asked_for_by_small_ones(sky: str) -> None:
+    remote = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(1024, 1024)).to(sky)
+    torch.sky.synchronize()
+    before = torch.sky.stats()["bytes_received"]
+    values = list(remote.state_dict().values())
+    state = remote.state_dict()
+    for name in list(state)[:4]:
+        state[name].cpu()
+    assert len(values) == 6
+    torch.sky.synchronize()
+    assert torch.sky.stats()["bytes_received"] - before < 100_000
+
+
+def test_tied_weights_and_other_orders_are_right(sky: str) -> None:
+    remote = model()
+    remote.append(remote[0])
+    remote = remote.to(sky)
+    state = remote.state_dict()
+    expected = {name: value.cpu() for name, value in state.items()}
+    for names in (list(state)[::-1], list(state)[::2], [*state, *state]):
+        for name in names:
+            assert torch.equal(state[name].cpu(), expected[name])
+    state.clear()
+    assert torch.equal(remote.state_dict()["0.0.weight"].cpu(), expected["0.0.weight"])
+
+
+def test_a_state_dict_that_is_gone_is_not_remembered(sky: str) -> None:
+    remote = model().to(sky)
+    weight = remote.state_dict()["0.0.weight"]
+    weight.cpu()
+    assert READER.guess is None

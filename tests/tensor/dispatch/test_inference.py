@@ -1,0 +1,154 @@
+"""What the client believes of a tensor after ops that were refused, or that failed on the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.dispatch import inference
+
+REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    name: lambda a, b, name=name: getattr(a, name)(b)
+    for name in (
+        *("atan2_", "pow_", "fmod_", "remainder_", "eq_", "lt_", "ge_", "hypot_", "copysign_", "nextafter_", "xlogy_"),
+        *("igamma_", "floor_divide_", "logical_xor_", "clamp_min_", "add_", "mul_", "copy_", "ldexp_", "not_equal_"),
+    )
+}
+REFUSED |= {
+    "clamp_": lambda a, b: a.clamp_(b, b),
+    "lerp_": lambda a, b: a.lerp_(b, b),
+    "masked_fill_": lambda a, b: a.masked_fill_(b > 0, 1.0),
+    "masked_scatter_": lambda a, b: a.masked_scatter_(b > 0, b),
+    "addr_": lambda a, b: a.addr_(b[:, 0], b[0]),
+    "bernoulli_": lambda a, b: a.bernoulli_(b),
+    "a list": lambda a, b: torch._foreach_pow_([a], [b]),
+    "squeeze_": lambda a, b: a.squeeze_(5),
+    "transpose_": lambda a, b: a.transpose_(0, 5),
+    "t_": lambda a, b: a.unsqueeze_(0).t_(),
+    "as_strided_": lambda a, b: a.as_strided_((2, 2), (1, 1), -1),
+    "out= of another dtype": lambda a, b: torch.add(b, b, out=a.int()),
+    "out= of sizes that do not fit": lambda a, b: torch.mm(b, b, out=a),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_an_op_that_is_refused_leaves_the_tensor_as_it_was(sky1: str, refused: Callable[..., Any]) -> None:
+    for _ in range(2):  # the second time from what was learned the first time
+        local, remote = torch.full((1, 4), 0.5), torch.full((1, 4), 0.5, device=sky1)
+        with pytest.raises(Exception) as theirs:
+            refused(local, torch.ones(3, 4))
+        with pytest.raises(type(theirs.value)) as ours:
+            refused(remote, torch.ones(3, 4, device=sky1))
+            torch.sky.synchronize(sky1)
+        assert str(ours.value).startswith(str(theirs.value).splitlines()[0])
+        assert (remote.shape, remote.stride()) == (local.shape, local.stride())
+        assert torch.equal((remote + 1).cpu(), local + 1)
+        assert torch.equal(remote.cpu(), local)
+
+
+RESHAPES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "squeeze_": lambda x: x.unsqueeze_(1).squeeze_(),
+    "as_strided_": lambda x: x.as_strided_((2,), (1,), 1),
+    "resize_": lambda x: x.resize_(3, 2),
+    "resize_as_": lambda x: x.resize_as_(torch.ones(5, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("reshape", RESHAPES.values(), ids=RESHAPES)
+def test_ops_that_exist_to_reshape_a_tensor_do_so(sky1: str, reshape: Callable[..., Any]) -> None:
+    for _ in range(2):
+        local, remote = torch.arange(6.0).view(2, 3), torch.arange(6.0, device=sky1).view(2, 3)
+        reshape(local), reshape(remote)
+        assert (remote.shape, remote.stride()) == (local.shape, local.stride())
+        assert torch.equal((remote + 1).cpu(), local + 1)
+
+
+@pytest.mark.parametrize("reshape", RESHAPES.values(), ids=RESHAPES)
+def test_a_tensor_reshaped_after_a_failure_holds_its_values_in_the_new_shape(
+    sky1: str, reshape: Callable[..., Any]
+) -> None:
+    """The client changes the shape at once; the worker does not run the op, since a write before it failed."""
+    for _ in range(2):
+        local, remote = torch.arange(6.0).view(2, 3), torch.arange(6.0, device=sky1).view(2, 3)
+        reshape(local)
+        remote.view(-1).index_add_(0, torch.tensor([9], device=sky1), torch.ones(1, device=sky1))
+        reshape(remote)
+        with pytest.raises(RuntimeError, match="index"):
+            remote.cpu()
+        assert (remote.shape, remote.stride()) == (local.shape, local.stride())
+        assert torch.equal((remote + 1).cpu(), local + 1)
+
+
+def test_out_that_was_to_be_resized_by_a_failed_op_can_be_used_again(sky1: str) -> None:
+    for _ in range(2):
+        torch.add(torch.ones(2, device=sky1), 1, out=torch.empty(0, device=sky1))
+        failed = torch.ones(2, device=sky1).index_select(0, torch.tensor([9, 9], device=sky1))
+        out = torch.empty(0, device=sky1)
+        torch.add(failed, 1, out=out)
+        with pytest.raises(RuntimeError, match="index out of range"):
+            out.cpu()
+        assert out.cpu().shape == (2,)
+        torch.add(torch.ones(2, device=sky1), 1, out=out)
+        assert out.tolist() == [2.0, 2.0]
+
+
+def test_out_of_another_size_is_resized(sky1: str) -> None:
+    for size in ((1, 4), (7,), (3, 4), (0,)):
+        for _ in range(2):
+            local, remote = torch.zeros(size), torch.zeros(size, device=sky1)
+            torch.atan2(torch.ones(3, 4), torch.ones(3, 4), out=local)
+            torch.atan2(torch.ones(3, 4, device=sky1), torch.ones(3, 4, device=sky1), out=remote)
+            assert (remote.shape, remote.stride()) == (local.shape, local.stride())
+            torch.testing.assert_close((remote + 1).cpu(), local + 1)
+
+
+def _faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that fake tensors are asked about from now on."""
+    asked: list[str] = []
+    by_fake = inference._infer_by_fake
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.append(call.plan.name), by_fake(call)][1])
+    return asked
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, number: x * number,
+        lambda x, number: number - x,
+        lambda x, number: x > number,
+        lambda x, number: torch.where(x > 0, x, number),
+        lambda x, number: torch.maximum(x, number),
+        lambda x, number: x.clone().add_(number),
+    ],
+)
+def test_numbers_in_tensors_of_the_cpu_are_known_to_rules(
+    sky1: str, monkeypatch: pytest.MonkeyPatch, compute: Callable[..., torch.Tensor]
+) -> None:
+    asked = _faked(monkeypatch)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for x in (torch.rand(3, 1, 7), torch.rand(5, 3).t(), torch.ones(3, 4, dtype=torch.int32)):
+            number = torch.tensor(2, dtype=dtype)
+            if dtype.is_floating_point and not x.is_floating_point():
+                continue  # in place it would be refused
+            found, expected = compute(x.to(sky1), number), compute(x, number)
+            assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+            assert torch.equal(found.cpu(), expected)
+    assert not {name for name in asked if not name.endswith("add_.Tensor")}
+
+
+def test_numbers_that_a_choice_makes_tensors_of_take_the_short_way(sky1: str) -> None:
+    x, condition = torch.rand(3, 4, device=sky1), torch.rand(3, 4, device=sky1) > 0.5
+    torch.where(condition, x, 0.0)
+    before = torch.sky.stats()["cache_hits"]
+    result = torch.where(condition, x, 0.0)
+    assert torch.sky.stats()["cache_hits"] - before >= 2
+    assert type(torch.scalar_tensor(0.0, device=sky1)._sky.meta) is Meta
+    assert torch.equal(result.cpu(), torch.where(condition.cpu(), x.cpu(), 0.0))

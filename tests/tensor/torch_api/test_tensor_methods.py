@@ -1,0 +1,249 @@
+"""What shows values: printing, numbers, numpy, and `.data`. Each with one round trip, and with PyTorch's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+
+
+def round_trips() -> int:
+    return int(torch.sky.stats()["round_trips"])  # type: ignore[attr-defined]
+
+
+def without_device(text: str) -> str:
+    """Without the device, and without spaces: the lines break elsewhere with it."""
+    return "".join(re.sub(r",\s*device='sky:1'", "", text).split())
+
+
+PRINTED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "vector": lambda d: torch.arange(3.0, device=d),
+    "scalar": lambda d: torch.ones((), device=d),
+    "integers": lambda d: torch.arange(3, device=d),
+    "half": lambda d: torch.ones(2, device=d, dtype=torch.half),
+    "large": lambda d: torch.arange(20000, device=d).view(10, -1, 20) * 1.5,
+    "long": lambda d: torch.arange(3000, device=d),
+    "barely too long": lambda d: torch.arange(7 * 200.0, device=d).view(200, 7),
+    "short dimensions": lambda d: torch.arange(6 * 300.0, device=d).view(6, 300),
+    "large bool": lambda d: (torch.arange(7 * 300, device=d).view(7, 300) % 2).bool(),
+    "large bfloat16": lambda d: torch.arange(2000.0, device=d).bfloat16(),
+    "large float8": lambda d: torch.arange(2000.0, device=d).to(torch.float8_e5m2).view(5, 400),
+    "large complex": lambda d: torch.arange(2000.0, device=d).to(torch.cfloat).conj() * 1j,
+    "large strided": lambda d: torch.arange(4000.0, device=d).view(40, 100).t()[::2],
+    "conjugate": lambda d: torch.arange(3.0, device=d).to(torch.cfloat).conj(),
+    "negative": lambda d: (torch.arange(3.0, device=d) * 1j).conj().imag,
+    "gradient": lambda d: torch.ones(3, device=d, requires_grad=True),
+    "history": lambda d: torch.ones(3, device=d, requires_grad=True) * 2,
+    "infinite": lambda d: torch.tensor([1e-8, float("inf"), float("nan"), -1e8], device=d),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_tensor_prints_as_pytorch_prints_it_with_one_fetch(name: str, sky1: str) -> None:
+    remote = PRINTED[name](sky1)
+    before = round_trips()
+    text = repr(remote)
+    assert round_trips() == before + 1
+    assert "device='sky:1'" in text
+    assert without_device(text) == without_device(repr(PRINTED[name]("cpu")))
+    assert str(remote) == text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.empty(0, 2, device=d),
+        lambda d: torch.eye(2).to_sparse().to(d),
+        lambda d: torch.eye(2).to_sparse_csr().to(d),
+        lambda d: torch.zeros(0).to_sparse().to(d),
+        lambda d: nn.Parameter(torch.ones(2, device=d)),
+    ],
+    ids=["empty", "coo", "csr", "empty coo", "parameter"],
+)
+def test_unusual_tensors_print_as_pytorch_prints_them(make: Callable[[Any], torch.Tensor], sky1: str) -> None:
+    assert without_device(repr(make(sky1))) == without_device(repr(make("cpu")))
+
+
+def test_a_large_tensor_is_not_downloaded_to_be_printed(sky1: str) -> None:
+    x = torch.zeros(1000, 1000, device=sky1)
+    torch.sky.synchronize()  # type: ignore[attr-defined]
+    before = torch.sky.stats()["bytes_received"]  # type: ignore[attr-defined]
+    repr(x)
+    assert torch.sky.stats()["bytes_received"] - before < 20_000  # type: ignore[attr-defined]
+
+
+def test_print_options_hold(sky1: str) -> None:
+    torch.set_printoptions(edgeitems=1, threshold=10, precision=2)
+    try:
+        assert without_device(repr(torch.arange(99.0, device=sky1))) == without_device(repr(torch.arange(99.0)))
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def test_numbers_come_out_of_a_tensor(sky1: str) -> None:
+    x = torch.arange(3.0, device=sky1)
+    assert (int(x[2]), float(x[1]), bool(x[1]), bool(x[0])) == (2, 1.0, True, False)
+    assert complex(x[2]) == 2 + 0j
+    assert f"{x[1]:.2f}" == "1.00"
+    assert x.tolist() == [0, 1, 2]
+    assert x[1].tolist() == 1.0
+    assert len(x) == 3
+    assert 2.0 in x
+    assert 5.0 not in x
+    assert [int(item) for item in x] == [0, 1, 2]
+    assert [item.device for item in x] == [torch.device(sky1)] * 3
+    assert "abc"[torch.tensor(1, device=sky1)] == "b"
+    assert list(range(torch.tensor(2, device=sky1))) == [0, 1]
+
+
+MISUSES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bool of many": bool,
+    "bool of none": lambda x: bool(x[:0]),
+    "int of many": int,
+    "item of many": lambda x: x.item(),
+    "index of a float": lambda x: "abc"[x[0]],
+    "length of a scalar": lambda x: len(x[0]),
+    "iterate a scalar": lambda x: list(x[0]),
+    "format of many": lambda x: f"{x:.2f}",
+    "foreign element": lambda x: "a" in x,
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises_what_pytorch_raises(name: str, sky1: str) -> None:
+    with pytest.raises(Exception) as expected:
+        MISUSES[name](torch.ones(3))
+    with pytest.raises(expected.type) as got:
+        MISUSES[name](torch.ones(3, device=sky1))
+    if name != "format of many":  # that text names the class
+        assert str(got.value) == str(expected.value)
+
+
+def test_numpy_is_refused_in_the_words_for_any_device(sky1: str) -> None:
+    x = torch.arange(3.0, device=sky1)
+    words = r"can't convert sky:1 device type tensor to numpy\. Use Tensor\.cpu\(\) to copy the tensor to host memory"
+    for convert in (lambda: x.numpy(), lambda: np.asarray(x)):
+        with pytest.raises(TypeError, match=words):
+            convert()
+
+
+def test_numpy_can_be_forced(sky1: str) -> None:
+    x = (torch.arange(3.0, device=sky1, requires_grad=True) * 1j).conj()
+    assert np.array_equal(x.numpy(force=True), np.array([0, -1j, -2j], dtype=np.complex64))
+
+
+def test_dlpack_is_refused_with_a_way_out(sky1: str) -> None:
+    x = torch.ones(2, device=sky1)
+    exports = (torch.utils.dlpack.to_dlpack, torch.to_dlpack, torch.from_dlpack, np.from_dlpack)
+    for export in (*exports, RemoteTensor.__dlpack__, RemoteTensor.__dlpack_device__):
+        with pytest.raises(BufferError, match=r"x\.cpu\(\)"):
+            export(x)  # type: ignore[operator]
+    assert torch.from_dlpack(torch.to_dlpack(torch.ones(2))).tolist() == [1, 1]
+
+
+# --- .data -----------------------------------------------------------------------------------------------------------
+
+
+def test_data_shares_storage_and_keeps_identity(sky1: str) -> None:
+    p, q = nn.Parameter(torch.randn(3, 3, device=sky1)), torch.ones(2, 5, device=sky1)
+    p.data = q
+    assert p.shape == (2, 5)
+    q.add_(1)
+    assert p.data_ptr() == q.data_ptr()
+    assert (p.cpu() == 2).all()
+    p.data.mul_(2)
+    assert (q.cpu() == 4).all()
+    p.sum().backward()
+    assert p.grad is not None
+    assert p.grad.shape == (2, 5)
+    p.data = q.half()
+    assert (p.dtype, p.requires_grad, isinstance(p, nn.Parameter)) == (torch.half, True, True)
+
+
+def test_data_has_metadata_of_its_own(sky1: str) -> None:
+    p, q = torch.zeros(2, 3, device=sky1), torch.arange(6.0, device=sky1).view(2, 3)
+    p.data = q
+    q.t_()
+    q.mul_(2)
+    assert p.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert q.tolist() == [[0, 6], [2, 8], [4, 10]]
+
+
+def test_data_leaves_version_and_history_alone(sky1: str) -> None:
+    p = torch.ones(3, device=sky1, requires_grad=True)
+    y, version = p * p, p._version
+    p.data = torch.zeros(3, device=sky1)
+    assert p._version == version
+    y.sum().backward()
+    assert p.grad is not None
+    assert p.grad.tolist() == [0, 0, 0]  # PyTorch too sees the new values
+
+
+def test_data_can_be_a_conjugate_or_come_from_inference_mode(sky1: str) -> None:
+    p = torch.zeros(2, dtype=torch.cfloat, device=sky1)
+    p.data = torch.tensor([1j, 2j], device=sky1).conj()
+    assert p.is_conj()
+    assert p.tolist() == [-1j, -2j]
+    with torch.inference_mode():
+        q = torch.ones(2, 2, device=sky1)
+    parameter = nn.Parameter(torch.zeros(1, device=sky1))
+    parameter.data = q
+    assert not parameter.is_inference()
+    (parameter * 2).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.shape == (2, 2)
+
+
+def test_metadata_can_change_in_place_in_inference_mode(sky1: str) -> None:
+    x = torch.ones(2, 3, device=sky1)
+    with torch.inference_mode():
+        x.t_()
+    assert x.shape == (3, 2)
+
+
+def test_data_moves_a_parameter_to_the_worker_and_back(sky1: str) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    p.data = p.data.to(sky1)
+    assert type(p) is RemoteTensor
+    assert isinstance(p, nn.Parameter)
+    (p * 3).sum().backward()
+    optimizer.step()
+    assert p.tolist() == [-2, -2]
+    p.grad = None
+    p.data = p.data.cpu()
+    assert type(p) is nn.Parameter
+    assert (p.requires_grad, p.tolist()) == (True, [-2, -2])
+
+
+def test_conjugate_and_negative_views_share_storage(sky1: str) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j], device=sky1)
+    view = x.conj()
+    assert view.is_conj()
+    assert view.data_ptr() == x.data_ptr()
+    x.mul_(2)
+    assert view.tolist() == [2 - 4j, 6 + 2j]
+    assert view.imag.is_neg()
+    assert view.imag.tolist() == [-4, 2]
+    assert view.resolve_conj().cpu().is_conj() is False
+    assert torch.equal((view + 1).cpu(), torch.tensor([3 - 4j, 7 + 2j]))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+)
+def test_slices_of_every_dtype_come_back_to_the_last_bit(dtype: torch.dtype, sky1: str) -> None:
+    bits = torch.arange(64, dtype=torch.uint8).repeat(4) * 3
+    local = bits.view(dtype) if dtype.itemsize <= 8 else bits
+    remote = local.to(sky1)
+    for cut in (slice(None), slice(1, 5), slice(None, None, 3), slice(7, 8)):
+        back = remote[cut].cpu()
+        assert back.dtype is dtype
+        assert torch.equal(back.contiguous().view(torch.uint8), local[cut].contiguous().view(torch.uint8))
