@@ -34,7 +34,7 @@ VARIABLES = """\
 | variable | meaning |
 |---|---|
 | `SKYPROXY_URL`, `SKYPROXY_TOKEN` | the worker that `sky:0` is, before any saved context |
-| `SKYPROXY_CERTIFICATE`, `SKYPROXY_SERVER_NAME` | a PEM file of whom to trust; the name in the certificate |
+| `SKYPROXY_CERTIFICATE`, `SKYPROXY_SERVER_NAME` | whom to trust (a PEM file, PEM text, a fingerprint); the name there |
 | `SKYPROXY_CONTEXT` | the saved context that `sky:0` is, in place of the current one; empty: none |
 | `SKYPROXY_PROVIDER` | what `skyproxy up` takes without `--provider` |
 | `KUBECONFIG` | which cluster, as for kubectl |

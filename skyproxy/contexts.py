@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -141,6 +141,47 @@ class ContextStore:
         return self._contexts / f"{checked_name(name)}.json"
 
 
+@dataclass(frozen=True)
+class RemoteAddress:
+    """How to speak to the worker of a context with the provider "remote".
+
+    Attributes:
+        url: of the worker.
+        token: what it wants to hear.
+        certificate: whom to trust: PEM text or a fingerprint; None for the system's authorities.
+        server_name: the name in its certificate, where the url says another.
+    """
+
+    url: str
+    token: str = field(repr=False)
+    certificate: str | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+
+def remote_address(context: Context) -> RemoteAddress:
+    """Return what a context with the provider "remote" leads to.
+
+    Raises:
+        ConfigurationError: its token or certificate cannot be read.
+    """
+    options = context.options
+    try:
+        token = Path(options["token_file"]).read_text(encoding="ascii").strip()
+        path = options.get("certificate_file")
+        certificate = Path(path).read_text(encoding="ascii") if path else options.get("certificate")
+        return RemoteAddress(options["url"], token, certificate, options.get("server_name"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"the context {context.name!r} cannot be used: {error}. Save it anew: skyproxy connect URL"
+        ) from error
+
+
+def connection_files(name: str) -> tuple[Path, Path]:
+    """Return where token and certificate of a context are kept that stand in no other file; both may be missing."""
+    folder = state_folder() / "connections"
+    return folder / f"{name}.token", folder / f"{name}.pem"
+
+
 def checked_name(name: str) -> str:
     """`name`, if a worker can be called so: it becomes the name of files and of Kubernetes objects.
 
@@ -173,18 +214,32 @@ def installation_id() -> str:
     Raises:
         ConfigurationError: it cannot be read or written.
     """
-    path = state_folder() / "installation-id"
+    return kept_text(state_folder() / "installation-id", lambda: secrets.token_hex(16)).strip()
+
+
+def kept_text(path: Path, make: Callable[[], str]) -> str:
+    """Return the text of a file that is made once, readable by its owner alone, and kept.
+
+    Args:
+        path: of the file.
+        make: called where there is no such file. Of several processes at once, one wins, and all return its text.
+
+    Raises:
+        ConfigurationError: it cannot be read or written.
+    """
     try:
+        if path.exists():
+            return path.read_text(encoding="ascii")
         _make_private(path.parent)
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         partial.touch(mode=0o600, exist_ok=False)
         try:
-            partial.write_text(secrets.token_hex(16), encoding="ascii")
+            partial.write_text(make(), encoding="ascii")
             with contextlib.suppress(FileExistsError):
                 os.link(partial, path)  # unlike a rename, it keeps what another process has just put there
         finally:
             partial.unlink()
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii")
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be used: {error.strerror}. Choose another place with XDG_STATE_HOME."

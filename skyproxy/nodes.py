@@ -31,6 +31,8 @@ from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.dispatch.inference import prepare
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import client_context
 
 logger = logging.getLogger("skyproxy")
 
@@ -204,7 +206,7 @@ def connect(
     *,
     token: str | None = None,
     ssl_context: ssl.SSLContext | None = None,
-    certificate: str | None = None,
+    certificate: str | Path | None = None,
     server_name: str | None = None,
     insecure: bool = False,
     trust_worker: bool | None = None,
@@ -217,10 +219,11 @@ def connect(
     """Connects to a worker and numbers its devices.
 
     Args:
-        url: "ws://host:port" or "wss://host:port".
+        url: "ws://host:port" or "wss://host:port", or the link that `skyproxy serve --tls` prints: "sky://...".
         token: what the worker was started with; the variable SKYPROXY_TOKEN by default.
         ssl_context: for "wss://"; the system's certificates by default.
-        certificate: PEM text of the only authorities to trust, in place of an ssl_context.
+        certificate: whom to trust and nobody else, in place of an ssl_context: a PEM file, PEM text, or the
+            fingerprint ("sha256:...") of the worker's own certificate.
         server_name: the name that the worker's certificate has, where it is not the url's host.
         insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
         renew: gives the token and the certificate anew, for further connections of a session that has outlived them.
@@ -239,12 +242,14 @@ def connect(
         AuthenticationError: the worker refused the token.
         VersionMismatchError: its protocol is not ours.
     """
+    if is_link(url):
+        url, certificate = read_url(url, certificate)
     if certificate is not None:
         if ssl_context is not None:
             raise ConfigurationError(
                 "both ssl_context= and certificate= were given; each says whom to trust. Give one."
             )
-        ssl_context = _trust(certificate)
+        ssl_context = client_context(certificate)
     return _connect(
         url,
         token,
@@ -263,14 +268,6 @@ def connect(
 def _is_own(url: str) -> bool:
     """Whether an embedded worker of this process listens there."""
     return any(node._worker is not None and node.alive and node.url == url for node in _nodes)
-
-
-def _trust(certificate: str) -> ssl.SSLContext:
-    """A context that trusts the authorities of a PEM text and no others."""
-    try:
-        return ssl.create_default_context(cadata=certificate)
-    except (ssl.SSLError, ValueError) as error:
-        raise ConfigurationError(f"the certificate to trust cannot be read ({error}). It must be PEM text.") from error
 
 
 async def connect_async(url: str, **options: Any) -> Node:
@@ -343,7 +340,7 @@ def _connect(
                 raise
             # A session lasts longer than a token or a certificate may.
             fresh, certificate = renew()
-            trusted = _trust(certificate) if certificate is not None else ssl_context
+            trusted = client_context(certificate) if certificate is not None else ssl_context
             opened = _open(url, fresh, trusted, server_name, insecure, role, session)
             token, ssl_context = fresh, trusted
             return opened
@@ -414,13 +411,7 @@ def _start_default() -> None:
 
 
 def _connect_environment(url: str) -> Node:
-    path = os.environ.get("SKYPROXY_CERTIFICATE")
-    certificate = None
-    if path:
-        try:
-            certificate = Path(path).read_text(encoding="ascii")
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"SKYPROXY_CERTIFICATE={path!r} cannot be read as PEM text: {error}.") from error
+    certificate = os.environ.get("SKYPROXY_CERTIFICATE") or None
     server_name = os.environ.get("SKYPROXY_SERVER_NAME") or None
     return connect(url, certificate=certificate, server_name=server_name, source="SKYPROXY_URL")
 

@@ -27,6 +27,7 @@ from skyproxy_server.blob_shelves import FolderShelf, Shelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
+from skyproxy_server.invitation import invite
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
 from skyproxy_server.isolation.spawner import TemplateSetup
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
@@ -74,6 +75,11 @@ def parser() -> argparse.ArgumentParser:
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
     add("--tls-cert", type=Path, metavar="PATH", help="certificate chain (PEM); with it clients use wss://")
     add("--tls-key", type=Path, metavar="PATH", help="private key of the certificate (PEM)")
+    add(
+        "--invite",
+        metavar="HOST",
+        help="print the command that connects to this worker from other machines, which know this one as HOST",
+    )
     add(
         "--insecure",
         action="store_true",
@@ -203,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             token,
             session_host,
             _ssl_context(arguments.tls_cert, arguments.tls_key),
-            partial(_announce, arguments.embedded, arguments.port_file),
+            partial(_announce, arguments),
             insecure=arguments.insecure,
             allowed_origins=arguments.allow_origin,
         )
@@ -385,9 +391,12 @@ def _named(row: dict[str, Any]) -> str:
     return f"{row['type']}:{row['index']} ({row['name']})"
 
 
-def _announce(embedded: bool, port_file: Path | None, port: int) -> None:
-    if embedded:
+def _announce(arguments: argparse.Namespace, port: int) -> None:
+    if arguments.embedded:
         print(json.dumps({"port": port}), flush=True)
+    if arguments.invite is not None:
+        invite(arguments.invite, port, arguments.tls_cert, arguments.token_file)
+    port_file: Path | None = arguments.port_file
     if port_file is not None:
         # Renamed into place: whoever waits for the file never reads half of it.
         partial_file = port_file.with_name(port_file.name + ".partial")

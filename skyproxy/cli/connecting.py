@@ -25,10 +25,13 @@ from skyproxy.cli.arguments import (
 )
 from skyproxy.cli.fleets import Access, Fleet, locate, not_found
 from skyproxy.cli.output import note, progress
-from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, state_folder, write_private
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import is_fingerprint, normal_fingerprint, pem_text
 
-_SCHEMES = ("ws://", "wss://")
+_SCHEMES = ("ws://", "wss://", "sky://")
+_MAX_TOKEN_CHARACTERS = 4096
 
 
 def connect(
@@ -36,16 +39,23 @@ def connect(
         str | None,
         typer.Argument(
             metavar="[NAME|URL]",
-            help="A worker's name, or its url; the current context's by default.",
+            help="A worker's name, its url (wss://, ws://), or the link that skyproxy serve --tls prints (sky://); the "
+            "current context's worker by default.",
             autocompletion=complete_worker,
         ),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="For a url: the name to keep it under.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="For a url: the file with the worker's token.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="For a url: the file with the worker's token; without it the token is read from standard input.",
+        ),
     ] = None,
     certificate: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="For a url: whom to trust (PEM).")
+        str | None,
+        typer.Option(help="For a url: whom to trust; a PEM file, PEM text, or the fingerprint (sha256:...)."),
     ] = None,
     server_name: Annotated[
         str | None, typer.Option(help="For a url: the name in the certificate, where it is another.")
@@ -64,7 +74,7 @@ def connect(
         return
     if name or token_file or certificate or server_name:
         raise ConfigurationError(
-            "--name, --token-file, --certificate and --server-name belong to a url: ws:// or wss://"
+            "--name, --token-file, --certificate and --server-name belong to a url: ws://, wss:// or sky://"
         )
     address = address_of(namespace, context, kubeconfig)
 
@@ -95,30 +105,53 @@ def _connect_url(
     url: str,
     name: str | None,
     token_file: Path | None,
-    certificate: Path | None,
+    certificate: str | None,
     server_name: str | None,
     print_environment: bool,
 ) -> None:
-    if token_file is None:
-        raise ConfigurationError("a worker at a url needs --token-file, the file with the token it was started with.")
-    options = {"url": url, "token_file": str(token_file.absolute())}
-    options |= {"certificate_file": str(certificate.absolute())} if certificate else {}
-    options |= {"server_name": server_name} if server_name else {}
-    trusted = certificate.read_text(encoding="ascii") if certificate else None
-    access = Access(url, token_file.read_text(encoding="ascii").strip(), trusted, server_name)
-    report = access.report()
-    if print_environment:
-        _print_environment(url, f'"$(cat {shlex.quote(options["token_file"])})"', access, name or "url")
-        return
-    store = ContextStore()
     kept = checked_name(name) if name else "remote"
-    store.save(Context(kept, "remote", options))
+    if is_link(url):
+        url, certificate = read_url(url, certificate)
+    token = _ask_for_token(url) if token_file is None else token_file.read_text(encoding="ascii").strip()
+    options = {"url": url} | ({"server_name": server_name} if server_name else {})
+    if certificate is not None and is_fingerprint(certificate):
+        options["certificate"] = certificate = normal_fingerprint(certificate)
+    access = Access(url, token, certificate, server_name)
+    report = access.report()
+    # Kept only now: whoever mistyped the token has lost nothing of an older context of that name.
+    token_path, certificate_path = connection_files(kept)
+    if token_file is None:
+        write_private(token_path, token + "\n")
+    options["token_file"] = str(token_path if token_file is None else token_file.absolute())
+    if certificate is not None and "certificate" not in options:
+        text = pem_text(certificate)
+        if text == certificate:
+            write_private(certificate_path, text)
+        # A file stays where it is, for it may be renewed there.
+        options["certificate_file"] = str(certificate_path if text == certificate else Path(certificate).absolute())
+    if print_environment:
+        _print_environment(url, f'"$(cat {shlex.quote(options["token_file"])})"', access, kept)
+        return
+    ContextStore().save(Context(kept, "remote", options))
     note(f"sky:0 is now {url}, kept as {kept} (torch {report.get('software', {}).get('torch', 'unknown')}).")
 
 
-def connection_files(worker: str) -> tuple[Path, Path]:
-    """Where a worker's token and certificate are kept for the environment of programs; both may be missing."""
-    return state_folder() / "connections" / f"{worker}.token", state_folder() / "connections" / f"{worker}.pem"
+def _ask_for_token(url: str) -> str:
+    """Return the token of a worker, from the terminal or from standard input: arguments can be read by everybody.
+
+    Raises:
+        ConfigurationError: nothing came.
+    """
+    if sys.stdin.isatty():
+        token = str(typer.prompt(f"Token of the worker at {url}", hide_input=True, err=True))
+    else:
+        token = sys.stdin.readline(_MAX_TOKEN_CHARACTERS)
+    if not token.strip():
+        raise ConfigurationError(
+            "a worker at a url wants a token, and none came on standard input. Give it there, or name its file: "
+            "--token-file FILE"
+        )
+    return token.strip()
 
 
 def _token_file(worker: str, access: Access) -> Path:
@@ -131,9 +164,11 @@ def _token_file(worker: str, access: Access) -> Path:
 def _print_environment(url: str, token: str, access: Access, worker: str) -> None:
     typer.echo(f"export SKYPROXY_URL={shlex.quote(url)}")
     typer.echo(f"export SKYPROXY_TOKEN={token}")
-    if access.certificate:
+    if access.certificate and is_fingerprint(access.certificate):
+        typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(access.certificate)}")
+    elif access.certificate:
         _, path = connection_files(worker)
-        write_private(path, access.certificate)
+        write_private(path, pem_text(access.certificate))
         typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(str(path))}")
     if access.server_name:
         typer.echo(f"export SKYPROXY_SERVER_NAME={shlex.quote(access.server_name)}")

@@ -171,11 +171,8 @@ def _worker() -> Iterator[Finding]:
 
 def _chosen_access() -> Access | None:
     if url := os.environ.get("SKYPROXY_URL"):
-        path = os.environ.get("SKYPROXY_CERTIFICATE")
-        trusted = Path(path).read_text(encoding="ascii") if path else None
-        return Access(
-            url, os.environ.get("SKYPROXY_TOKEN", ""), trusted, os.environ.get("SKYPROXY_SERVER_NAME") or None
-        )
+        trusted, name = (os.environ.get(f"SKYPROXY_{key}") or None for key in ("CERTIFICATE", "SERVER_NAME"))
+        return Access(url, os.environ.get("SKYPROXY_TOKEN", ""), trusted, name)
     context = ContextStore().chosen()
     if context is None:
         return None

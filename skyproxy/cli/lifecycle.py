@@ -20,10 +20,9 @@ from skyproxy.cli.arguments import (
     variables_of,
     volume_of,
 )
-from skyproxy.cli.connecting import connection_files
 from skyproxy.cli.fleets import Ending, Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
 from skyproxy.cli.output import note, progress, show_json
-from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.units import duration_seconds, limit_seconds

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 from skyproxy.cli.fleets import Access, Ending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
-from skyproxy.contexts import Context, ContextStore
+from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.errors import ConfigurationError, ConnectError
 
 
@@ -64,7 +63,7 @@ class RemoteFleet:
         """Refuses: whoever started it says what its token is."""
         raise ConfigurationError(
             f"{name} was not started by skyproxy up, so its token is not replaced from here. Save another one: "
-            "skyproxy connect URL --token-file FILE"
+            "skyproxy connect URL"
         )
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
@@ -92,13 +91,5 @@ def access_of_url(context: Context) -> Access:
     Raises:
         ConfigurationError: its token or certificate cannot be read.
     """
-    options = context.options
-    try:
-        token = Path(options["token_file"]).read_text(encoding="ascii").strip()
-        path = options.get("certificate_file")
-        trusted = Path(path).read_text(encoding="ascii") if path else None
-        return Access(options["url"], token, trusted, options.get("server_name"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"the context {context.name!r} cannot be used: {error}. Save it: skyproxy connect URL --token-file FILE"
-        ) from error
+    there = remote_address(context)
+    return Access(there.url, there.token, there.certificate, there.server_name)

@@ -10,7 +10,7 @@ import typer
 from skyproxy.cli.arguments import Json, complete_worker
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.output import note, show_json, show_table
-from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
+from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore, connection_files
 
 app = typer.Typer(help="See and choose which worker sky:0 is.", no_args_is_help=True)
 _Name = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=complete_worker)]
@@ -72,6 +72,8 @@ def clear() -> None:
 
 @app.command("remove")
 def remove(name: _Name) -> None:
-    """Forget a context. Its worker stays."""
+    """Forget a context, and the token that was kept with it. Its worker stays."""
     if not ContextStore().remove(name):
         raise NotFoundError(f"there is no context {name!r}. See: skyproxy context list")
+    for path in connection_files(name):
+        path.unlink(missing_ok=True)

@@ -12,10 +12,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from skyproxy.cli.identity import own_address, own_certificate, own_token
 from skyproxy.cli.output import fail
+from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
 
 _SERVER = "skyproxy_server"
+_ANY = ("0.0.0.0", "::", "")
+"""What means every address of a machine, and is none to connect to."""
 
 
 class Device(StrEnum):
@@ -36,7 +40,9 @@ class LogLevel(StrEnum):
 
 
 def serve_command(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default, with --tls 0.0.0.0: every one.")
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8765,
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Workers to run, on ports from --port on; all end with one.")
@@ -59,6 +65,18 @@ def serve_command(
     ] = None,
     tls_key: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Private key of the certificate (PEM).")
+    ] = None,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Encrypt with a token and a certificate that are made once and kept, and print the command that "
+            "connects to this worker from another machine.",
+        ),
+    ] = False,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="With --tls: the name or address of this machine for others, where it is another."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen for other machines without TLS; for a worker behind a gateway.")
@@ -112,7 +130,24 @@ def serve_command(
     The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: those are visible to everyone on the
     machine. Without either, a new token is made, and the name of the file that holds it is printed.
     """
-    arguments = ["--host", host, "--port", str(port), "--device", device.value, "--log-level", log_level.value]
+    invitation: list[str] = []
+    if tls:
+        token_file, tls_cert = _own_identity(token_file, tls_cert, tls_key)
+        invitation = ["--invite", advertise or (host if host not in (None, *_ANY) else own_address())]
+        host = host or "0.0.0.0"
+    elif advertise:
+        raise ConfigurationError("--advertise says how --tls calls this machine. Add --tls, or leave it out.")
+    arguments = [
+        *invitation,
+        "--host",
+        host or "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        device.value,
+        "--log-level",
+        log_level.value,
+    ]
     arguments += ["--drain-seconds", str(drain_seconds)]
     arguments += ["--processes", str(processes)] if processes > 1 else []
     paths = {
@@ -140,6 +175,17 @@ def serve_command(
     }
     arguments += [flag for flag, given in switches.items() if given]
     run_server(arguments)
+
+
+def _own_identity(
+    token_file: Path | None, tls_cert: Path | None, tls_key: Path | None
+) -> tuple[Path | None, Path | None]:
+    """Return the token file and the certificate for `--tls`: those that were given, else those of this user."""
+    if tls_cert is not None or tls_key is not None:
+        raise ConfigurationError("--tls makes a certificate, and --tls-cert names one. Give one of them.")
+    if token_file is None and "SKYPROXY_TOKEN" not in os.environ:
+        token_file = own_token()
+    return token_file, own_certificate()
 
 
 def run_server(arguments: list[str]) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from skyproxy.errors import ConfigurationError
@@ -145,7 +146,8 @@ class Endpoint:
         rank: the process among all.
         local_rank: the process among those of its node.
         address: the node as its peers reach it: a host name or an IP address, without a port.
-        certificate: the certificate (PEM) to trust, and no other, for "wss://"; None for the system's.
+        certificate: whom to trust and nobody else, for "wss://", as `skyproxy.connect` takes it; None: the system's
+            authorities.
         server_name: the name that the certificate is for, where the url says another.
         insecure: whether "ws://" may go to another machine.
         shares_files: whether the worker sees this program's folders under the same paths.
@@ -159,7 +161,7 @@ class Endpoint:
     rank: int = 0
     local_rank: int = 0
     address: str = "127.0.0.1"
-    certificate: str | None = field(default=None, repr=False)
+    certificate: str | Path | None = field(default=None, repr=False)
     server_name: str | None = None
     insecure: bool = False
     shares_files: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
@@ -29,7 +30,7 @@ class Remote:
         urls: Sequence[str],
         *,
         token: str | Sequence[str] | None = None,
-        certificate: str | None = None,
+        certificate: str | Path | None = None,
         server_name: str | None = None,
         insecure: bool = False,
         trust_worker: bool | None = None,
@@ -37,9 +38,10 @@ class Remote:
         """Says where; connects to nothing yet.
 
         Args:
-            urls: "wss://host:8765" or "ws://host:8765", in the order of ranks.
+            urls: "wss://host:8765", "ws://host:8765" or links ("sky://..."), in the order of ranks.
             token: of all workers, or one for each; the variable SKYPROXY_TOKEN by default.
-            certificate: PEM text of the only authority to trust, for "wss://".
+            certificate: whom to trust and nobody else, for "wss://": a PEM file, PEM text, or the fingerprint
+                ("sha256:...") of the workers' own certificate.
             server_name: the name in the workers' certificate, where it is not the host of the url.
             insecure: whether "ws://" may go to other machines, where everybody on the way can read the token.
             trust_worker: whether functions may return any object, as a pickle that may run any code here; by default
@@ -57,9 +59,10 @@ class Remote:
             )
         for url in self.urls:
             parts = urlsplit(url)
-            if parts.scheme not in ("ws", "wss") or not parts.hostname:
+            if parts.scheme not in ("ws", "wss", "sky") or not parts.hostname:
                 raise ConfigurationError(
-                    f"Remote: {url!r} is no url of a worker. Use ws://host:port or wss://host:port."
+                    f"Remote: {url!r} is no url of a worker. Use ws://host:port or wss://host:port, or the link that "
+                    "`skyproxy serve --tls` prints."
                 )
         self._tokens = None if token is None else [token] * len(self.urls) if isinstance(token, str) else list(token)
         if self._tokens is not None and len(self._tokens) != len(self.urls):

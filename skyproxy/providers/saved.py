@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from skyproxy.contexts import Context, ContextStore
-from skyproxy.errors import ConfigurationError
+from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.nodes import Node, connect
 from skyproxy.providers.detached import local_address
 
@@ -74,15 +71,7 @@ def open_context(context: Context) -> Node:
 
 
 def _open_remote(context: Context, source: str) -> Node:
-    options = context.options
-    try:
-        token = Path(options["token_file"]).read_text(encoding="ascii").strip()
-        path = options.get("certificate_file")
-        certificate = Path(path).read_text(encoding="ascii") if path else None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"the context {context.name!r} cannot be used: {error}. Save it: skyproxy connect URL --token-file FILE"
-        ) from error
+    there = remote_address(context)
     return connect(
-        options["url"], token=token, certificate=certificate, server_name=options.get("server_name"), source=source
+        there.url, token=there.token, certificate=there.certificate, server_name=there.server_name, source=source
     )

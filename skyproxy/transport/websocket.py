@@ -27,6 +27,7 @@ from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import PlainStream, Stream, remaining, write_all
 from skyproxy.transport.tls import TlsStream
+from skyproxy.transport.trust import WrongCertificateError
 from skyproxy.transport.websocket_transport import WebSocketTransport
 
 __all__ = ["WebSocketTransport", "check_confidential", "connect_websocket", "is_loopback"]
@@ -110,7 +111,8 @@ def check_confidential(host: str, shown: str, *, insecure: bool) -> None:
         return
     raise ConfigurationError(
         f"the connection to {shown} would not be encrypted: whoever is on the way could read the token and all "
-        "tensors. Use wss://, or a tunnel (skyproxy port-forward, ssh -L). Where the network between is trusted: "
+        "tensors. Use wss:// (skyproxy serve --tls), or a tunnel (skyproxy port-forward, "
+        "ssh -L). Where the network between is trusted: "
         "skyproxy.connect(url, insecure=True), or SKYPROXY_INSECURE=1"
     )
 
@@ -187,6 +189,9 @@ def _secure(
     context = ssl_context or ssl.create_default_context()
     try:
         return TlsStream(sock, context, server_side=False, server_hostname=server_name, deadline=deadline)
+    except WrongCertificateError as exc:
+        hint = "Compare with what `skyproxy serve --tls` prints there, and connect anew with that."
+        raise _failure(address, str(exc), hint) from exc
     except ssl.SSLCertVerificationError as exc:
         reason = f"its certificate was not accepted ({exc.verify_message})"
         raise _failure(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import ssl
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from skyproxy.errors import AuthenticationError, ConnectError, visible
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import client_context
 from skyproxy.transport.websocket import check_confidential
 
 _MAX_BYTES = 1 << 20
@@ -20,16 +22,16 @@ def ask_worker(
     url: str,
     token: str,
     *,
-    certificate: str | None = None,
+    certificate: str | Path | None = None,
     server_name: str | None = None,
     timeout_seconds: float = 5.0,
 ) -> dict[str, Any]:
     """The worker's own report: sessions, calls_running, idle_seconds, devices, software.
 
     Args:
-        url: "ws://host:port" or "wss://host:port", with a path where a gateway wants one.
+        url: "ws://host:port" or "wss://host:port", with a path where a gateway wants one; or a link, "sky://...".
         token: the worker's.
-        certificate: the authorities to trust (PEM); the system's by default.
+        certificate: whom to trust, as `trust.client_context` takes it; the system's authorities by default.
         server_name: the name in its certificate, where the url says another.
         timeout_seconds: for each step.
 
@@ -38,6 +40,8 @@ def ask_worker(
         AuthenticationError: it refused the token.
         ConnectError: nobody answers there, or no worker.
     """
+    if is_link(url):
+        url, certificate = read_url(url, certificate)
     parts = urlsplit(url)
     secure = parts.scheme == "wss"
     host, port = parts.hostname or "", parts.port or (443 if secure else 80)
@@ -48,7 +52,7 @@ def ask_worker(
     try:
         connection.sock = socket.create_connection((host, port), timeout_seconds)
         if secure:
-            context = ssl.create_default_context(cadata=certificate)
+            context = client_context(certificate)
             connection.sock = context.wrap_socket(connection.sock, server_hostname=server_name or host)
         connection.request("GET", parts.path.rstrip("/") + "/activity", headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
