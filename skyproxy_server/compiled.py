@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx
@@ -21,7 +21,6 @@ from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of
-from skyproxy_server.controls import CONTROLS
 from skyproxy_server.graph_checks import (
     NUMBER,
     TENSOR,
@@ -35,9 +34,6 @@ from skyproxy_server.graph_checks import (
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 from skyproxy_server.safe_forms import SAFE_FORMS
 from skyproxy_server.signatures import Signature
-
-if TYPE_CHECKING:
-    from skyproxy_server.executor import Executor
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -323,38 +319,3 @@ def _raising(error: Exception) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-# --- controls --------------------------------------------------------------------------------------------------------
-
-
-def _control(function: Callable[..., Any]) -> Callable[..., Any]:
-    CONTROLS[function.__name__] = function
-    return function
-
-
-@_control
-def compiler_trouble(executor: Executor, device: list[Any]) -> str:
-    """Why graphs cannot be compiled for a device here; empty if they can."""
-    return compiler_problem(device[0])
-
-
-@_control
-def forget_compiled(executor: Executor, number: int) -> None:
-    """The client needs a compiled graph no more."""
-    signature = executor.signatures.get(number)
-    if isinstance(signature, CompiledSignature):
-        signature.forget()
-        executor.handlers[number] = signature.handler
-
-
-@_control
-def compile_report(executor: Executor) -> dict[str, Any]:
-    """How the session's compiled graphs run."""
-    programs = [s.program for s in executor.signatures.values() if isinstance(s, CompiledSignature) and s.program]
-    return {
-        "graphs": len(programs),
-        "eager": sum(program.ran == "eager" for program in programs),
-        "inductor": sum(program.ran == "inductor" for program in programs),
-        "troubles": sorted({program.trouble for program in programs if program.trouble}),
-    }

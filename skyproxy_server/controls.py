@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
 from skyproxy_server.foreign_memory import clear_from
 from skyproxy_server.profiling import WorkerProfile
-
-if TYPE_CHECKING:
-    from skyproxy_server.executor import Executor
+from skyproxy_server.session_state import SessionState
 
 CONTROLS: dict[str, Callable[..., Any]] = {}
 
@@ -33,146 +31,146 @@ def _wait_for(devices: list[dict[str, Any]]) -> None:
 
 
 @_control
-def synchronize(executor: Executor) -> None:
+def synchronize(session: SessionState) -> None:
     """Everything before this is done; the first failure that nobody was told of is raised."""
-    executor.gates.wait_for_transfers()
-    _wait_for(executor.devices)
-    if executor.unseen:
-        raise PoisonedError(executor.unseen[0])
+    session.values.gates.wait_for_transfers()
+    _wait_for(session.devices)
+    if session.reports.unseen:
+        raise PoisonedError(session.reports.unseen[0])
 
 
 @_control
-def stats(executor: Executor) -> dict[str, int]:
+def stats(session: SessionState) -> dict[str, int]:
     """What the session holds and did."""
-    tensors = [value for value in executor.values.values() if isinstance(value, torch.Tensor)]
+    tensors = [value for value in session.values.slots.values() if isinstance(value, torch.Tensor)]
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-    return {"handles": len(executor.values) - 1, "bytes": sum(storages.values())}
+    return {"handles": len(session.values.slots) - 1, "bytes": sum(storages.values())}
 
 
 @_control
-def blob_stats(executor: Executor) -> dict[str, int] | None:
+def blob_stats(session: SessionState) -> dict[str, int] | None:
     """What this worker keeps of uploads, all sessions together; None where it keeps nothing."""
-    return executor.blobs.stats() if executor.blobs is not None else None
+    return session.transfers.blobs.stats() if session.transfers.blobs is not None else None
 
 
 @_control
-def item(executor: Executor, slot: int) -> float | int | bool:
+def item(session: SessionState, slot: int) -> float | int | bool:
     """The one number of a value."""
-    number: float | int | bool = executor.value(slot).item()
+    number: float | int | bool = session.values.get(slot).item()
     return number
 
 
 @_control
-def equal(executor: Executor, first: int, second: int) -> bool:
+def equal(session: SessionState, first: int, second: int) -> bool:
     """`torch.equal` of two values."""
-    return torch.equal(executor.value(first), executor.value(second))
+    return torch.equal(session.values.get(first), session.values.get(second))
 
 
 @_control
-def take_apart(executor: Executor, slot: int, slots: list[int]) -> None:
+def take_apart(session: SessionState, slot: int, slots: list[int]) -> None:
     """Each value of a list gets a slot of its own."""
-    for target, value in zip(slots, executor.value(slot), strict=True):
-        executor.values[target] = value
+    for target, value in zip(slots, session.values.get(slot), strict=True):
+        session.values.slots[target] = value
 
 
 @_control
-def copy_to_device(executor: Executor, slot: int, source: int, device: list[Any]) -> None:
+def copy_to_device(session: SessionState, slot: int, source: int, device: list[Any]) -> None:
     """A copy of a value on another device of this worker."""
-    executor.values[slot] = executor.value(source).to(executor.device_of(device), copy=True)
+    session.values.slots[slot] = session.values.get(source).to(session.devices.find(device), copy=True)
 
 
 @_control
-def set_modes(executor: Executor, fields: dict[str, Any]) -> None:
+def set_modes(session: SessionState, fields: dict[str, Any]) -> None:
     """Put the session's global modes of PyTorch in force, from the next command on."""
-    executor.modes.switch(torch_modes.decode(fields, cuda=executor.has_cuda))
+    session.modes.switch(torch_modes.decode(fields, cuda=session.devices.has_cuda))
 
 
 @_control
-def modes_in_force(executor: Executor) -> dict[str, Any]:
+def modes_in_force(session: SessionState) -> dict[str, Any]:
     """PyTorch's global modes as this session's commands find them, by name."""
-    return {**torch_modes.values_in_force(), **dict(executor.modes.record)}
+    return {**torch_modes.values_in_force(), **dict(session.modes.record)}
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
 @_control
-def manual_seed(executor: Executor, device: list[Any], seed: int) -> None:
+def manual_seed(session: SessionState, device: list[Any], seed: int) -> None:
     """Seeds a device's default generator."""
-    with executor.random.exclusive():
-        executor.random.generator(*device).manual_seed(seed)
+    with session.random.exclusive():
+        session.random.generator(*device).manual_seed(seed)
 
 
 @_control
-def random_state(executor: Executor, device: list[Any]) -> bytes:
+def random_state(session: SessionState, device: list[Any]) -> bytes:
     """The state of a device's default generator."""
-    with executor.random.exclusive():
-        return bytes(executor.random.generator(*device).get_state().tolist())
+    with session.random.exclusive():
+        return bytes(session.random.generator(*device).get_state().tolist())
 
 
 @_control
-def set_random_state(executor: Executor, device: list[Any], state: bytes) -> None:
+def set_random_state(session: SessionState, device: list[Any], state: bytes) -> None:
     """Replaces the state of a device's default generator."""
-    with executor.random.exclusive():
-        executor.random.generator(*device).set_state(_state(state))
+    with session.random.exclusive():
+        session.random.generator(*device).set_state(_state(state))
 
 
 @_control
-def keep_random_state(executor: Executor, slot: int, device: list[Any]) -> None:
+def keep_random_state(session: SessionState, slot: int, device: list[Any]) -> None:
     """A generator of the client's own, in the state of a device's default one."""
-    kept = executor.values[slot] = torch.Generator(executor.device_of(device))
-    with executor.random.exclusive():
-        kept.set_state(executor.random.generator(*device).get_state())
+    kept = session.values.slots[slot] = torch.Generator(session.devices.find(device))
+    with session.random.exclusive():
+        kept.set_state(session.random.generator(*device).get_state())
 
 
 @_control
-def restore_random_state(executor: Executor, slot: int, device: list[Any]) -> None:
+def restore_random_state(session: SessionState, slot: int, device: list[Any]) -> None:
     """A device's default generator gets the state of one of the client's own."""
-    with executor.random.exclusive():
-        executor.random.generator(*device).set_state(executor.value(slot).get_state())
+    with session.random.exclusive():
+        session.random.generator(*device).set_state(session.values.get(slot).get_state())
 
 
 @_control
-def initial_seed(executor: Executor, device: list[Any]) -> int:
+def initial_seed(session: SessionState, device: list[Any]) -> int:
     """The seed that a device's default generator was last given."""
-    with executor.random.exclusive():
-        return executor.random.generator(*device).initial_seed()
+    with session.random.exclusive():
+        return session.random.generator(*device).initial_seed()
 
 
 @_control
-def new_generator(executor: Executor, slot: int, device: list[Any]) -> None:
+def new_generator(session: SessionState, slot: int, device: list[Any]) -> None:
     """A generator of the client's own."""
-    executor.values[slot] = torch.Generator(executor.device_of(device))
+    session.values.slots[slot] = torch.Generator(session.devices.find(device))
 
 
 @_control
-def seed_generator(executor: Executor, slot: int, seed: int) -> None:
-    executor.value(slot).manual_seed(seed)
+def seed_generator(session: SessionState, slot: int, seed: int) -> None:
+    session.values.get(slot).manual_seed(seed)
 
 
 @_control
-def generator_state(executor: Executor, slot: int) -> bytes:
-    return bytes(executor.value(slot).get_state().tolist())
+def generator_state(session: SessionState, slot: int) -> bytes:
+    return bytes(session.values.get(slot).get_state().tolist())
 
 
 @_control
-def set_generator_state(executor: Executor, slot: int, state: bytes) -> None:
-    executor.value(slot).set_state(_state(state))
+def set_generator_state(session: SessionState, slot: int, state: bytes) -> None:
+    session.values.get(slot).set_state(_state(state))
 
 
 @_control
-def generator_seed(executor: Executor, slot: int) -> int:
+def generator_seed(session: SessionState, slot: int) -> int:
     """The seed that a generator of the client's own was last given."""
-    return int(executor.value(slot).initial_seed())
+    return int(session.values.get(slot).initial_seed())
 
 
 @_control
-def copy_generator_state(executor: Executor, slot: int, source: int) -> None:
-    executor.value(slot).set_state(executor.value(source).get_state())
+def copy_generator_state(session: SessionState, slot: int, source: int) -> None:
+    session.values.get(slot).set_state(session.values.get(source).get_state())
 
 
 def _state(state: bytes) -> torch.Tensor:
@@ -195,12 +193,12 @@ class Graph:
 
 
 @_control
-def differentiated(executor: Executor, slot: int, leaves: list[int], command: list[Any]) -> None:
+def differentiated(session: SessionState, slot: int, leaves: list[int], command: list[Any]) -> None:
     """Run one op with autograd; `slot` keeps its graph, with respect to the values in the slots `leaves`."""
-    signature = executor.signatures.get(command[0]) if command else None
+    signature = session.ops.signatures.get(command[0]) if command else None
     if signature is None or signature.written_slots(command, 0):
         raise ProtocolError("only an op that changes nothing is differentiated")
-    values = {read: executor.value(read) for read in signature.input_slots(command, 0)}
+    values = {read: session.values.get(read) for read in signature.input_slots(command, 0)}
     parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
     scope: dict[int, Any] = {0: None, **values, **parts}
     with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad():
@@ -209,8 +207,10 @@ def differentiated(executor: Executor, slot: int, leaves: list[int], command: li
     for output in signature.output_slots(command, 0):
         made = scope[output]
         results += made if isinstance(made, list | tuple) else [made]
-        executor.values[output] = [_detached(m) for m in made] if isinstance(made, list | tuple) else _detached(made)
-    executor.values[slot] = Graph([parts[leaf] for leaf in leaves], results)
+        session.values.slots[output] = (
+            [_detached(m) for m in made] if isinstance(made, list | tuple) else _detached(made)
+        )
+    session.values.slots[slot] = Graph([parts[leaf] for leaf in leaves], results)
 
 
 def _detached(value: Any) -> Any:
@@ -218,13 +218,13 @@ def _detached(value: Any) -> Any:
 
 
 @_control
-def differentiate(executor: Executor, slot: int, gradients: list[int], wanted: list[int], slots: list[int]) -> None:
+def differentiate(session: SessionState, slot: int, gradients: list[int], wanted: list[int], slots: list[int]) -> None:
     """The gradients of a graph's leaves, by their numbers, from those of its results; slot 0 is none."""
-    graph = executor.value(slot)
+    graph = session.values.get(slot)
     if not isinstance(graph, Graph) or len(gradients) != len(graph.results):
         raise ProtocolError(f"slot {slot} holds no graph of {len(gradients)} results")
     pairs = [
-        (result, executor.value(gradient))
+        (result, session.values.get(gradient))
         for result, gradient in zip(graph.results, gradients, strict=True)
         if gradient and isinstance(result, torch.Tensor) and result.requires_grad
     ]
@@ -235,16 +235,16 @@ def differentiate(executor: Executor, slot: int, gradients: list[int], wanted: l
         with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD):
             found = list(torch.autograd.grad(roots, leaves, weights, retain_graph=True, allow_unused=True))
     for target, gradient in zip(slots, found, strict=True):
-        executor.values[target] = gradient
+        session.values.slots[target] = gradient
 
 
 # --- storages --------------------------------------------------------------------------------------------------------
 
 
 @_control
-def set_storage(executor: Executor, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
+def set_storage(session: SessionState, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
-    target, base = executor.value(slot, writes=True, sizes=False), executor.value(source, sizes=False)
+    target, base = session.values.get(slot, writes=True, sizes=False), session.values.get(source, sizes=False)
     former = base.untyped_storage().nbytes()
     target.set_(base.untyped_storage(), offset, size, stride)
     clear_from(target, former)
@@ -252,39 +252,39 @@ def set_storage(executor: Executor, slot: int, source: int, offset: int, size: l
 
 @_control
 def view_storage(
-    executor: Executor, slot: int, source: int, dtype: str, offset: int, size: list[int], stride: list[int]
+    session: SessionState, slot: int, source: int, dtype: str, offset: int, size: list[int], stride: list[int]
 ) -> None:
     """A new tensor on the storage of another slot's tensor."""
-    base = executor.value(source, sizes=False)
+    base = session.values.get(source, sizes=False)
     fresh = torch.empty(0, dtype=torch_codec.DTYPES[dtype], device=base.device)
     former = base.untyped_storage().nbytes()
-    executor.values[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)
+    session.values.slots[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)
     clear_from(fresh, former)
 
 
 @_control
-def resize_storage(executor: Executor, slot: int, byte_count: int) -> None:
+def resize_storage(session: SessionState, slot: int, byte_count: int) -> None:
     """Gives a tensor's storage another size. What it gains is zeros; what it loses may be somebody else's at once."""
     if type(byte_count) is not int or not 0 <= byte_count < 1 << 62:
         raise ProtocolError(f"a storage cannot have {byte_count!r:.40} bytes")
-    tensor = executor.value(slot, writes=True, sizes=False)
+    tensor = session.values.get(slot, writes=True, sizes=False)
     storage = tensor.untyped_storage()
     former = storage.nbytes()
     storage.resize_(byte_count)
     clear_from(tensor, former)
-    executor.gates.resized(tensor, former)
+    session.values.gates.resized(tensor, former)
 
 
 @_control
-def storage_bytes(executor: Executor, slot: int) -> int:
-    return int(executor.value(slot, sizes=False).untyped_storage().nbytes())
+def storage_bytes(session: SessionState, slot: int) -> int:
+    return int(session.values.get(slot, sizes=False).untyped_storage().nbytes())
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @_control
-def memory_stats(executor: Executor, device: list[Any]) -> dict[str, int]:
+def memory_stats(session: SessionState, device: list[Any]) -> dict[str, int]:
     """Bytes in use on a device. On a CPU worker: those of this session's tensors, and the machine's memory."""
     kind, index = device
     if kind == "cuda":
@@ -297,39 +297,39 @@ def memory_stats(executor: Executor, device: list[Any]) -> dict[str, int]:
             "free": free,
             "total": total,
         }
-    held = stats(executor)["bytes"]
-    executor.max_bytes = max(executor.max_bytes, held)
+    held = stats(session)["bytes"]
+    session.max_bytes = max(session.max_bytes, held)
     free, total = _host_memory()
     return {
         "allocated": held,
-        "max_allocated": executor.max_bytes,
+        "max_allocated": session.max_bytes,
         "reserved": held,
-        "max_reserved": executor.max_bytes,
+        "max_reserved": session.max_bytes,
         "free": free,
         "total": total,
     }
 
 
 @_control
-def memory_summary(executor: Executor, device: list[Any]) -> str:
+def memory_summary(session: SessionState, device: list[Any]) -> str:
     kind, index = device
     if kind == "cuda":
         return torch.cuda.memory_summary(index)
-    row = memory_stats(executor, device)
+    row = memory_stats(session, device)
     return "\n".join(f"{name:<14}{value / (1 << 20):>14.1f} MiB" for name, value in row.items())
 
 
 @_control
-def reset_peak_memory(executor: Executor, device: list[Any]) -> None:
+def reset_peak_memory(session: SessionState, device: list[Any]) -> None:
     kind, index = device
-    executor.max_bytes = stats(executor)["bytes"]
+    session.max_bytes = stats(session)["bytes"]
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats(index)
 
 
 @_control
-def empty_cache(executor: Executor) -> None:
-    if any(row["type"] == "cuda" for row in executor.devices):
+def empty_cache(session: SessionState) -> None:
+    if session.devices.has_cuda:
         torch.cuda.empty_cache()
     give_back_memory()
 
@@ -348,34 +348,34 @@ def _host_memory() -> tuple[int, int]:
 
 
 @_control
-def record_event(executor: Executor, slot: int, device: list[Any], timing: bool) -> None:
+def record_event(session: SessionState, slot: int, device: list[Any], timing: bool) -> None:
     """A point in the order of execution. On CUDA a real event, on the CPU the clock."""
     kind, index = device
     if kind == "cuda":
         with torch.cuda.device(index):
             event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
             event.record()
-        executor.values[slot] = event
+        session.values.slots[slot] = event
     else:
-        executor.values[slot] = time.perf_counter()
+        session.values.slots[slot] = time.perf_counter()
 
 
 @_control
-def wait_event(executor: Executor, slot: int) -> None:
-    event = executor.value(slot)
+def wait_event(session: SessionState, slot: int) -> None:
+    event = session.values.get(slot)
     if not isinstance(event, float):
         event.synchronize()
 
 
 @_control
-def query_event(executor: Executor, slot: int) -> bool:
-    event = executor.value(slot)
+def query_event(session: SessionState, slot: int) -> bool:
+    event = session.values.get(slot)
     return True if isinstance(event, float) else bool(event.query())
 
 
 @_control
-def elapsed_milliseconds(executor: Executor, start: int, end: int) -> float:
-    first, last = executor.value(start), executor.value(end)
+def elapsed_milliseconds(session: SessionState, start: int, end: int) -> float:
+    first, last = session.values.get(start), session.values.get(end)
     if isinstance(first, float) and isinstance(last, float):
         return (last - first) * 1e3
     if isinstance(first, float) or isinstance(last, float):
@@ -388,31 +388,32 @@ def elapsed_milliseconds(executor: Executor, start: int, end: int) -> float:
 
 
 @_control
-def clock(executor: Executor) -> int:
+def clock(session: SessionState) -> int:
     """The time here, in nanoseconds, on the clock that profiles use."""
     return time.time_ns()
 
 
 @_control
-def profile_start(executor: Executor, shapes: bool, stacks: bool) -> None:
+def profile_start(session: SessionState, shapes: bool, stacks: bool) -> None:
     """From the next batch on, everything that the session runs is recorded."""
-    if executor.profile is not None:
+    if session.profile is not None:
         raise RuntimeError("this session is being profiled already")
-    executor.profile = WorkerProfile(executor, shapes=shapes, stacks=stacks)
+    session.profile = WorkerProfile(session.devices, session.reports, shapes=shapes, stacks=stacks)
 
 
 @_control
-def profile_stop(executor: Executor, slot: int) -> int:
+def profile_stop(session: SessionState, slot: int) -> int:
     """Ends that; the slot gets the profile as bytes, and the answer is their number."""
-    if executor.profile is None:
+    if session.profile is None:
         raise RuntimeError("this session is not being profiled")
-    data = executor.profile.stop()
-    executor.values[slot] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    profile, session.profile = session.profile, None
+    data = profile.stop()
+    session.values.slots[slot] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return len(data)
 
 
 @_control
-def device_properties(executor: Executor, device: list[Any]) -> dict[str, Any]:
+def device_properties(session: SessionState, device: list[Any]) -> dict[str, Any]:
     kind, index = device
-    row = next(r for r in executor.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
+    row = next(r for r in session.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
     return dict(row)

@@ -8,21 +8,22 @@ session's slots, in the very memory where it was before if anything else looks a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import LimitExceededError, ProtocolError
-from skyproxy_server.controls import CONTROLS
 from skyproxy_server.cuda_graphs import replayer_for
+from skyproxy_server.devices import Devices
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import storage_key
+from skyproxy_server.global_modes import SessionModes
+from skyproxy_server.op_table import OpTable
+from skyproxy_server.random_state import RandomState
 from skyproxy_server.recordings import Recording, Step
-
-if TYPE_CHECKING:
-    from skyproxy_server.executor import Executor
+from skyproxy_server.reports import Reports
+from skyproxy_server.values import Values
 
 _MAX_GRAPHS = 4096
 _NOT_REPLAYED = "this tensor is made by a graph that was captured, but not replayed yet. Call g.replay() first."
@@ -30,20 +31,26 @@ _ABANDONED = "this tensor was made in a graph capture that was given up, so it n
 
 
 class Graphs:
-    """The recordings of one session.
+    """The recordings of one session."""
 
-    Attributes:
-        limbo: while the client captures, the values that it released since; else None.
-        not_replayed: the storages of results that no replay made yet, each with its graph, an error and itself.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(
+        self,
+        values: Values,
+        ops: OpTable,
+        reports: Reports,
+        modes: SessionModes,
+        random: RandomState,
+        devices: Devices,
+    ) -> None:
+        self._values = values
+        self._ops = ops
+        self._reports = reports
+        self._modes = modes
+        self._random = random
+        self._devices = devices
         self._recordings: dict[int, Recording] = {}
         self._filled_by: dict[int, Recording] = {}
         self._deferred: list[int] = []
-        self.limbo: dict[int, Any] | None = None
-        self.not_replayed: dict[int, tuple[int, Failed, Any]] = {}
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -51,13 +58,13 @@ class Graphs:
     # --- capture -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The client captures: what it releases meanwhile may be read by the recording, so it is kept in `limbo`."""
-        if self.limbo is not None:
+        """The client captures: what it releases meanwhile may be read by the recording, so it is kept in limbo."""
+        if self._values.limbo is not None:
             raise ProtocolError("a capture begins inside another one")
-        self.limbo = {}
+        self._values.limbo = {}
 
     def _end_limbo(self) -> dict[int, Any]:
-        limbo, self.limbo = self.limbo, None
+        limbo, self._values.limbo = self._values.limbo, None
         if limbo is None:
             raise ProtocolError("a capture ends that never began")
         return limbo
@@ -75,32 +82,32 @@ class Graphs:
             modes: PyTorch's global modes when the capture began; each replay runs under them.
         """
         limbo = self._end_limbo()
-        executor = self._executor
+        held = self._values.slots
         slots = [slot for slot, _ in exports]
         if len(self._recordings) >= _MAX_GRAPHS:
-            executor.values.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
+            held.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
             raise LimitExceededError(f"this session holds {_MAX_GRAPHS} graphs, the limit. Reset those not needed.")
         if number in self._recordings:
             raise ProtocolError(f"graph {number} exists already")
-        recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=executor.has_cuda))
-        for slot in recording.decode(executor.handlers, executor.signatures):
+        recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=self._devices.has_cuda))
+        for slot in recording.decode(self._ops.handlers, self._ops.signatures):
             if slot in self._filled_by:
                 recording.dynamic.append(slot)
             else:
-                value = limbo.get(slot, executor.values.get(slot))
+                value = limbo.get(slot, held.get(slot))
                 recording.externals[slot] = self._placeholder(_ABANDONED) if value is None else value
         self._recordings[number] = recording
-        device = executor.device_of(places[0]) if len(places) == 1 else None
+        device = self._devices.find(places[0]) if len(places) == 1 else None
         for slot, fields in exports:
-            executor.values[slot] = self._unfilled(number, fields, device)
+            held[slot] = self._unfilled(number, fields, device)
             self._filled_by[slot] = recording
-        recording.replayer = replayer_for(places, recording, executor.random)
+        recording.replayer = replayer_for(places, recording, self._random)
         self._forget_deferred()
 
     def abort(self, slots: list[int]) -> None:
         """Ends a capture that failed; `slots` are held by tensors that it would have made."""
         self._end_limbo()
-        self._executor.values.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
+        self._values.slots.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
         self._forget_deferred()
 
     def _unfilled(self, number: int, fields: Any, device: torch.device | None) -> Any:
@@ -116,14 +123,14 @@ class Graphs:
         memory = torch.zeros(max(extent, description.offset), dtype=description.dtype, device=device)
         if description.dtype.is_floating_point or description.dtype.is_complex:
             memory.fill_(float("nan"))
-        self.not_replayed[storage_key(memory) or 0] = (number, failed, memory)
+        self._values.not_replayed[storage_key(memory) or 0] = (number, failed, memory)
         tensor = torch.as_strided(memory, description.size, description.stride, description.offset)
         if description.conjugate:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if description.negative else tensor
 
     def _placeholder(self, text: str) -> Failed:
-        return self._executor.quiet_failure(RuntimeError(text))
+        return self._reports.silent_failure(RuntimeError(text))
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class Graphs:
         recording = self._recordings.get(stream[position + 1])
         if recording is None:
             raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
-        with self._executor.modes.during(recording.modes):
+        with self._modes.during(recording.modes):
             if recording.replayer is None or not self._inputs_are_ready(recording, values):
                 made, _ = self._made(recording, values, False)
             else:
@@ -140,26 +147,17 @@ class Graphs:
                     self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
                 )
         self._publish(values, made)
-        if self.not_replayed:
+        if self._values.not_replayed:
             self._replayed(recording.number)
         return position + 2
 
     def _replayed(self, number: int) -> None:
-        for key in [key for key, (graph, _, _) in self.not_replayed.items() if graph == number]:
-            del self.not_replayed[key]
-
-    def check_replayed(self, value: Any) -> None:
-        """Raises:
-        PoisonedError: the value is a result of a graph that was never replayed, or a view of one.
-        """
-        if isinstance(value, torch.Tensor):
-            entry = self.not_replayed.get(storage_key(value) or 0)
-            if entry is not None:
-                raise PoisonedError(entry[1])
+        for key in [key for key, (graph, _, _) in self._values.not_replayed.items() if graph == number]:
+            del self._values.not_replayed[key]
 
     def _inputs_are_ready(self, recording: Recording, values: dict[int, Any]) -> bool:
         """Waits for bytes on their way. False where an input is poisoned: then the list must be run, op by op."""
-        inputs, gates = self._inputs(recording, values), self._executor.gates
+        inputs, gates = self._inputs(recording, values), self._values.gates
         if any(isinstance(value, Failed) for value in inputs):
             return False
         try:
@@ -184,19 +182,18 @@ class Graphs:
             values: the session's values.
             strict: whether the first failure is raised, in place of poisoning what depends on it.
         """
-        executor = self._executor
+        ops, gates = self._ops, self._values.gates
         scope: dict[int, Any] = {0: None, **recording.externals}
         for slot in recording.dynamic:
             scope[slot] = values.get(slot)
         stream, steps, intact = recording.stream, iter(recording.steps), True
-        executor.values, executor.replaying = scope, recording.number
-        try:
+        with self._values.scope(scope, recording.number):
             while True:
                 step: Step | None = None
                 try:
-                    if executor.gates:
+                    if gates:
                         for step in steps:
-                            self._pass_gates(step, scope, stream)
+                            self._pass_gates(step, stream)
                             step.handler(scope, stream, step.position)
                     else:
                         for step in steps:
@@ -207,27 +204,20 @@ class Graphs:
                     if strict or isinstance(error, ProtocolError) or step is None or step.signature is None:
                         raise
                     expected = stream[step.position + 1] if step.checked else None
-                    executor.poison(step.signature, stream, step.position + 2 * step.checked, error, expected)
-        finally:
-            executor.values, executor.replaying = values, None
+                    self._values.poison(step.signature, stream, step.position + 2 * step.checked, error, expected)
         if intact and not recording.intact:
-            recording.settle(executor.handlers, executor.signatures)
+            recording.settle(ops.handlers, ops.signatures)
         elif not intact:
             recording.intact = False
         return scope
 
-    def _pass_gates(self, step: Step, scope: dict[int, Any], stream: list[Any]) -> None:
-        if step.signature is not None and self._executor.gates:
-            at = step.position + 2 * step.checked
-            self._executor.gates.pass_through(
-                [scope.get(slot) for slot in step.signature.input_slots(stream, at)],
-                [scope.get(slot) for slot in step.signature.written_slots(stream, at)],
-                sizes=not step.signature.views,
-            )
+    def _pass_gates(self, step: Step, stream: list[Any]) -> None:
+        if step.signature is not None and self._values.gates:
+            self._values.pass_gates(step.signature, stream, step.position + 2 * step.checked)
 
     def _publish(self, values: dict[int, Any], made: dict[int, Any]) -> None:
         """Puts results where the client finds them; in the old memory where somebody else looks at it."""
-        gates = self._executor.gates
+        gates = self._values.gates
         for slot, new in made.items():
             old = values.get(slot)
             if new is None:
@@ -248,7 +238,7 @@ class Graphs:
 
     def forget(self, number: int) -> None:
         """The client's graph is gone. Values that it made stay as they are, for tensors and for other recordings."""
-        if self.limbo is not None:
+        if self._values.limbo is not None:
             self._deferred.append(number)
             return
         recording = self._recordings.pop(number, None)
@@ -260,7 +250,7 @@ class Graphs:
         for other in self._recordings.values():
             for slot in [slot for slot in other.dynamic if slot not in self._filled_by]:
                 other.dynamic.remove(slot)
-                other.externals[slot] = self._executor.values.get(slot)
+                other.externals[slot] = self._values.slots.get(slot)
 
     def _forget_deferred(self) -> None:
         numbers, self._deferred = self._deferred, []
@@ -276,7 +266,6 @@ class Graphs:
         """The session is over."""
         self._recordings.clear()
         self._filled_by.clear()
-        self.limbo = None
 
 
 # --- who looks at a tensor's memory ----------------------------------------------------------------------------------
@@ -299,51 +288,3 @@ def _seen_elsewhere(tensor: torch.Tensor) -> bool:
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-# --- controls --------------------------------------------------------------------------------------------------------
-
-
-def _control(function: Callable[..., Any]) -> Callable[..., Any]:
-    CONTROLS[function.__name__] = function
-    return function
-
-
-@_control
-def graph_begin(executor: Executor) -> None:
-    """The client begins to capture."""
-    executor.graphs.begin()
-
-
-@_control
-def graph_define(
-    executor: Executor,
-    number: int,
-    stream: list[Any],
-    exports: list[Any],
-    places: list[Any],
-    modes: dict[str, Any],
-) -> None:
-    """Keep a graph that the client has captured."""
-    executor.graphs.define(number, stream, exports, places, modes)
-
-
-@_control
-def graph_abort(executor: Executor, slots: list[int]) -> None:
-    """The client gave a capture up."""
-    executor.graphs.abort(slots)
-
-
-@_control
-def graph_forget(executor: Executor, number: int) -> None:
-    """The client's graph is gone."""
-    executor.graphs.forget(number)
-
-
-@_control
-def graph_report(executor: Executor) -> dict[str, int]:
-    """What the session's graphs are."""
-    return executor.graphs.report()
-
-
-__all__ = ["Graphs"]

@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from skyproxy.protocol.messages import Message, Reply
-
-if TYPE_CHECKING:
-    from skyproxy_server.executor import Executor
+from skyproxy_server.devices import Devices
+from skyproxy_server.reports import Reports
 
 _in_use = threading.Lock()
 """Held by the session that is being profiled: the profiler is the process's."""
@@ -28,7 +27,8 @@ class WorkerProfile:
     """The profiler of one session, from its start to its end. Belongs to the session's thread.
 
     Args:
-        executor: the session.
+        devices: what the session runs on.
+        reports: what its client is told.
         shapes: whether the inputs' shapes are recorded.
         stacks: whether Python stacks are; they are the worker's own.
 
@@ -36,14 +36,14 @@ class WorkerProfile:
         RuntimeError: another session of this worker is being profiled.
     """
 
-    def __init__(self, executor: Executor, *, shapes: bool, stacks: bool) -> None:
+    def __init__(self, devices: Devices, reports: Reports, *, shapes: bool, stacks: bool) -> None:
         if not _in_use.acquire(blocking=False):
             raise RuntimeError("another session of this worker is being profiled; try again when it is done")
-        self._executor = executor
+        self._reports = reports
         self._replies: list[tuple[int, int]] = []
         try:
             activities = [ProfilerActivity.CPU]
-            self._cuda = any(row["type"] == "cuda" for row in executor.devices)
+            self._cuda = devices.has_cuda
             if self._cuda:
                 activities.append(ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
@@ -51,13 +51,11 @@ class WorkerProfile:
         except BaseException:
             _in_use.release()
             raise
-        self._plain_send = executor._send
-        executor._send = self._send
+        reports.watch = self._note
 
-    def _send(self, message: Message) -> None:
+    def _note(self, message: Message) -> None:
         if isinstance(message, Reply):
             self._replies.append((message.request, time.time_ns()))
-        self._plain_send(message)
 
     @contextlib.contextmanager
     def batch(self, sequence: int) -> Iterator[None]:
@@ -91,6 +89,5 @@ class WorkerProfile:
             self._leave()
 
     def _leave(self) -> None:
-        self._executor._send = self._plain_send
-        self._executor.profile = None
+        self._reports.watch = None
         _in_use.release()

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from skyproxy_server.executor import Executor
-    from skyproxy_server.signatures import Handler
+from skyproxy.protocol.commands import Handler
+from skyproxy_server.devices import Devices
 
 _lock = threading.RLock()
 _owner: RandomState | None = None
@@ -24,8 +23,8 @@ _owner: RandomState | None = None
 class RandomState:
     """The default generators of one session, one a device."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, devices: Devices) -> None:
+        self._rows = devices
         self._states: dict[tuple[str, int], torch.Tensor] = {}
 
     def guarded(self, handler: Handler) -> Handler:
@@ -40,7 +39,7 @@ class RandomState:
         return draw
 
     def _devices(self) -> list[tuple[str, int]]:
-        return [(row["type"], row["index"] or 0) for row in self._executor.devices]
+        return [(row["type"], row["index"] or 0) for row in self._rows]
 
     def take_over(self) -> None:
         """What draws from the default generators without asking draws from this session's numbers from now on."""

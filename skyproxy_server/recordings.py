@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
+from skyproxy.protocol.commands import Handler
 from skyproxy.torch_modes import USUAL, Record
 from skyproxy_server.cuda_graphs import Replayer
-
-if TYPE_CHECKING:
-    from skyproxy_server.signatures import Handler, Signature
+from skyproxy_server.signatures import Signature
 
 
 class Step(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy.protocol.commands import Handler
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of, only_none
 from skyproxy_server.op_overrides import CPU_OVERRIDES
@@ -29,8 +30,6 @@ _VIEWS = frozenset(
         *("view_as_complex", "view_as_real", "_conj", "_neg_view"),
     )
 )
-Handler = Callable[[dict[int, Any], list[Any], int], int]
-"""`handler(values, stream, position)` runs the command at `position` and returns the position of the next one."""
 
 
 @dataclass(slots=True)

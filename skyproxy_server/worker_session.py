@@ -67,7 +67,7 @@ class WorkerSession:
             most_blob_bytes=self.client.bounds.blob_bytes,
         )
         self._executor = Executor(devices, transport.send, self._transfers, settings)
-        self._executor.session, self._executor.calls = self.identity, calls
+        self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self.calls = calls
         self._executing = 0
         self._bulk: Transport | None = None
@@ -101,11 +101,11 @@ class WorkerSession:
 
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
-        transport, executor = self._transport, self._executor
+        transport, executor, state = self._transport, self._executor, self._executor.state
         named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.
-        with torch._C._AutoDispatchBelowADInplaceOrView(), own_streams(executor.devices) as executor.streams:
+        with torch._C._AutoDispatchBelowADInplaceOrView(), own_streams(state.devices) as state.streams:
             try:
                 while True:
                     try:
@@ -117,11 +117,11 @@ class WorkerSession:
                     batch = named.resolve(message)
                     if batch is not None:
                         self._executing = 1
-                        with executor.modes:
-                            if executor.profile is None:
+                        with state.modes:
+                            if state.profile is None:
                                 executor.run(batch)
                             else:
-                                with executor.profile.batch(batch.sequence):
+                                with state.profile.batch(batch.sequence):
                                     executor.run(batch)
                         self._executing = 0
                         self._activity.touch()

@@ -29,7 +29,8 @@ argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 DEFINE: Final = 1
 EXPECT: Final = 2
@@ -89,3 +90,41 @@ NEW_LIST: Final = "N"
 """A list of fresh values; the operand is a list of slots."""
 IGNORED: Final = "x"
 """Not kept: an alias of an argument that the client already holds. Takes no operand."""
+
+
+def op_at(stream: list[Any], position: int) -> int:
+    """Return where the command proper stands: behind the EXPECT at `position`, or there itself."""
+    return position + 1 + OPERANDS[EXPECT] if stream[position] == EXPECT else position
+
+
+Handler = Callable[[dict[int, Any], list[Any], int], int]
+"""`handler(slots, stream, position)` runs the command at `position` and returns the position of the next one."""
+
+
+def execute(
+    stream: list[Any], position: int, handlers: Sequence[Any], slots: dict[int, Any], pause: object
+) -> tuple[int, int, Exception | None]:
+    """Run commands one after another until the stream ends, one fails, or there is reason to pause behind one.
+
+    This follows the handlers, which know their own widths: an op costs one look-up and one call.
+
+    Args:
+        stream: the commands.
+        position: where the first of them stands.
+        handlers: by number, the `Handler` of each command.
+        slots: the values.
+        pause: looked at after each command; true is a reason to pause.
+
+    Returns:
+        Where the next command stands, or the one that failed; how many succeeded; the error, if one failed.
+    """
+    done, end = 0, len(stream)
+    try:
+        while position < end:
+            position = handlers[stream[position]](slots, stream, position)
+            done += 1
+            if pause:
+                break
+    except Exception as error:
+        return position, done, error
+    return position, done, None

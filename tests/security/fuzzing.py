@@ -306,9 +306,9 @@ def _enumeration(kind: str, chance: random.Random) -> tuple[Any, list[Any]]:
 
 def run_call(executor: Executor, call: Call, pool: Pool, sequence: int) -> str:
     """Executes a call as a session would; "result", "error" or "protocol error"."""
-    executor.values.clear()
-    executor.gates = Gates()
-    executor.values.update({0: None, **pool.values})
+    executor.state.values.slots.clear()
+    executor.state.values.gates = Gates()
+    executor.state.values.slots.update({0: None, **pool.values})
     number = commands.FIRST_SIGNATURE
     shrink = [item for slot in pool.shrunk for item in (commands.DO, "resize_storage", [slot, 0])]
     stream = [*shrink, commands.DEFINE, number, call.definition, number, *call.operands]
@@ -321,9 +321,9 @@ def run_call(executor: Executor, call: Call, pool: Pool, sequence: int) -> str:
 
 def _holds_canary(executor: Executor) -> bool:
     """Whether a value of the session holds what it never put there. Asks for all of them, as a client would."""
-    for slot in list(executor.values):
+    for slot in list(executor.state.values.slots):
         try:
-            value = executor.value(slot)
+            value = executor.state.values.get(slot)
         except Exception:
             continue
         for tensor in value if isinstance(value, list | tuple) else (value,):

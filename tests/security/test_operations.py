@@ -11,7 +11,7 @@ from skyproxy.errors import ConfigurationError, ProtocolError, UnsupportedOpErro
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Chunk, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
-from skyproxy_server import allowed_ops, compiled
+from skyproxy_server import allowed_ops, compiled, graph_controls
 from skyproxy_server.executor import Executor
 from skyproxy_server.failures import Failed
 from skyproxy_server.transfers import Transfers
@@ -40,7 +40,7 @@ class Worker:
 
     def error(self, slot: int) -> str:
         """The type and text of the failure that stands in a slot."""
-        value = self.executor.values[slot]
+        value = self.executor.state.values.slots[slot]
         assert isinstance(value, Failed)
         return f"{value.record['type']}: {value.record['message']}"
 
@@ -107,7 +107,7 @@ def test_an_owner_opens_operators_by_name_and_no_namespace_of_pytorch(monkeypatc
 
 @pytest.mark.parametrize("template", [["c", "", 100000], ["c", "", 6], ["c", "layout", "strided"], ["c", "", "x"]])
 def test_integers_do_not_stand_for_dtypes(worker: Worker, template: list[Any]) -> None:
-    worker.executor.values[1] = torch.ones(4)
+    worker.executor.state.values.slots[1] = torch.ones(4)
     with pytest.raises(ProtocolError, match="dtype"):
         worker.op(["aten::view.dtype", ["t", template], {}, ["n"]], 1, 2)
 
@@ -117,7 +117,7 @@ def test_integers_do_not_stand_for_enumerations_in_operands_either(worker: Worke
     worker.op(["aten::empty.memory_format", ["v"], {keyword: "v"}, ["n"]], [2], 99, 2)
     assert "cannot be given as 99" in worker.error(2)
     worker.op(["aten::empty.memory_format", ["v"], {keyword: "v"}, ["n"]], [2], None, 3)
-    assert worker.executor.values[3].shape == (2,)
+    assert worker.executor.state.values.slots[3].shape == (2,)
 
 
 @pytest.mark.parametrize("device", [["meta", None], ["cuda", 0], ["cpu", 3], ["hpu", 0], ["xla", 1]])
@@ -136,17 +136,17 @@ def test_clients_cannot_lock_memory_nor_make_quantized_tensors(worker: Worker) -
 
 
 def test_an_alias_does_not_reach_beyond_its_storage(worker: Worker) -> None:
-    worker.executor.values[1] = torch.ones(4)
+    worker.executor.state.values.slots[1] = torch.ones(4)
     for size, stride in (([1 << 20], [1]), ([2, 2], [1 << 40, 1]), ([-5], [1]), ([2], [-1])):
         worker.op(["aten::_reshape_alias", ["t", "v", "v"], {}, ["n"]], 1, size, stride, 2)
         assert worker.error(2).startswith("RuntimeError")
     worker.op(["aten::_reshape_alias", ["t", "v", "v"], {}, ["n"]], 1, [2, 2], [2, 1], 2)
-    assert worker.executor.values[2].data_ptr() == worker.executor.values[1].data_ptr()
+    assert worker.executor.state.values.slots[2].data_ptr() == worker.executor.state.values.slots[1].data_ptr()
 
 
 @pytest.mark.parametrize("indices", [[[0, 99]], [[-1, 0]], [[0, 1 << 40]]])
 def test_sparse_tensors_have_indices_within_their_sizes(worker: Worker, indices: list[list[int]]) -> None:
-    worker.executor.values.update({1: torch.tensor(indices), 2: torch.ones(2)})
+    worker.executor.state.values.slots.update({1: torch.tensor(indices), 2: torch.ones(2)})
     definition = ["aten::_sparse_coo_tensor_unsafe", ["t", "t", "v"], {"dtype": ["c", "dtype", "float32"]}, ["n"]]
     worker.op(definition, 1, 2, [3], 3)
     assert worker.error(3).startswith("RuntimeError")
@@ -179,14 +179,14 @@ def test_bytes_on_the_bulk_connection_lie_without_overlaps(worker: Worker) -> No
 
 def test_a_tensor_whose_storage_was_made_too_small_cannot_be_read_or_written(worker: Worker) -> None:
     base = torch.arange(1000.0)
-    worker.executor.values.update({1: base, 2: base[500:], 3: torch.ones(1000), 4: base[:10]})
+    worker.executor.state.values.slots.update({1: base, 2: base[500:], 3: torch.ones(1000), 4: base[:10]})
     worker.run(commands.DO, "resize_storage", [1, 40])
     worker.run(commands.DEFINE, FIRST, ["aten::neg", ["t"], {}, ["n"]])
     worker.run(commands.DEFINE, FIRST + 1, ["aten::add_.Tensor", ["t", "t"], {}, ["x"]])
     worker.run(FIRST, 1, 10, FIRST, 2, 11, FIRST + 1, 3, 1, FIRST, 4, 12, FIRST, 3, 13)
     assert "was resized to 40 bytes" in worker.error(10)
     assert "was resized to 40 bytes" in worker.error(11)
-    assert worker.executor.values[12].tolist() == [-float(i) for i in range(10)]
+    assert worker.executor.state.values.slots[12].tolist() == [-float(i) for i in range(10)]
     worker.run(commands.FETCH, 5, 1, 0)
     assert isinstance(worker.sent[-1], Failure)
     worker.run(commands.CALL, 6, "item", [2])
@@ -196,28 +196,28 @@ def test_a_tensor_whose_storage_was_made_too_small_cannot_be_read_or_written(wor
 
 
 def test_a_storage_that_gets_its_size_back_is_usable_again_and_gains_zeros(worker: Worker) -> None:
-    worker.executor.values[1] = torch.ones(1000)
+    worker.executor.state.values.slots[1] = torch.ones(1000)
     worker.run(commands.DO, "resize_storage", [1, 0])
     worker.run(commands.DO, "resize_storage", [1, 4000])
-    assert worker.executor.values[1].tolist() == [0.0] * 1000
+    assert worker.executor.state.values.slots[1].tolist() == [0.0] * 1000
     worker.run(commands.FETCH, 5, 1, 0)
     assert isinstance(worker.sent[-1], Reply)
     worker.run(commands.DO, "resize_storage", [1, 8000])
-    assert not worker.executor.gates
+    assert not worker.executor.state.values.gates
 
 
 def test_views_of_a_storage_without_memory_can_be_made_and_not_read(worker: Worker) -> None:
-    worker.executor.values[1] = torch.ones(4, 4)
+    worker.executor.state.values.slots[1] = torch.ones(4, 4)
     worker.run(commands.DO, "resize_storage", [1, 0])
     worker.op(["aten::view", ["t", "v"], {}, ["n"]], 1, [16], 2)
-    assert worker.executor.values[2].shape == (16,)
+    assert worker.executor.state.values.slots[2].shape == (16,)
     worker.op(["aten::sum", ["t"], {}, ["n"]], 2, 3)
     assert "was resized to 0 bytes" in worker.error(3)
 
 
 def test_a_sparse_tensor_is_as_readable_as_its_parts(worker: Worker) -> None:
     sparse = torch.eye(50).to_sparse()
-    worker.executor.values.update({1: sparse, 2: sparse._values()})
+    worker.executor.state.values.slots.update({1: sparse, 2: sparse._values()})
     worker.run(commands.DO, "resize_storage", [2, 0])
     worker.op(["aten::_to_dense", ["t"], {}, ["n"]], 1, 3)
     assert "was resized to 0 bytes" in worker.error(3)
@@ -225,7 +225,7 @@ def test_a_sparse_tensor_is_as_readable_as_its_parts(worker: Worker) -> None:
 
 @pytest.mark.parametrize("size", [-1, 1 << 63, 1.5, None, True])
 def test_a_storage_has_a_number_of_bytes(worker: Worker, size: Any) -> None:
-    worker.executor.values[1] = torch.ones(4)
+    worker.executor.state.values.slots[1] = torch.ones(4)
     with pytest.raises(ProtocolError, match="bytes"):
         worker.run(commands.DO, "resize_storage", [1, size])
 
@@ -249,16 +249,16 @@ def test_memory_that_others_freed_comes_as_zeros(worker: Worker, maker: str) -> 
     definition, operands = MAKERS[maker]
     for _ in range(20):
         small = torch.zeros(1, dtype=torch.int64)
-        worker.executor.values.update({1: torch.zeros(5000, dtype=torch.int64), 2: small, 3: small.clone()})
+        worker.executor.state.values.slots.update({1: torch.zeros(5000, dtype=torch.int64), 2: small, 3: small.clone()})
         secrets = [torch.full((size,), -77, dtype=torch.int64) for size in (5000, 10_000)]
         del secrets
         worker.op(definition, *operands, 9)
-        made = worker.executor.values[9]
+        made = worker.executor.state.values.slots[9]
         assert not made.as_strided((made.untyped_storage().nbytes() // 8,), (1,), 0).any()
 
 
 def test_an_upload_whose_pieces_came_twice_is_none(worker: Worker) -> None:
-    transfers = worker.executor._transfers
+    transfers = worker.executor.state.transfers
     for _ in range(2):
         transfers.on_chunk(Chunk(5, 0, 8, (b"\1\2\3\4",)))
     worker.run(commands.RECEIVE, 3, ["uint8", [8], [1], 0], CPU, 5, commands.FETCH, 7, 3, 0)
@@ -351,18 +351,18 @@ def test_no_text_of_a_client_leaves_its_literal_in_generated_code(worker: Worker
     )
     (check,) = [node for node in program._module.graph.nodes if node.op == "call_function"]
     assert check.args[1] == "?); system(?touch /tmp/owned?); //"
-    worker.executor.values[1] = torch.ones(2)
+    worker.executor.state.values.slots[1] = torch.ones(2)
     worker.op(graph([["aten::div.Tensor_mode", [["node", 0], ["node", 0]], {"rounding_mode": ["", code]}]], [1]), 1, 9)
     assert "cannot be part of a compiled graph" in worker.error(9)
 
 
 @pytest.mark.parametrize("op", ["aten::as_strided", "aten::_reshape_alias"])
 def test_a_graph_with_views_that_a_compiler_does_not_check_runs_op_by_op(worker: Worker, op: str) -> None:
-    worker.executor.values[1] = torch.ones(4)
+    worker.executor.state.values.slots[1] = torch.ones(4)
     nodes = [[op, [["node", 0], ["", [1000]], ["", [1]]], {}], ["aten::neg", [["node", 1]], {}]]
     worker.op(graph(nodes, [2], mode="inductor"), 1, 9)
     assert worker.error(9).startswith("RuntimeError")
-    assert "only checked where it runs" in compiled.compile_report(worker.executor)["troubles"][0]
+    assert "only checked where it runs" in graph_controls.compile_report(worker.executor.state)["troubles"][0]
 
 
 def test_a_graph_indexes_with_the_checked_op() -> None:

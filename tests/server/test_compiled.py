@@ -12,7 +12,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import describe, encode_description
-from skyproxy_server import compiled
+from skyproxy_server import compiled, graph_controls
 from skyproxy_server.compiled import Program, compiler_problem
 from skyproxy_server.executor import Executor
 from skyproxy_server.failures import Failed
@@ -41,7 +41,7 @@ class Worker:
         self.executor = Executor(
             [{"type": "cpu", "index": 0, "name": "CPU"}], self.sent.append, Transfers(SETTINGS.chunk_bytes), SETTINGS
         )
-        self.executor.values.update({1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])})
+        self.executor.state.values.slots.update({1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])})
         self._sequence = 0
 
     def run(self, *stream: Any) -> None:
@@ -56,23 +56,23 @@ def worker() -> Worker:
 
 def test_a_program_runs_like_an_op(worker: Worker) -> None:
     worker.run(commands.DEFINE, GRAPH, definition(), GRAPH, 1, 2, 3, 4)
-    assert worker.executor.values[3].tolist() == [32, 64]
-    assert worker.executor.values[4].tolist() == [64]
-    report = compiled.compile_report(worker.executor)
+    assert worker.executor.state.values.slots[3].tolist() == [32, 64]
+    assert worker.executor.state.values.slots[4].tolist() == [64]
+    report = graph_controls.compile_report(worker.executor.state)
     assert report == {"graphs": 1, "eager": 1, "inductor": 0, "troubles": []}
 
 
 def test_its_results_are_checked_like_an_ops(worker: Worker) -> None:
     wrong = [encode_description(describe(torch.zeros(n))) for n in (2, 2)]
     worker.run(commands.DEFINE, GRAPH, definition(), commands.EXPECT, wrong, GRAPH, 1, 2, 3, 4)
-    assert isinstance(worker.executor.values[3], Failed)
-    assert worker.executor.values[3].record["type"] == "InferenceMismatchError"
+    assert isinstance(worker.executor.state.values.slots[3], Failed)
+    assert worker.executor.state.values.slots[3].record["type"] == "InferenceMismatchError"
 
 
 def test_an_op_that_is_not_allowed_fails_where_the_graph_is_called(worker: Worker) -> None:
     fields = {**DOUBLE_AND_ADD, "nodes": [["aten::from_file", [["", "x"]], {}]], "outputs": [2]}
     worker.run(commands.DEFINE, GRAPH, definition(fields, 1), GRAPH, 1, 2, 3)
-    assert isinstance(worker.executor.values[3], Failed)
+    assert isinstance(worker.executor.state.values.slots[3], Failed)
     assert isinstance(worker.sent[0], Failure)
     assert "allowed" in worker.sent[0].error["message"]
 
@@ -100,7 +100,7 @@ def test_malformed_programs_break_the_protocol(worker: Worker, fields: dict[str,
 def test_python_functions_are_those_on_the_list(worker: Worker) -> None:
     fields = {**DOUBLE_AND_ADD, "nodes": [["python::exec", [["", "1"]], {}]], "outputs": [2]}
     worker.run(commands.DEFINE, GRAPH, definition(fields, 1), GRAPH, 1, 2, 3)
-    assert isinstance(worker.executor.values[3], Failed)
+    assert isinstance(worker.executor.state.values.slots[3], Failed)
 
 
 def test_without_a_compiler_auto_runs_op_by_op_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +152,6 @@ def test_a_missing_compiler_is_found_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_forgotten_program_fails_clearly(worker: Worker) -> None:
     worker.run(commands.DEFINE, GRAPH, definition(), commands.DO, "forget_compiled", [GRAPH], GRAPH, 1, 2, 3, 4)
-    assert isinstance(worker.executor.values[3], Failed)
+    assert isinstance(worker.executor.state.values.slots[3], Failed)
     worker.run(commands.FETCH, 5, 1, 0)
     assert isinstance(worker.sent[-1], Reply)

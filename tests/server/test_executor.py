@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def values(self) -> dict[int, Any]:
-        return self.executor.values
+        return self.executor.state.values.slots
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_list_of_results_is_poisoned_as_a_whole(worker: Worker) -> None:
 
 def test_failures_are_remembered_up_to_a_bound(worker: Worker) -> None:
     worker.run(*[item for slot in range(10, 510) for item in (EMBED, 2, 3, slot)])
-    assert len(worker.executor.unseen) == 100
+    assert len(worker.executor.state.reports.unseen) == 100
 
 
 def test_an_output_that_nobody_wants_leaves_slot_0_empty(worker: Worker) -> None:
@@ -197,7 +197,7 @@ def test_a_transfer_may_come_before_and_after_its_announcement(worker: Worker, a
         receive(worker, x)
     worker.run(RELU, 4, 5)
     assert worker.values[5].tolist() == [0, 1, 2, 3]
-    assert not worker.executor.gates
+    assert not worker.executor.state.values.gates
     assert worker.transfers._arrivals == {}
 
 
@@ -222,7 +222,7 @@ def test_a_transfer_that_was_given_up_poisons_its_value_and_nobody_waits(worker:
         assert "interrupted" in answer.error["message"]
     # The client knows it: nobody else is told.
     assert isinstance(worker.ask(commands.CALL, 8, "synchronize", []), Reply)
-    assert not worker.executor.gates
+    assert not worker.executor.state.values.gates
     assert worker.transfers._arrivals == {}
     assert worker.transfers._cancelled == {}
 
@@ -329,4 +329,4 @@ def test_the_end_forgets_every_value(worker: Worker) -> None:
     receive(worker, torch.arange(4.0))
     worker.executor.end()
     assert worker.values == {}
-    assert not worker.executor.gates
+    assert not worker.executor.state.values.gates

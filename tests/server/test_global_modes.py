@@ -162,7 +162,7 @@ class Worker:
         self.executor = Executor([row], self.sent.append, Transfers(SETTINGS.chunk_bytes), SETTINGS)
 
     def run(self, *stream: Any) -> None:
-        with self.executor.modes:
+        with self.executor.state.modes:
             self.executor.run(Batch(Sequence(1), list(stream)))
 
 
@@ -185,4 +185,4 @@ def test_a_malformed_record_ends_the_session(fields: Any) -> None:
 def test_modes_of_cuda_leave_a_worker_without_it_as_it_is() -> None:
     worker = Worker()
     worker.run(commands.DO, "set_modes", [{"cudnn.benchmark": True, "default_dtype": "float64"}])
-    assert worker.executor.modes.record == DOUBLE
+    assert worker.executor.state.modes.record == DOUBLE

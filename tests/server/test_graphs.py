@@ -50,10 +50,10 @@ class Worker:
         self.run(DO, "graph_begin", [], DO, "graph_define", [number, stream, exports, list(places), {}])
 
     def __setitem__(self, slot: int, value: Any) -> None:
-        self.executor.values[slot] = torch.tensor(value, dtype=torch.float32)
+        self.executor.state.values.slots[slot] = torch.tensor(value, dtype=torch.float32)
 
     def __getitem__(self, slot: int) -> Any:
-        value = self.executor.values[slot]
+        value = self.executor.state.values.slots[slot]
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
@@ -71,7 +71,7 @@ def test_a_replay_reads_what_was_there_when_it_was_captured(worker: Worker) -> N
     assert worker[4] == [22, 22]
     worker.run(ADD_, 1, 1, REPLAY, 7)
     assert worker[4] == [24, 24]
-    assert 3 not in worker.executor.values
+    assert 3 not in worker.executor.state.values.slots
 
 
 def test_what_is_released_during_a_capture_is_kept_for_it(worker: Worker) -> None:
@@ -79,17 +79,17 @@ def test_what_is_released_during_a_capture_is_kept_for_it(worker: Worker) -> Non
     worker.run(RELEASE, [2])
     worker.run(DO, "graph_define", [7, [ADD, 1, 2, 3], [[3, TWO]], [CPU], {}], REPLAY, 7)
     assert worker[3] == [11, 11]
-    assert worker.executor.graphs.limbo is None
-    assert 2 not in worker.executor.values
+    assert worker.executor.state.values.limbo is None
+    assert 2 not in worker.executor.state.values.slots
 
 
 def test_results_nobody_looks_at_are_exchanged_and_others_are_filled(worker: Worker) -> None:
     worker.capture(7, [ADD, 1, 2, 3], [[3, TWO]])
     worker.run(REPLAY, 7)
-    first = worker.executor.values[3].data_ptr()
-    view = worker.executor.values[3][:1]
+    first = worker.executor.state.values.slots[3].data_ptr()
+    view = worker.executor.state.values.slots[3][:1]
     worker.run(ADD_, 1, 1, REPLAY, 7)
-    assert worker.executor.values[3].data_ptr() == first
+    assert worker.executor.state.values.slots[3].data_ptr() == first
     assert view.tolist() == [12]
 
 
@@ -113,11 +113,11 @@ def test_checks_are_made_until_they_succeed(worker: Worker) -> None:
     worker.capture(8, good, [[4, TWO]])
     worker.run(REPLAY, 8, REPLAY, 8)
     assert worker[4] == [11, 11]
-    assert not any(step.checked for step in worker.executor.graphs._recordings[8].steps)
+    assert not any(step.checked for step in worker.executor.state.graphs._recordings[8].steps)
 
 
 def test_a_failure_poisons_only_what_depends_on_it_and_names_the_graph(worker: Worker) -> None:
-    worker.executor.values[5] = torch.tensor([9])
+    worker.executor.state.values.slots[5] = torch.tensor([9])
     worker.capture(7, [PICK, 1, 0, 5, 3, ADD, 3, 3, 4, ADD, 1, 1, 6], [[4, TWO], [6, TWO]])
     worker.sent.clear()
     worker.run(REPLAY, 7)
@@ -126,7 +126,7 @@ def test_a_failure_poisons_only_what_depends_on_it_and_names_the_graph(worker: W
     failure = worker.sent[0]
     assert isinstance(failure, Failure)
     assert (failure.error["graph"], failure.error["position"]) == (7, 0)
-    worker.executor.values[5].fill_(1)
+    worker.executor.state.values.slots[5].fill_(1)
     worker.run(REPLAY, 7)
     assert worker[4] == [2]
 

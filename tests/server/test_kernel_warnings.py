@@ -70,7 +70,7 @@ def worker() -> Worker:
 
 
 def test_the_client_is_told_where_the_command_stood(worker: Worker) -> None:
-    number = len(worker.executor.handlers)
+    number = len(worker.executor.state.ops.handlers)
     worker.run(commands.DEFINE, number, DEFINE_VAR, number, 1, [0], 5)
     (warned,) = [message for message in worker.sent if isinstance(message, Warned)]
     assert (warned.category, warned.place) == ("UserWarning", {"sequence": 2, "position": 3})
@@ -78,13 +78,13 @@ def test_the_client_is_told_where_the_command_stood(worker: Worker) -> None:
 
 
 def test_an_operation_without_warnings_is_listened_to_once(worker: Worker) -> None:
-    number = len(worker.executor.handlers)
+    number = len(worker.executor.state.ops.handlers)
     worker.run(commands.DEFINE, number, DEFINE_VAR, number, 2, [0], 5)
-    assert worker.executor.handlers[number] is worker.executor.signatures[number].handler
+    assert worker.executor.state.ops.handlers[number] is worker.executor.state.ops.signatures[number].handler
 
 
 def test_new_inputs_are_listened_to(worker: Worker) -> None:
-    number = len(worker.executor.handlers)
+    number = len(worker.executor.state.ops.handlers)
     look = encode_description(describe(torch.ones(())))
     read = encode_description(describe(torch.ones(1)))
     worker.run(commands.DEFINE, number, DEFINE_VAR, number, 2, [0], 5)
@@ -94,7 +94,7 @@ def test_new_inputs_are_listened_to(worker: Worker) -> None:
 
 
 def test_a_loop_that_warns_does_not_flood_its_client(worker: Worker) -> None:
-    number = len(worker.executor.handlers)
+    number = len(worker.executor.state.ops.handlers)
     worker.run(commands.DEFINE, number, DEFINE_VAR)
     for _ in range(200):
         worker.run(number, 1, [0], 5)

@@ -36,7 +36,7 @@ class Session:
 
     def draw(self, count: int = 3) -> list[float]:
         self._run(RAND, [count], 1)
-        numbers: list[float] = self.executor.values[1].tolist()
+        numbers: list[float] = self.executor.state.values.slots[1].tolist()
         return numbers
 
     def do(self, name: str, *arguments: Any) -> None:
@@ -122,7 +122,7 @@ def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Sessi
     waiting._run(commands.DEFINE, RAND + 1, ["aten::rand_like", ["t"], {}, ["n"]])
     waiting._run(commands.RECEIVE, 2, ["float32", [3], [1], 0], CPU, 9)
     lent = threading.Event()
-    idle = waiting.executor.modes.idle
+    idle = waiting.executor.state.modes.idle
 
     @contextmanager
     def noting() -> Iterator[None]:
@@ -130,7 +130,7 @@ def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Sessi
             lent.set()
             yield
 
-    waiting.executor.modes.idle = noting  # type: ignore[method-assign]
+    waiting.executor.state.modes.idle = noting  # type: ignore[method-assign]
     thread = threading.Thread(target=waiting._run, args=(RAND + 1, 2, 3))
     thread.start()
     assert lent.wait(60)
@@ -138,7 +138,7 @@ def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Sessi
     drawing.start()
     drawing.join(60)
     assert not drawing.is_alive()
-    transfers = waiting.executor._transfers
+    transfers = waiting.executor.state.transfers
     sink = transfers.sink(Chunk(9, 0, 12))
     assert sink is not None
     sink[:12] = bytes(12)
@@ -146,4 +146,6 @@ def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Sessi
     thread.join(60)
     assert not thread.is_alive()
     # And each has the numbers of its own seed.
-    assert waiting.executor.values[3].tolist() == other.executor.values[1].tolist() == local(5, 3)
+    assert (
+        waiting.executor.state.values.slots[3].tolist() == other.executor.state.values.slots[1].tolist() == local(5, 3)
+    )

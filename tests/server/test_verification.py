@@ -40,10 +40,10 @@ class Worker:
         self.executor.run(Batch(Sequence(self._sequence), list(stream)))
 
     def __setitem__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.executor.values[slot] = tensor
+        self.executor.state.values.slots[slot] = tensor
 
     def __getitem__(self, slot: int) -> Any:
-        return self.executor.values[slot]
+        return self.executor.state.values.slots[slot]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_what_an_op_wrote_is_held_against_the_belief_too(worker: Worker) -> None
 
 def test_lists_are_described_item_by_item_and_taken_apart(worker: Worker) -> None:
     worker[1] = torch.arange(4.0)
-    worker.executor.values[2] = [worker[1][:2], torch.ones(3)]
+    worker.executor.state.values.slots[2] = [worker[1][:2], torch.ones(3)]
     worker.run(DESCRIBE, 4, [2], [1])
     reply = worker.sent[-1]
     assert isinstance(reply, Reply)

@@ -1,0 +1,96 @@
+"""What a worker's session tells its client: answers, and unasked what failed and what a kernel warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from skyproxy.protocol.messages import Failure, Message, Reply, RequestId, Warned
+from skyproxy_server.failures import Failed
+from skyproxy_server.kernel_warnings import KernelWarning
+
+_REMEMBERED_FAILURES = 100
+_REPORTED_WARNINGS = 64
+"""How often a session is told of the same warning of one operation; each comes with the line that recorded it."""
+_DIFFERENT_WARNINGS = 1000
+_MAX_WARNING_CHARACTERS = 2000
+
+
+class Reports:
+    """The messages of one session to its client, each with the place of the command that it speaks of.
+
+    Attributes:
+        sequence: the batch that is being executed.
+        graph: the number of the graph that is being replayed, else None; positions are in its own stream then.
+        unseen: failures that the client was not given as an answer yet.
+        watch: called with each message before it leaves; None as long as nobody watches.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._warned: dict[tuple[str, str], int] = {}
+        self.sequence = 0
+        self.graph: int | None = None
+        self.unseen: list[Failed] = []
+        self.watch: Callable[[Message], None] | None = None
+
+    def send(self, message: Message) -> None:
+        """Send a message to the client."""
+        if self.watch is not None:
+            self.watch(message)
+        self._send(message)
+
+    def reply(self, request: int, result: Any, buffers: tuple[Any, ...] = ()) -> None:
+        """Answer a question."""
+        self.send(Reply(RequestId(request), result, buffers))
+
+    def refuse(self, request: int, failed: Failed) -> None:
+        """Answer a question with a failure."""
+        self.send(Failure(RequestId(request), failed.record))
+
+    def failure(self, error: Exception, op: str, position: int, sequence: int | None = None) -> Failed:
+        """Remember a failure and tell the client at once, while it still knows which line recorded the command.
+
+        Args:
+            error: what went wrong.
+            op: the command's name.
+            position: where it stands in its batch.
+            sequence: the batch; by default the one that is being executed.
+        """
+        failed = Failed(error, op, self.sequence if sequence is None else sequence, position)
+        if self.graph is not None:
+            failed.record["graph"] = self.graph
+        if len(self.unseen) < _REMEMBERED_FAILURES:
+            self.unseen.append(failed)
+        self.refuse(0, failed)
+        return failed
+
+    def silent_failure(self, error: Exception) -> Failed:
+        """Make what stands for a value that is not there, and fails whoever asks for it; until then, nobody is told."""
+        return Failed(error, "", self.sequence, 0)
+
+    def mark_seen(self, failed: Failed) -> None:
+        """Note that the client knows of this failure, or is just about to."""
+        failed.delivered = True
+        if failed in self.unseen:
+            self.unseen.remove(failed)
+
+    def warn(self, op: str, found: list[KernelWarning], position: int) -> None:
+        """Tell the client of a kernel's warnings, each of them a limited number of times.
+
+        Args:
+            op: the operation's name.
+            found: the warnings.
+            position: where the operation stands in its batch.
+        """
+        for category, message in found:
+            key = op, message
+            if key not in self._warned and len(self._warned) >= _DIFFERENT_WARNINGS:
+                continue
+            self._warned[key] = self._warned.get(key, 0) + 1
+            if self._warned[key] > _REPORTED_WARNINGS:
+                continue
+            place = {"sequence": self.sequence, "position": position}
+            if self.graph is not None:
+                place["graph"] = self.graph
+            self.send(Warned(category, message[:_MAX_WARNING_CHARACTERS], place))

@@ -1,0 +1,78 @@
+"""The parts of one session on a worker, as controls find them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from skyproxy.protocol.messages import Message
+from skyproxy.settings import Settings
+from skyproxy_server.allocator import give_back_memory
+from skyproxy_server.devices import Devices
+from skyproxy_server.global_modes import SessionModes
+from skyproxy_server.graphs import Graphs
+from skyproxy_server.op_table import OpTable
+from skyproxy_server.profiling import WorkerProfile
+from skyproxy_server.random_state import RandomState
+from skyproxy_server.reports import Reports
+from skyproxy_server.transfers import Transfers
+from skyproxy_server.values import Values
+
+if TYPE_CHECKING:
+    from skyproxy_server.functions.registry import Calls
+
+
+class SessionState:
+    """What a session holds. Its parts do the work.
+
+    Attributes:
+        devices: the worker's devices, as announced to the client.
+        reports: what the client is told.
+        modes: the session's own global modes of PyTorch.
+        random: its own random state.
+        values: what its slots hold.
+        ops: what runs each command.
+        graphs: captured streams of commands.
+        transfers: large tensors that come and go.
+        profile: what watches the session, else None.
+        max_bytes: the most that its values took, as far as it was asked for.
+        identity: the name of the session; empty in tests.
+        calls: the functions of this worker; None where it runs none.
+        streams: the CUDA streams that the ops run on, one a device.
+    """
+
+    def __init__(
+        self, devices: list[dict[str, Any]], send: Callable[[Message], None], transfers: Transfers, settings: Settings
+    ) -> None:
+        self.devices = Devices(devices)
+        self.reports = Reports(send)
+        self.modes = SessionModes()
+        self.random = RandomState(self.devices)
+        self.values = Values(self.reports, self._idle)
+        self.ops = OpTable(
+            self.reports, self.random, on_cpu=self.devices.on_cpu, max_signatures=settings.max_signatures
+        )
+        self.graphs = Graphs(self.values, self.ops, self.reports, self.modes, self.random, self.devices)
+        self.transfers = transfers
+        self.profile: WorkerProfile | None = None
+        self.max_bytes = 0
+        self.identity = ""
+        self.calls: Calls | None = None
+        self.streams: list[Any] = []
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Keep nothing from other sessions during the block, in which this one waits for its client."""
+        with self.random.lent(), self.modes.idle():
+            yield
+
+    def end(self) -> None:
+        """Forget all of it."""
+        if self.profile is not None:
+            profile, self.profile = self.profile, None
+            profile.abandon()
+        self.graphs.end()
+        self.values.forget()
+        self.random.forget()
+        give_back_memory()

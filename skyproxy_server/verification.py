@@ -1,0 +1,153 @@
+"""Ops held against what the client inferred of them, once for each new form; afterwards its belief is kept true."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import LimitExceededError, ProtocolError
+from skyproxy.protocol.commands import Handler
+from skyproxy.torch_codec import Description
+from skyproxy_server.failures import Failed
+from skyproxy_server.gates import storage_key
+from skyproxy_server.global_modes import SessionModes
+from skyproxy_server.layouts import check_inputs, conform, decode_all
+from skyproxy_server.op_table import OpTable
+from skyproxy_server.signatures import Signature, Watch
+from skyproxy_server.values import Values
+
+_CONFORMED_SHAPES = 65_536
+
+
+class Verification:
+    """The checks of one session's ops: the handler of `EXPECT`, and those of ops that need more than being run."""
+
+    def __init__(self, ops: OpTable, values: Values, modes: SessionModes) -> None:
+        self._ops = ops
+        self._values = values
+        self._modes = modes
+
+    def expect(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+        """Run the next op and hold it against what the client believes of it.
+
+        First what it reads, then what it fills and what it wrote.
+        """
+        signature = self._ops.signatures.get(stream[position + 2])
+        if signature is None:
+            raise ProtocolError("EXPECT must stand before an op")
+        return self._verified(signature, slots, stream, position + 2, stream[position + 1])
+
+    def owe_check(self, signature: Signature, stream: list[Any], position: int) -> None:
+        """Remember that the op behind the EXPECT at `position` failed, so that nothing was checked.
+
+        The client will not say again what it expects: the next op with such inputs is checked in its place.
+        """
+        described, at = stream[position + 1], position + 2
+        key = None
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a malformed description
+            key = self._believed_key(signature, stream, at, described)
+        if key is None:
+            return
+        owed = self._watched(stream[at], signature).owed
+        if len(owed) >= _CONFORMED_SHAPES:
+            del owed[next(iter(owed))]
+        owed[key] = described
+
+    def _verified(
+        self, signature: Signature, slots: dict[int, Any], stream: list[Any], at: int, described: list[Any]
+    ) -> int:
+        outputs = signature.output_slots(stream, at)
+        written = signature.written_slots(stream, at)
+        count = len(outputs) + len(written)
+        if len(described) < count:
+            raise ProtocolError(f"{signature.name} has {count} outputs, {len(described)} were described")
+        expected = decode_all(described[:count])
+        key = self._input_key(signature, stream, at)
+        read = [slots.get(slot) for slot in signature.input_slots(stream, at)]
+        if len(described) > count:
+            check_inputs(signature.name, read, described[count:])
+        memory = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
+        following = self._ops.run_listening(signature, slots, stream, at)
+        mended = False
+        for number, (slot, description) in enumerate(zip([*outputs, *written], expected, strict=True)):
+            if slot:
+                fresh = number < len(outputs) and storage_key(slots[slot]) not in memory
+                mended |= conform(slots, slot, description, fresh=fresh, written=number >= len(outputs))
+        if mended:
+            self._conform_from_now_on(stream[at], signature, key, expected)
+        return following
+
+    def _input_key(self, signature: Signature, stream: list[Any], position: int) -> Hashable:
+        """Return what the worker knows of an op's inputs that can shape its results."""
+        slots = self._values.slots
+        looks = tuple(
+            torch_codec.describe(value)
+            if isinstance(value := slots.get(slot), torch.Tensor) and not value.is_nested
+            else None
+            for slot in signature.all_input_slots(stream, position)
+        )
+        # Under other modes, other kernels run, which may lay out their results in another way.
+        return looks, signature.inline_operands(stream, position), self._modes.record
+
+    def _believed_key(self, signature: Signature, stream: list[Any], at: int, described: list[Any]) -> Hashable:
+        """Return the same from what the client believes of the inputs; None if it did not say all of it."""
+        count = len(signature.output_slots(stream, at)) + len(signature.written_slots(stream, at))
+        rest = iter(described[count:])
+        looks: list[Description | None] = []
+        for slot in signature.all_input_slots(stream, at):
+            if not isinstance(self._values.slots.get(slot), torch.Tensor | Failed):
+                looks.append(None)
+                continue
+            fields = next(rest, None)
+            if fields is None:
+                return None
+            looks.append(torch_codec.decode_description(fields))
+        if next(rest, None) is not None:
+            return None
+        return tuple(looks), signature.inline_operands(stream, at), self._modes.record
+
+    def _conform_from_now_on(
+        self, number: int, signature: Signature, key: Hashable, expected: list[Description]
+    ) -> None:
+        """Let this op, on such inputs, give the strides that the client believes in from now on."""
+        shapes = self._watched(number, signature).conformed
+        if len(shapes) >= _CONFORMED_SHAPES:
+            raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
+        shapes[key] = expected
+
+    def _watched(self, number: int, signature: Signature) -> Watch:
+        """Return what is done about an op beyond running it; from the first time on, its handler asks."""
+        if signature.watch is None:
+            signature.watch = Watch()
+            self._ops.handlers[number] = self._watching(number, signature, signature.watch)
+        return signature.watch
+
+    def _watching(self, number: int, signature: Signature, watch: Watch) -> Handler:
+        ops = self._ops
+
+        def handler(slots: dict[int, Any], stream: list[Any], position: int) -> int:
+            key = self._input_key(signature, stream, position)
+            owed = watch.owed.get(key)
+            if owed is not None:
+                following = self._verified(signature, slots, stream, position, owed)
+                watch.owed.pop(key, None)
+                if not watch.owed and not watch.conformed:
+                    signature.watch, ops.handlers[number] = None, ops.first_run(number, signature)
+                return following
+            expected = watch.conformed.get(key)
+            run = partial(ops.run_listening, signature) if signature.warns else signature.handler
+            following = run(slots, stream, position)
+            if expected is not None:
+                outputs = signature.output_slots(stream, position)
+                filled = [*outputs, *signature.written_slots(stream, position)]
+                for i, (slot, description) in enumerate(zip(filled, expected, strict=True)):
+                    if slot:
+                        conform(slots, slot, description, fresh=i < len(outputs), written=i >= len(outputs))
+            return following
+
+        return handler
