@@ -22,6 +22,14 @@ pytestmark = [pytest.mark.firstrun, pytest.mark.timeout(600)]
 Environment = Callable[..., Path]
 
 
+HOWTO = [
+    *(f"docs/howto/{name}.md" for name in ("debugging", "graphs-and-compile", "out-of-memory", "pools", "profile")),
+    *(f"docs/howto/{name}.md" for name in ("send-files", "skyproxy-up", "slow-links")),
+    *(f"docs/reference/{name}.md" for name in ("errors", "torch-sky")),
+]
+"""Pages that need no more than torch; tests/integrations and tests/notebook run what others show."""
+
+
 def blocks(page: str) -> str:
     """All Python blocks of a page, as one program."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -46,6 +54,14 @@ def test_a_page_runs_as_written(environment: Environment, home: dict[str, str], 
     done = run(environment(extra), home, "-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", HOWTO)
+def test_a_page_of_how_to_runs_as_written(environment: Environment, home: dict[str, str], page: str) -> None:
+    program = blocks(page)
+    assert "import skyproxy" in program
+    done = run(environment("torch"), home, "-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_of_ones_own_is_enough(environment: Environment, home: dict[str, str]) -> None:
