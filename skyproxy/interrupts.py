@@ -29,6 +29,8 @@ from itertools import repeat
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from skyproxy import patching
+
 _RETRY_SECONDS = 0.001
 _FOREVER = sys.maxsize
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -230,10 +232,30 @@ class _WrapOnMainThread:
 _wrap_on_main_thread = _WrapOnMainThread()
 
 
+def _unwrap_all() -> None:
+    """Set the handlers of the program itself; on another thread than the main one, those set already stay wrapped."""
+    vars(signal)["_signal"] = _signal
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _wrap_on_main_thread.done = False
+    for number in range(1, _signal.NSIG):
+        handler = _signal.getsignal(number)
+        if isinstance(handler, DeferringSignalHandler):
+            _signal.signal(number, handler.inner)
+
+
 def install_signal_guard() -> None:
     """Wrap all handlers of signals, those that are set now and those that will be; idempotent."""
     if not isinstance(vars(signal)["_signal"], _WrappingSignals):
-        vars(signal)["_signal"] = _WrappingSignals()
+        patching.replace(
+            signal,
+            "_signal",
+            _WrappingSignals(),
+            why="a handler that raises where C++ cannot pass an exception on would end the process; it waits a moment",
+            test="tests/test_interrupts.py::test_every_handler_is_wrapped_and_programs_see_their_own",
+            when=patching.When.FIRST_DEVICE,
+            undo=_unwrap_all,
+        )
         os.register_at_fork(after_in_child=deferred.clear)  # the threads that would have struck are not there
     if _wrap_on_main_thread.done:
         return

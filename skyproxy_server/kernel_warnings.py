@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from skyproxy import patching
+
 _T = TypeVar("_T")
 
 
@@ -73,5 +75,12 @@ def _install() -> None:
             else:
                 _thread.found.append(KernelWarning(category.__name__, str(message)))
 
-        warnings.showwarning = take
+        patching.replace(
+            warnings,
+            "showwarning",
+            take,
+            why="what a kernel warns of is shown by the client, at the line of the program that called it",
+            test="tests/server/test_kernel_warnings.py::test_what_a_kernel_warns_of_is_heard_each_time",
+            when=patching.When.WORKER,
+        )
         _installed = True

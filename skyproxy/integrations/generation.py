@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
+from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import KeptRandomState
 from skyproxy.tensor.ops.async_values import PendingScalar, PendingTensor
@@ -190,8 +192,10 @@ def install(module: Any) -> None:
                 return bool(plain.is_supported(device, cache, cache_is_returned, is_assistant=is_assistant))
             return _current.get() is not None and not is_assistant and _may_be_undone(cache, cache_is_returned)
 
-    module.DeferredStopCheck = DeferredStopCheck
-    module.GenerationMixin._sample = _described(module.GenerationMixin._sample)
+    why = "`generate` reads a few tokens late whether it is to stop, in place of one round trip a token"
+    test = "tests/integrations/test_generate_ahead.py::test_steps_that_were_too_many_leave_no_trace"
+    patching.replace(module, "DeferredStopCheck", DeferredStopCheck, why=why, test=test, when=When.TRANSFORMERS)
+    patching.wrap(module.GenerationMixin, "_sample", _described, why=why, test=test, when=When.TRANSFORMERS)
 
 
 __all__ = ["install"]

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
+from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
 
 _VARIABLE = "ACCELERATE_TORCH_DEVICE"
@@ -86,12 +88,9 @@ def _complete_transformers(module: Any) -> None:
     Raises:
         ConfigurationError: this transformers chooses its device elsewhere.
     """
-    arguments = module.TrainingArguments
-    setup, has_bfloat16 = vars(arguments).get("_setup_devices"), getattr(module, "is_torch_bf16_gpu_available", None)
-    if setup is None or has_bfloat16 is None:
-        raise ConfigurationError(
-            "this transformers chooses its device in a way that skyproxy does not know; it was tried with 5.23."
-        )
+    patching.require(module, "is_torch_bf16_gpu_available")
+    patching.require(module.TrainingArguments, "_setup_devices")
+    setup, has_bfloat16 = vars(module.TrainingArguments)["_setup_devices"], module.is_torch_bf16_gpu_available
     if hasattr(has_bfloat16, "_sky"):
         return
 
@@ -109,9 +108,24 @@ def _complete_transformers(module: Any) -> None:
         return bool(has_bfloat16() if place is None else torch.get_device_module("sky").is_bf16_supported())
 
     plain_setup = setup.func
-    setup.func = functools.wraps(plain_setup)(setup_devices)
     bfloat16_available._sky = True  # type: ignore[attr-defined]
-    module.is_torch_bf16_gpu_available = bfloat16_available
+    patching.replace(
+        setup,
+        "func",
+        functools.wraps(plain_setup)(setup_devices),
+        label=f"{module.__name__}.TrainingArguments._setup_devices",
+        why="`TrainingArguments` prefers an accelerator of this machine that it knows by name, such as `mps`",
+        test="tests/integrations/test_trainer.py::test_an_accelerator_of_this_machine_is_not_preferred",
+        when=When.HUGGINGFACE,
+    )
+    patching.replace(
+        module,
+        "is_torch_bf16_gpu_available",
+        bfloat16_available,
+        why="`TrainingArguments(bf16=True)` asks this machine, not the worker",
+        test="tests/integrations/test_trainer.py::test_bfloat16_is_what_the_worker_can_do",
+        when=When.HUGGINGFACE,
+    )
 
 
 __all__ = ["use"]

@@ -11,12 +11,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from skyproxy import patching
+from skyproxy.patching import When
 from skyproxy.tensor.dispatch.memoized_calls import function_by_recipe, method_by_recipe
 
 _NORMS = frozenset({"RMSNorm", "RMSNormGated", "RMSNormZeroCentered"})
 _ROTARY = "rotary_pos_emb"
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
 _MODELS = "transformers.models."
+_WHY = "norms and rotary embeddings record their ops in one go where nothing is differentiated"
+_TEST = "tests/integrations/test_generate_ahead.py::test_norms_and_rotations_are_noted_whoever_was_imported_first"
 
 
 def _complete(name: str, layer: Any) -> Any:
@@ -24,7 +28,7 @@ def _complete(name: str, layer: Any) -> Any:
     if name == _ROTARY and not isinstance(layer, type):
         return function_by_recipe(layer)
     if name in _NORMS and "forward" in vars(layer):
-        layer.forward = method_by_recipe(layer.forward)
+        patching.wrap(layer, "forward", method_by_recipe, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
     return layer
 
 
@@ -42,10 +46,16 @@ def install(module: Any) -> None:
         return lambda layer: _complete(name, plain(layer))
 
     use_kernel_forward_from_hub._sky = True  # type: ignore[attr-defined]
-    module.use_kernel_forward_from_hub = use_kernel_forward_from_hub
-    package = sys.modules.get("transformers.integrations")
-    if package is not None and "use_kernel_forward_from_hub" in vars(package):
-        package.use_kernel_forward_from_hub = use_kernel_forward_from_hub  # type: ignore[attr-defined]
+    for owner in (module, sys.modules.get("transformers.integrations")):
+        if owner is not None and "use_kernel_forward_from_hub" in vars(owner):
+            patching.replace(
+                owner,
+                "use_kernel_forward_from_hub",
+                use_kernel_forward_from_hub,
+                why=_WHY,
+                test=_TEST,
+                when=When.TRANSFORMERS,
+            )
     for name, model in list(sys.modules.items()):
         if name.startswith(_MODELS) and ".modeling_" in name:
             _complete_model(model)
@@ -56,7 +66,8 @@ def _complete_model(model: Any) -> None:
         if getattr(item, "__module__", None) != model.__name__:
             continue
         if name == _ROTARY_FUNCTION:
-            setattr(model, name, _complete(_ROTARY, item))
+            ours = function_by_recipe(item)
+            patching.replace(model, name, ours, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
         elif isinstance(item, type) and name.endswith("RMSNorm"):
             _complete("RMSNorm", item)
 

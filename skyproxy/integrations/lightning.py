@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
+from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 """The two distributions of Lightning: each its trainer and its fabric."""
+_TESTS = "tests/integrations/test_lightning.py"
 
 
 class _SkyDevices:
@@ -110,22 +113,38 @@ def _cast(check: Callable[[Any], Any], mixed: Any) -> Callable[[Any], Any]:
     return check_and_init_precision
 
 
-def _complete(connector: Any, single_device: Any, mixed: Any) -> None:
-    """Completes a connector's two decisions.
+def _complete(connector: Any, single_device: Any, mixed: Any, trains: str) -> None:
+    """Complete a connector's two decisions.
+
+    Args:
+        trains: the test that trains with this connector.
 
     Raises:
-        ConfigurationError: this Lightning decides elsewhere.
+        ConfigurationError: if this Lightning decides elsewhere.
     """
-    for name, complete, kind in (
-        ("_choose_strategy", _placed, single_device),
-        ("_check_and_init_precision", _cast, mixed),
-    ):
-        decide = getattr(connector, name, None)
-        if decide is None:
-            raise ConfigurationError(
-                f"{connector.__module__} has no {name}, which skyproxy completes; it was tried with Lightning 2.6."
-            )
-        setattr(connector, name, complete(decide, kind))
+    patching.wrap(
+        connector,
+        "_choose_strategy",
+        lambda choose: _placed(choose, single_device),
+        why="Lightning takes its strategy for one device only for accelerators that it knows by name",
+        test=f"{_TESTS}::{trains}",
+        when=When.LIGHTNING,
+    )
+    patching.wrap(
+        connector,
+        "_check_and_init_precision",
+        lambda check: _cast(check, mixed),
+        why="mixed precision takes autocast and gradient scaler of CUDA, whatever the accelerator",
+        test=f"{_TESTS}::test_mixed_precision_is_that_of_the_device",
+        when=When.LIGHTNING,
+    )
+
+
+def _forget(registry: Any) -> None:
+    """Take our accelerator out; the next import of this module registers it again."""
+    registry.pop("sky", None)
+    sys.modules.pop(__name__, None)
+    vars(sys.modules[__package__]).pop("lightning", None)
 
 
 def _register(trainer: str, fabric: str) -> Any:
@@ -136,15 +155,28 @@ def _register(trainer: str, fabric: str) -> Any:
 
     base = found(trainer, "accelerators", "Accelerator")
     accelerator = type("SkyAccelerator", (_SkyDevices, base), {"__doc__": _SkyDevices.__doc__, "__module__": __name__})
-    for package, registry, connector in (
-        (trainer, "AcceleratorRegistry", "trainer.connectors.accelerator_connector._AcceleratorConnector"),
-        (fabric, "ACCELERATOR_REGISTRY", "connector._Connector"),
+    for package, registry_name, connector, trains in (
+        (
+            trainer,
+            "AcceleratorRegistry",
+            "trainer.connectors.accelerator_connector._AcceleratorConnector",
+            "test_a_trainer_repeats_the_local_losses",
+        ),
+        (fabric, "ACCELERATOR_REGISTRY", "connector._Connector", "test_fabric_repeats_the_local_losses"),
     ):
-        found(package, "accelerators", registry).register("sky", accelerator, description="sky devices", override=True)
+        registry = found(package, "accelerators", registry_name)
+        registry.register("sky", accelerator, description="sky devices", override=True)
+        patching.registered(
+            f"{package}.accelerators.{registry_name}",
+            functools.partial(_forget, registry),
+            why="`accelerator='sky'` is looked up there",
+            test=f"{_TESTS}::{trains}",
+            when=When.LIGHTNING,
+        )
         module, _, name = connector.rpartition(".")
         single_device = found(package, "strategies", "SingleDeviceStrategy")
         mixed = found(package, "plugins.precision", "MixedPrecision")
-        _complete(found(package, module, name), single_device, mixed)
+        _complete(found(package, module, name), single_device, mixed, trains)
     return accelerator
 
 

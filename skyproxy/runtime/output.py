@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, overload
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import InstanceInfo, instance_info
 
@@ -19,7 +20,8 @@ Only = Literal["head"] | Callable[[InstanceInfo], bool]
 
 _MUTED: ContextVar[frozenset[str]] = ContextVar("skyproxy_muted", default=frozenset())
 _installing = threading.Lock()
-_installed: dict[str, tuple[_Mutable, int]] = {}
+_installed: dict[str, tuple[patching.Patch, int]] = {}
+"""By stream, the stand-in in its place, and how many functions need it."""
 
 
 def muted(stream: str) -> bool:
@@ -163,6 +165,17 @@ class _Mutable:
         return getattr(self._stream, name)
 
 
+def _install(name: str) -> patching.Patch:
+    return patching.replace(
+        sys,
+        name,
+        _Mutable(getattr(sys, name), name),
+        why="one task is muted and the others of its process are not",
+        test="tests/runtime/test_output.py::test_a_muted_task_does_not_mute_another",
+        when=patching.When.QUIET,
+    )
+
+
 @contextlib.contextmanager
 def _mutable(name: str) -> Iterator[None]:
     """Sees to it that `sys.stdout` or `sys.stderr` asks `muted`, as long as somebody needs that."""
@@ -170,21 +183,19 @@ def _mutable(name: str) -> Iterator[None]:
         yield
         return
     with _installing:
-        stand_in, users = _installed.get(name, (None, 0))
-        if stand_in is None or getattr(sys, name) is not stand_in:
+        patch, users = _installed.get(name, (None, 0))
+        if patch is None or getattr(sys, name) is not patch.replacement:
             # Either nobody is at it, or somebody redirected the stream meanwhile (contextlib.redirect_stdout).
-            stand_in, users = _Mutable(getattr(sys, name), name), 0
-            setattr(sys, name, stand_in)
-        _installed[name] = (stand_in, users + 1)
+            patch, users = _install(name), 0
+        _installed[name] = (patch, users + 1)
     try:
         yield
     finally:
         with _installing:
             current, users = _installed.get(name, (None, 0))
-            if current is stand_in:
+            if current is patch:
                 if users > 1:
-                    _installed[name] = (stand_in, users - 1)
+                    _installed[name] = (patch, users - 1)
                 else:
                     del _installed[name]
-                    if getattr(sys, name) is stand_in:
-                        setattr(sys, name, stand_in._stream)
+                    patching.undo(patch)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from skyproxy import patching
 from skyproxy.runtime.output import muted
 
 
@@ -117,9 +118,23 @@ def install() -> None:
     with _installing:
         for name in ("stdout", "stderr"):
             if not isinstance(getattr(sys, name), OutputRouter):
-                setattr(sys, name, OutputRouter(getattr(sys, name), name))
+                patching.replace(
+                    sys,
+                    name,
+                    OutputRouter(getattr(sys, name), name),
+                    why="what a function prints goes to its own caller",
+                    test="tests/functions/test_output.py::test_it_is_printed_here",
+                    when=patching.When.WORKER,
+                )
         if not hasattr(threading.Thread.start, "inherits_context"):
-            threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[method-assign]
+            patching.wrap(
+                threading.Thread,
+                "start",
+                _inheriting,
+                why="what a thread of a function prints goes to the caller of the function",
+                test="tests/functions/test_output.py::test_each_call_has_its_own_output_threads_included",
+                when=patching.When.WORKER,
+            )
 
 
 def _inheriting(plain: Any) -> Any:

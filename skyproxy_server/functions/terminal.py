@@ -8,9 +8,11 @@ import sys
 import threading
 from typing import Any
 
+from skyproxy import patching
 from skyproxy.runtime.calls import current_call
 
 _installing = threading.Lock()
+_TEST = "tests/pools/test_unusual_ends.py::test_who_asks_for_a_terminal_is_told_at_once"
 _TEXT = (
     "a function on a worker has no standard input: nobody can answer {what} there. Pass what it needs as arguments, or "
     "call the function here, with f.local(...), where there is a terminal."
@@ -51,9 +53,23 @@ def install() -> None:
     """Put the stand-ins in place, once; and have crashes of functions tell in the log where they struck."""
     with _installing:
         if sys.stdin is not None and not isinstance(sys.stdin, _Input):
-            sys.stdin = _Input(sys.stdin)
+            patching.replace(
+                sys,
+                "stdin",
+                _Input(sys.stdin),
+                why="a function that asks for input is told at once that nobody can answer, and does not wait for ever",
+                test=_TEST,
+                when=patching.When.WORKER,
+            )
         if not isinstance(sys.breakpointhook, _Breakpoint):
-            sys.breakpointhook = _Breakpoint(sys.breakpointhook)
+            patching.wrap(
+                sys,
+                "breakpointhook",
+                _Breakpoint,
+                why="`breakpoint()` in a function would wait for a terminal for ever",
+                test=_TEST,
+                when=patching.When.WORKER,
+            )
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__, all_threads=False)
 
