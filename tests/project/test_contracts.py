@@ -20,6 +20,7 @@ SHARED_WITH_SERVER = {
     "collector",
     "import_watcher",
     "interrupts",
+    "patching",
     "payloads",
     "protocol",
     "runtime",
