@@ -7,7 +7,7 @@ import warnings
 from types import TracebackType
 
 from skyproxy.session.requests import WAIT_OBSERVERS
-from skyproxy.tensor.dispatch.recording import user_frame
+from skyproxy.tensor.core.user_lines import user_frame
 
 
 class SyncWarning(UserWarning):

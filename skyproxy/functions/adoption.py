@@ -15,9 +15,9 @@ from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, dressed
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import Handle, SkyDevice
+from skyproxy.tensor.core.memory import Memory, memory_of
 from skyproxy.tensor.core.metadata import intern_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.core.storage import Memory, memory_of
 from skyproxy.tensor.torch_api.state_dicts import as_state_dict
 
 

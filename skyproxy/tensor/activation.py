@@ -22,37 +22,42 @@ def activate() -> None:
         if _active:
             return
         # Each module that is only imported fills the table of special ops.
-        from skyproxy.tensor.core import generators, storage, transfers  # noqa: F401
+        from skyproxy.tensor.core import generators
         from skyproxy.tensor.dispatch import hot_path
         from skyproxy.tensor.ops import (
             async_values,
             attention,
             composites,
+            copies,  # noqa: F401
             group_norm,
             nested_batches,  # noqa: F401
             nested_tensors,
             recurrent,
+            set_storage,  # noqa: F401
             special_ops,
         )
-        from skyproxy.tensor.programs import graphs
         from skyproxy.tensor.torch_api import (
             accelerator,
             autocast,
+            autograd,
             cross_entropy,
             cuda_like_names,
             dynamo,
             global_modes,
+            graph_capture,
             modules,
             registration,
             serialization,
             sky_module,
             state_dicts,
+            storage,
             streams,
             subclasses,
             tensor_methods,
         )
 
         hot_path.install()
+        autograd.install()
         async_values.install()
         registration.register(sky_module.MODULE)
         attention.install(registration.library())
@@ -74,6 +79,6 @@ def activate() -> None:
         streams.install()
         cuda_like_names.install()
         global_modes.install()
-        graphs.install()
+        graph_capture.install()
         dynamo.install()
         _active = True

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from heapq import heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,7 @@ from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.torch_api.autograd import install_engine
 from skyproxy.torch_modes import USUAL, Record
-
-if TYPE_CHECKING:
-    from skyproxy.tensor.dispatch.inference import Entry
 
 _REMEMBERED_MODES = 16
 """A program that goes through more sets of modes than these starts anew with what is remembered for them."""
@@ -31,7 +27,7 @@ class Handle:
         slot: where the value lives.
         meta: what it looks like; None for generators and events.
         root: for a view, the handle of the tensor whose storage it shares; else None.
-        memory: the storage's address and size, once somebody asked; see `core.storage.memory_of`.
+        memory: the storage's address and size, once somebody asked; see `core.memory.memory_of`.
         is_shared: set once several tensors hold this very handle, as detached ones do.
     """
 
@@ -62,7 +58,7 @@ class SkyDevice:
         place: the device on the worker, `[type, index]`.
         row: what the worker told of the device.
         modes: PyTorch's global modes that its worker's operations run under.
-        cache: inferred metadata under these modes, by op and arguments.
+        cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.inference.Entry`s.
         recipes: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
         handle_type: the class of this device's handles.
     """
@@ -75,9 +71,9 @@ class SkyDevice:
         self.row = row
         self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
         self.modes: Record = USUAL
-        self.cache: dict[Any, Entry] = {}
+        self.cache: dict[Any, Any] = {}
         self.recipes: dict[Any, Any] = {}
-        self._memories: dict[Record, tuple[dict[Any, Entry], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
+        self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
         self._proven = self._memories
         self.hits_before = 0
         self.misses = 0
@@ -115,7 +111,7 @@ class SkyDevice:
         kind, index = self.place
         return torch.device(kind, index) if index is not None else torch.device(kind)
 
-    def remember(self, key: Any, entry: Entry) -> None:
+    def remember(self, key: Any, entry: Any) -> None:
         """Caches inferred metadata; when the cache is full, the oldest quarter goes."""
         cache = self.cache
         if len(cache) >= SETTINGS.max_cached_shapes:
@@ -167,13 +163,16 @@ class Devices:
         self._current = _CurrentDevice()
         self.start_default: Callable[[], object] | None = None
         """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
+        self.before_new: Callable[[], object] | None = None
+        """Called before there are fresh devices; set by `skyproxy.tensor.torch_api.autograd`."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
         """Called with fresh devices; set by `skyproxy.tensor.torch_api.global_modes`."""
 
     def add(self, session: Session) -> list[SkyDevice]:
         """Number the devices of a new session: the places of lost ones first, so that a program that connects again
         finds its worker under the number that it has always used."""
-        install_engine()
+        if self.before_new is not None:
+            self.before_new()
         with self._lock:
             vacant = (index for index, device in enumerate(self._devices) if device.session.lost is not None)
             numbers = itertools.chain(list(vacant), itertools.count(len(self._devices)))

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from skyproxy.torch_codec import byte_count
 if TYPE_CHECKING:
     from skyproxy.session.session import Session
     from skyproxy.tensor.core.devices import Handle
-    from skyproxy.tensor.core.storage import SkyStorage
 
 _BLOCK_ITEMS = 64
 _BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
@@ -61,6 +60,15 @@ class _Asked:
     first: bool
 
 
+class _Storage(Protocol):
+    """What is asked of a `SkyStorage` here, which is made of all this."""
+
+    @property
+    def _cdata(self) -> int: ...
+
+    def as_bytes(self) -> RemoteTensor: ...
+
+
 class ReadingAhead:
     """Asks for the next of a known list of tensors whenever one of them is taken."""
 
@@ -76,13 +84,13 @@ class ReadingAhead:
             if type(tensor) is RemoteTensor and tensor._sky.meta.layout is torch.strided:
                 self._queue.setdefault(id(tensor._sky), tensor._sky)
 
-    def add_storage(self, storage: SkyStorage) -> None:
+    def add_storage(self, storage: _Storage) -> None:
         """The same for all bytes of a storage."""
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = whole = storage.as_bytes()
             self.add([whole])
 
-    def bytes_of(self, storage: SkyStorage) -> RemoteTensor:
+    def bytes_of(self, storage: _Storage) -> RemoteTensor:
         """The tensor of all bytes of a storage that will be taken; a fresh one if it was not added."""
         known = self._storages.get(storage._cdata)
         return known if known is not None else storage.as_bytes()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy.tensor.core.memory import note_change
 from skyproxy.tensor.core.metadata import Meta
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
 
 def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
     """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
-    from skyproxy.tensor.core.storage import note_change
-
     handle = tensor._sky
     note_change(handle, meta)
     handle.meta = meta

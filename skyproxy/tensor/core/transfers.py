@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from skyproxy.errors import UnsupportedOpError
-from skyproxy.protocol import commands
 from skyproxy.tensor.core import known_values
-from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.dispatch.op_info import Plan, implements
 from skyproxy.torch_codec import Description, is_dense, packed_stride
-
-aten = torch.ops.aten
-_ALONE = 3
-"""References to a handle that one tensor holds: the tensor's, a local name, and that of who counts."""
-_DTYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
@@ -168,139 +158,4 @@ def plain_copy_meta(meta: Meta) -> Meta:
     return meta_of(torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")))
 
 
-@implements("aten::_to_copy")
-def _to_copy(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """`Tensor.to`: within the device an ordinary op; across devices values move, and are converted on the side where
-    they are smaller."""
-    (tensor,) = args
-    target = kwargs.get("device")
-    rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
-    if type(tensor) is not RemoteTensor:
-        if target is None or target.type != "sky":
-            return NotImplemented
-        device = DEVICES.of(target)
-        dtype = rest.pop("dtype", None)
-        layout = rest.pop("layout", None)
-        if layout is not None and layout is not tensor.layout:
-            tensor = tensor.to_sparse(layout=layout) if layout is not torch.strided else tensor.to_dense()
-        format_ = rest.pop("memory_format", None)
-        if format_ is not None and format_ is not torch.preserve_format:
-            tensor = tensor.clone(memory_format=format_)
-        if dtype is not None and dtype is not tensor.dtype:
-            if dtype.itemsize > tensor.dtype.itemsize and tensor.device.type == "cpu":
-                return _convert(upload(tensor, device), dtype)
-            tensor = tensor.to(dtype)
-        return upload(tensor, device)
-    own = tensor._sky.device
-    if target is None or (target.type == "sky" and (target.index is None or target.index == own.index)):
-        return _within(func, tensor, rest)
-    if target.type == "sky":
-        device = DEVICES.of(target)
-        return _within(func, move(tensor, device), rest) if rest else move(tensor, device)
-    if target.type == "meta":
-        return func(torch.empty_like(_look_alike(tensor._sky.meta)), **rest)
-    needed = {
-        name: value
-        for name, value in rest.items()
-        if value is not None and value is not torch.preserve_format and value is not getattr(tensor, name, None)
-    }
-    if "dtype" in needed and needed["dtype"].itemsize < tensor.dtype.itemsize:
-        tensor = _convert(tensor, needed.pop("dtype"))
-    result = download(tensor)
-    if needed or target.type != "cpu":
-        result = func(result, device=target, **needed)
-    return result
-
-
-def _look_alike(meta: Meta) -> torch.Tensor:
-    return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")
-
-
-def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> Any:
-    return _within(aten._to_copy.default, tensor, {"dtype": dtype})
-
-
-def _within(func: Any, tensor: RemoteTensor, rest: dict[str, Any]) -> Any:
-    from skyproxy.tensor.dispatch.op_info import plan_of
-    from skyproxy.tensor.dispatch.recording import Call, run
-
-    return run(Call(plan_of(func), (tensor,), rest))
-
-
-@implements("aten::copy_")
-def _copy_(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """`dst.copy_(src)` between any two places."""
-    target, source = args[:2]
-    if not isinstance(source, torch.Tensor):  # a number, which PyTorch wraps in a tensor for other devices
-        return _copy_within(plan, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)]))
-    if type(target) is RemoteTensor and type(source) is RemoteTensor:
-        device = target._sky.device
-        if source._sky.device is not device:
-            source = move(source, device)
-        return _copy_within(plan, target, source)
-    if type(target) is RemoteTensor:
-        if source.device.type == "meta":
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        if source.dtype.itemsize > target.dtype.itemsize and not source.dtype.is_complex:
-            source = source.to(target.dtype)
-        return _copy_within(plan, target, upload(source, target._sky.device))
-    if type(source) is RemoteTensor:
-        target.copy_(download(source))
-        return target
-    return NotImplemented
-
-
-def _copy_within(plan: Plan, target: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
-    from skyproxy.tensor.dispatch.recording import Call, run
-
-    result: RemoteTensor = run(Call(plan, (target, source), {}))
-    return result
-
-
-@implements("aten::_copy_from", "aten::_copy_from_and_resize")
-def _copy_from(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    source, target = args[:2]
-    if plan.name.endswith("resize") and target.shape != source.shape:
-        target.resize_(source.shape)
-    return target.copy_(source)
-
-
-@implements("aten::_local_scalar_dense")
-def _item(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """The one place where a Python number is made of a remote tensor: never a guess, always the worker's value."""
-    (tensor,) = args
-    if tensor.numel() != 1:
-        raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
-    handle = tensor._sky
-    known = known_values.value_of(handle)
-    if known is not None:
-        return known.item()
-    if READER.ahead is not None or not handle.meta.plain or tensor.is_complex():
-        return download(tensor).item()
-    recorder = handle.device.recorder
-    before = recorder.ops
-    value = handle.device.session.call("item", handle.slot)
-    # Held by this tensor and the name here alone, it has no views whose changes would go unseen.
-    if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
-        known_values.know(handle, torch.tensor(value, dtype=tensor.dtype))
-        if recorder.ops != before:  # another thread may have changed it meanwhile
-            known_values.forget(handle)
-    return value
-
-
-@implements("aten::equal")
-def _equal(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
-    a, b = args
-    if type(a) is RemoteTensor and type(b) is RemoteTensor and a._sky.device is b._sky.device:
-        device = a._sky.device
-        return bool(device.session.call("equal", a._sky.slot, b._sky.slot))
-    places = {str(x.device) for x in args}
-    raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(sorted(places))}!")
-
-
-@implements("refused")
-def _refused(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    raise UnsupportedOpError(f"{plan.name} cannot run on a worker. Move the tensor first: x.cpu()")
-
-
-__all__ = ["commands", "download", "move", "upload"]
+__all__ = ["download", "move", "start_download", "upload"]

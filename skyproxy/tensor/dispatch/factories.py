@@ -24,7 +24,7 @@ def create(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     asked = kwargs.get("device")
     if asked is None or asked.type != "sky" or plan.rule is None or plan.special is not None:
         return record(plan, func, args, kwargs)
-    # None of these keys is one of `recording.Call`, which has an argument where there is the number of arguments here.
+    # None of these keys is one of `binding.Call`, which has an argument where there is the number of arguments here.
     key: list[Any] = [plan, len(args)]
     wire: list[Any] = [0]
     for a, how in zip(args, plan.kinds):  # the schema may have more

@@ -17,9 +17,10 @@ import torch
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import expectation
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
-from skyproxy.tensor.dispatch.recording import FOREIGN, learn, new_tensors, record
+from skyproxy.tensor.dispatch.recording import learn, new_tensors, record
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle

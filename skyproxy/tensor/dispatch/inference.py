@@ -26,12 +26,12 @@ from skyproxy.collector import collector_paused
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.dispatch.op_info import TENSORS
+from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, Plan
 from skyproxy.tensor.shapes.kernel_strides import corrected
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
 
 if TYPE_CHECKING:
-    from skyproxy.tensor.dispatch.recording import Call
+    from skyproxy.tensor.dispatch.binding import Call
 
 
 @dataclass(slots=True)
@@ -466,8 +466,21 @@ def _correct_strides(call: Call, outputs: list[Output]) -> None:
     fresh = [output.meta if output.shares is None else None for output in outputs]
     if any(meta is not None for meta in fresh):
         looks = _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
-        for output, meta in zip(outputs, corrected(call.plan, *looks, fresh), strict=True):
+        operands = _operands(call.plan, *looks)
+        for output, meta in zip(outputs, corrected(call.plan.func, *looks, operands, fresh), strict=True):
             output.meta = output.meta if meta is None else meta
+
+
+def _operands(plan: Plan, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The looks of a call's tensors and lists of tensors, and the numbers that stand in the place of tensors."""
+    named = [*zip(plan.kinds, args, strict=False), *((plan.keyword_kinds[name], a) for name, a in kwargs.items())]
+    return [
+        a
+        for kind, a in named
+        if isinstance(a, Meta)
+        or (kind == TENSOR and a is not None)
+        or (isinstance(a, list | tuple) and any(isinstance(item, Meta) for item in a))
+    ]
 
 
 def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from skyproxy.tensor.core.known_values import FOLLOWED
 from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
@@ -93,6 +92,19 @@ _WITH_STATISTICS = frozenset(
     }
 )
 """Ops that also give statistics of their input: of half precision, in which dtype depends on the device."""
+_FOLLOWED_IN_PLACE = (
+    "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar fill_.Scalar fill_.Tensor zero_ copy_ "
+    "_foreach_add_.Scalar _foreach_add_.List _foreach_add_.Tensor _foreach_add_.ScalarList _foreach_sub_.Scalar "
+    "_foreach_mul_.Scalar _foreach_mul_.ScalarList _foreach_mul_.List _foreach_copy_ _foreach_zero_"
+)
+_FOLLOWED_FRESH = (
+    "clone _to_copy zeros ones full add.Tensor sub.Tensor rsub.Scalar mul.Tensor neg abs ceil floor "
+    "trunc maximum minimum logical_not logical_and logical_or eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
+    "ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar div.Tensor div.Tensor_mode floor_divide "
+    "remainder.Scalar"
+)
+_FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
+"""Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -134,7 +146,7 @@ class Plan:
         learns_halves: the same for tensors of half precision only.
         columns: whether its results for each place of its lists look as if that place came alone.
         multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
-        followed: whether its result is known where its operands are, see `known_values`.
+        followed: whether its result is known where its operands are, see `known_results`.
     """
 
     __slots__ = (
@@ -202,7 +214,7 @@ class Plan:
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.multiplies = self.name in ("aten::linear", "aten::matmul")
-        self.followed = self.name in FOLLOWED
+        self.followed = self.name in _FOLLOWED
         self.rule = None if self.learns else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)
         if self.special is None:

@@ -5,262 +5,33 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import UnsupportedOpError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
-from skyproxy.tensor.core.generators import device_of, slot_of
 from skyproxy.tensor.core.known_values import KnownMeta
-from skyproxy.tensor.core.metadata import Meta, meta_of
+from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
-from skyproxy.tensor.core.transfers import upload
-from skyproxy.tensor.dispatch import inference
+from skyproxy.tensor.core.user_lines import user_frame
+from skyproxy.tensor.dispatch import inference, known_results
+from skyproxy.tensor.dispatch.binding import Call, frozen, refuse_to_pin
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.inference import Entry
-from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, mixed_devices_error, run_across_devices
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan, plan_of
+from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, Plan, plan_of
 
 _infers = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _Foreign(dict[str, bool]):
-    """For a source file's name, whether it is PyTorch's or ours, so that errors can name the user's line."""
-
-    _ROOTS = tuple(
-        os.path.join(os.path.abspath(sys.modules[package].__path__[0]), "") for package in ("torch", "skyproxy")
-    )
-
-    def __missing__(self, name: str) -> bool:
-        foreign = name.startswith((*self._ROOTS, "<frozen ", "<eval_with_key>")) or name == "<string>"
-        self[name] = foreign
-        return foreign
-
-
-FOREIGN = _Foreign()
-
-
-def user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is neither PyTorch's nor ours, from `frame` on outwards."""
-    while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 _record_lines = SETTINGS.record_lines
-
-
-class Call:
-    """One call of an op, taken apart: where it runs, what it looks like, what travels.
-
-    Attributes:
-        device: the device it runs on.
-        has_values: whether a CPU tensor travels as a value.
-        key: what the shape of its results depends on.
-        wire: the operands that travel, without the op's number and the results' slots.
-        templates: how the worker puts the operands together again.
-        keyword_templates: the same for keywords.
-        tensors: the remote tensors among the arguments, in order.
-        known: those of their handles whose values were known, each with its look till then and the value.
-    """
-
-    __slots__ = (
-        "args",
-        "device",
-        "has_values",
-        "key",
-        "keyword_templates",
-        "known",
-        "kwargs",
-        "plan",
-        "templates",
-        "tensors",
-        "wire",
-    )
-
-    def __init__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.plan = plan
-        self.args = args
-        self.kwargs = kwargs
-        self.has_values = False
-        self.tensors: list[RemoteTensor] = []
-        self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
-        self.device = self._find_device()
-        self.key: list[Any] = [plan]
-        self.wire: list[Any] = []
-        writes = plan.writes
-        self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
-        self.keyword_templates: dict[str, Any] = {}
-        for name, a in kwargs.items():
-            if name == "pin_memory":
-                _refuse_to_pin(a)
-                continue
-            self.key.append(name)
-            self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name], name in writes)
-
-    def _find_device(self) -> SkyDevice:
-        found: SkyDevice | None = None
-        for a in (*self.args, *self.kwargs.values()):
-            for item in a if type(a) is list or type(a) is tuple else (a,):
-                if type(item) is RemoteTensor:
-                    device = item._sky.device
-                    if found is None:
-                        found = device
-                    elif device is not found:
-                        DEVICES.check_sessions(found, device)
-                        raise mixed_devices_error(self.plan.name, found.torch_device, device.torch_device)
-        asked = self.kwargs.get("device")
-        if asked is not None and asked.type == "sky" and (found is None or asked.index not in (None, found.index)):
-            return DEVICES.of(asked)
-        if found is None:
-            generator = self.kwargs.get("generator")
-            return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
-        return found
-
-    def _take(self, a: Any, how: int, is_written: bool) -> Any:
-        """Adds one argument to key and operands; its template."""
-        kind = type(a)
-        if kind is RemoteTensor:
-            handle = a._sky
-            self.tensors.append(a)
-            if handle.meta.known:
-                self._forget(handle)
-            self.key.append(handle.meta)
-            self.wire.append(handle.slot)
-            return "t"
-        if isinstance(a, torch.Tensor):
-            return self._take_host(a, is_written)
-        if how == TENSORS and a is not None:
-            return self._take_list(a, is_written)
-        if how == GENERATOR and a is not None:
-            self.key.append("generator")
-            self.wire.append(slot_of(a, self.device))
-            return "t"
-        if a is None and how == TENSOR:
-            self.key.append(kind)
-            self.wire.append(0)
-            return "t"
-        if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
-            constant = _frozen(self._constant(a))
-            self.key.append(tuple(a) if kind is list else a)
-            return ("c", *constant)
-        if how == NUMBER:
-            value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
-            # 1, True and 1.0 are equal as keys, but not as arguments of arange.
-            typed = value if kind is int or a is None else (kind, value)
-            self.key.append(tuple(value) if type(value) is list else typed)
-            self.wire.append(value)
-            return "v"
-        if isinstance(a, list | tuple):
-            value = [_number(item) for item in a]
-            self.key.append(tuple(type(item) for item in value))
-            self.wire.append(value)
-            return "v"
-        self.key.append(kind)
-        self.wire.append(_number(a))
-        return "v"
-
-    def _forget(self, handle: Handle) -> None:
-        meta: Any = handle.meta
-        value = known_values.forget(handle)
-        if value is not None:
-            self.known.append((handle, meta, value))
-
-    def _constant(self, a: Any) -> list[Any]:
-        if isinstance(a, torch.device):
-            a = DEVICES.of(a).worker_device if a.type == "sky" else a
-        return torch_codec.encode_constant(a)
-
-    def _take_host(self, a: torch.Tensor, is_written: bool) -> Any:
-        """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
-
-        What the op writes is no value: the worker would change a copy.
-        """
-        self.has_values = True
-        if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
-            self.key.append(("host", a.dtype, len(a)))
-            self.wire.append(a.tolist())
-            return ("k", torch_codec.DTYPE_NAMES[a.dtype])
-        if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
-            raise mixed_devices_error(self.plan.name, self.device.torch_device, a.device)
-        name = torch_codec.DTYPE_NAMES[a.dtype]
-        self.key.append(("host", name))
-        self.wire.append(a.item())
-        return ("k", name)
-
-    def _take_list(self, items: Any, is_written: bool) -> Any:
-        slots: list[int] = []
-        looks: list[Meta | None] = []
-        for item in items:
-            if item is None:
-                slots.append(0)
-                looks.append(None)
-                continue
-            if type(item) is not RemoteTensor:
-                item = self._place_in_list(item, is_written)
-            self.tensors.append(item)
-            if item._sky.meta.known:
-                self._forget(item._sky)
-            slots.append(item._sky.slot)
-            looks.append(item._sky.meta)
-        self.key.append(tuple(looks))
-        self.wire.append(slots)
-        return "T"
-
-    def _place_in_list(self, item: Any, is_written: bool) -> RemoteTensor:
-        """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""
-        if (
-            not is_written
-            and not self.plan.for_each
-            and isinstance(item, torch.Tensor)
-            and item.device.type == "cpu"
-            and (item.dim() == 0 or self.plan.places_host_indices)
-        ):
-            return upload(item, self.device)
-        place = getattr(item, "device", type(item).__name__)
-        raise mixed_devices_error(self.plan.name, self.device.torch_device, place)
-
-    def argument(self, name: str) -> Any:
-        """The value of an argument by its schema name; None where it was left out."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        position = self.plan.names.index(name)
-        return self.args[position] if position < len(self.args) else None
-
-
-def _refuse_to_pin(wanted: Any) -> None:
-    """Raise what CUDA raises of `pin_memory=True`, without asking the worker.
-
-    Raises:
-        RuntimeError: it is wanted.
-    """
-    if wanted:
-        raise RuntimeError("Only dense CPU tensors can be pinned")
-
-
-def _number(a: Any) -> Any:
-    if a is None or isinstance(a, bool | int | float | complex):
-        return a
-    if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return a.node.maybe_as_int() if isinstance(a, torch.SymInt) else float(a)
-    raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -324,7 +95,7 @@ def run(call: Call) -> Any:
         call = _on_their_own(call, [position for position, _ in entry.changed])
     if call.plan.followed and (call.known or _makes_a_number(call, entry)):
         settled, followed = entry, call
-        return known_values.follow(followed, lambda: _finish(followed, settled, expected))
+        return known_results.follow(followed, lambda: _finish(followed, settled, expected))
     return _finish(call, entry, expected)
 
 
@@ -358,7 +129,7 @@ def learn(
         kinds = plan.keyword_kinds
         for name, a in kwargs.items():
             if name == "pin_memory":
-                _refuse_to_pin(a)
+                refuse_to_pin(a)
                 continue
             named[name] = _look_and_template(a, kinds[name], keywords, device)
         keywords = list(zip(named, keywords, strict=True))
@@ -394,7 +165,7 @@ def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice
         return [None if item is None else item._sky.meta for item in a]
     if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
         constant = device.worker_device if kind is torch.device and a.type == "sky" else a
-        templates.append(("c", *_frozen(torch_codec.encode_constant(constant))))
+        templates.append(("c", *frozen(torch_codec.encode_constant(constant))))
     else:
         templates.append("t" if a is None and how == TENSOR else "v")
     return a
@@ -584,15 +355,17 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
     return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
 
 
+wrap_described: dict[str, Callable[[Handle, list[Any]], Any]] = {}
+"""Makes tensors of what the worker describes otherwise than by sizes and strides, by the first of the fields."""
+
+
 def answered(handle: Handle, row: Any) -> Any:
     """The tensor in a slot that the worker has described, with a memory of its own; None where there is none."""
     fields, _ = row
     if fields is None:
         return None
     if fields[0] == torch_codec.NESTED:
-        from skyproxy.tensor.ops.nested_tensors import RemoteNestedTensor
-
-        return RemoteNestedTensor.holding(handle, fields)
+        return wrap_described[fields[0]](handle, fields)
     handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
     return make_tensor(handle.meta, handle)
 
@@ -603,4 +376,4 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return record(plan_of(func), func, args, kwargs)
 
 
-__all__ = ["Call", "dispatch", "meta_of", "record", "record_as", "remember_line", "run"]
+__all__ = ["dispatch", "record", "record_as", "remember_line", "run", "wrap_described"]

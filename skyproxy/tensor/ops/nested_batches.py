@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, is_divided, plan_of
-from skyproxy.tensor.dispatch.recording import Call, record_as
+from skyproxy.tensor.dispatch.recording import record_as
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 

@@ -22,8 +22,8 @@ from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.dispatch import recording
+from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
-from skyproxy.tensor.dispatch.recording import Call
 from skyproxy.torch_codec import contiguous_stride
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -361,7 +361,8 @@ def _from_list_here(*args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Lets nested tensors be made on a worker of what lies here."""
+    """Lets nested tensors be made on a worker of what lies here, and of what a worker describes as one."""
+    recording.wrap_described[torch_codec.NESTED] = RemoteNestedTensor.holding
     library = torch.library.Library("aten", "IMPL")
     library.impl("_nested_tensor_from_tensor_list", _from_list_here, "CPU")
     _keep.append(library)

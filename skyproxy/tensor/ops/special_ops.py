@@ -1,6 +1,6 @@
 """Ops that are not simply recorded: some are answered or divided here, some need values that PyTorch reads itself.
 
-What moves values is in `core.transfers`, attention in `attention`.
+What moves values is in `copies`, attention in `attention`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch.fx.experimental import proxy_tensor
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
-from skyproxy.tensor.core.storage import set_to_part
+from skyproxy.tensor.core.transfers import upload
+from skyproxy.tensor.dispatch.binding import Call
+from skyproxy.tensor.dispatch.kernels import kernel
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import Plan, implements
-from skyproxy.tensor.dispatch.recording import Call, run
-from skyproxy.tensor.torch_api.registration import kernel
+from skyproxy.tensor.dispatch.recording import run
+from skyproxy.tensor.ops.set_storage import set_to_part
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -60,6 +62,11 @@ def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         f"{plan.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
         "written in PyTorch ops (torch.library.custom_op without device_types), or move the tensor first: x.cpu()"
     )
+
+
+@implements("refused")
+def _refused(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedOpError(f"{plan.name} cannot run on a worker. Move the tensor first: x.cpu()")
 
 
 @implements("prim::layout")
@@ -331,8 +338,6 @@ def install(library: torch.library.Library) -> None:
 @implements("aten::_pack_padded_sequence")
 def _pack_padded_sequence(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
-    from skyproxy.tensor.core.transfers import upload
-
     padded, lengths, batch_first = args
     if type(lengths) is RemoteTensor:
         lengths = lengths.cpu()

@@ -22,8 +22,9 @@ from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.metadata import intern_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.transfers import download, upload
+from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch.capture import is_capturing
-from skyproxy.tensor.dispatch.recording import new_tensor, user_frame
+from skyproxy.tensor.dispatch.recording import new_tensor
 from skyproxy.tensor.programs.compiler_ir import Program, value_of
 from skyproxy.torch_codec import Description
 

@@ -10,15 +10,10 @@ import contextlib
 import itertools
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
-
-from skyproxy.errors import CaptureError, ConfigurationError
+from skyproxy.errors import CaptureError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.dispatch.capture import Capture, SessionCapture, is_capturing
-from skyproxy.tensor.torch_api import sky_module
 
-_HEALTH_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 _pools = itertools.count(1)
 
 
@@ -152,40 +147,3 @@ def graph_report(device: Any = None) -> dict[str, int]:
     """How many graphs a worker holds for us, and how many of them it replays as CUDA graphs by now. Waits."""
     report: dict[str, int] = DEVICES.of(device).session.call("graph_report")
     return report
-
-
-def _check_optimizer(original: Any) -> Any:
-    def check(self: Optimizer) -> Any:
-        if is_capturing() and not torch.compiler.is_compiling():
-            if not all(group.get("capturable", True) for group in self.param_groups):
-                raise CaptureError(
-                    f"step() of {type(self).__name__} computes numbers in Python, which a capture would freeze. Make "
-                    "the optimizer with capturable=True, before its first step."
-                )
-        return original(self)
-
-    return check
-
-
-def install() -> None:
-    """Puts the names above into `torch.sky`, and keeps optimizers from being captured that cannot be.
-
-    Raises:
-        ConfigurationError: this torch's optimizers have no check to hook into.
-    """
-    from skyproxy.tensor.programs.graphed_callables import make_graphed_callables
-
-    sky_module.MODULE.__dict__.update(
-        SkyGraph=SkyGraph,
-        Graph=SkyGraph,
-        CUDAGraph=SkyGraph,
-        graph=graph,
-        graph_pool_handle=graph_pool_handle,
-        graph_report=graph_report,
-        is_current_stream_capturing=is_current_stream_capturing,
-        make_graphed_callables=make_graphed_callables,
-    )
-    name = next((name for name in _HEALTH_CHECKS if hasattr(Optimizer, name)), None)
-    if name is None:
-        raise ConfigurationError(f"torch {torch.__version__} has no Optimizer.{_HEALTH_CHECKS[0]}")
-    setattr(Optimizer, name, _check_optimizer(getattr(Optimizer, name)))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.dispatch.op_info import TENSOR, Plan
 from skyproxy.tensor.shapes.elementwise import (
     broadcast_sizes,
     channels_last_stride,
@@ -45,19 +44,23 @@ def _corrects(names: str) -> Callable[[Correction], Correction]:
     return register
 
 
-def corrected(plan: Plan, args: list[Any], kwargs: dict[str, Any], results: list[Meta | None]) -> list[Meta | None]:
+def corrected(
+    op: Any, args: list[Any], kwargs: dict[str, Any], operands: list[Any], results: list[Meta | None]
+) -> list[Meta | None]:
     """What fresh results look like, given what fake tensors say of them.
 
     Args:
+        op: the overload.
         args, kwargs: of the call, with a `Meta` for each tensor.
+        operands: those of them that are tensors, or that the op takes in a tensor's place.
         results: what each result looks like; None for what is no fresh strided tensor.
     """
-    correct = _CORRECTIONS.get(plan.name)
+    correct = _CORRECTIONS.get(op.name())
     try:
         if correct is not None:
             strides = correct(*args, **kwargs)
-        elif torch.Tag.pointwise in plan.func.tags and results and results[0] is not None:
-            strides = [_elementwise(plan, args, kwargs, results[0])] * len(results)
+        elif torch.Tag.pointwise in op.tags and results and results[0] is not None:
+            strides = [_elementwise(op, operands, results[0])] * len(results)
         else:
             return results
     except (TypeError, ValueError):  # a form that the correction does not know
@@ -74,20 +77,19 @@ def _with_stride(meta: Meta, stride: tuple[int, ...]) -> Meta:
     return plain_meta(meta.size, meta.dtype, stride or None, meta.offset)
 
 
-def _elementwise(plan: Plan, args: list[Any], kwargs: dict[str, Any], result: Meta) -> Strides:
+def _elementwise(op: Any, operands: list[Any], result: Meta) -> Strides:
     """The strides of a result of an op that PyTorch calls pointwise; None where they cannot be told."""
-    named = [*zip(plan.kinds, args, strict=False), *((plan.keyword_kinds[name], a) for name, a in kwargs.items())]
-    if any(isinstance(a, list | tuple) and any(isinstance(item, Meta) for item in a) for _, a in named):
+    if any(isinstance(a, list | tuple) for a in operands):
         return None
-    operands = [a for kind, a in named if isinstance(a, Meta) or (kind == TENSOR and a is not None)]
-    if plan.name == "aten::rsub.Tensor":  # which subtracts the other way round
+    name, operands = op.name(), list(operands)
+    if name == "aten::rsub.Tensor":  # which subtracts the other way round
         operands.reverse()
     tensors = [a for a in operands if isinstance(a, Meta)]
     if not tensors:
         return None
-    if plan.func._overloadname in _TAKES_NUMBER_AS_TENSOR and plan.name != "aten::lerp.Scalar":
+    if op._overloadname in _TAKES_NUMBER_AS_TENSOR and name != "aten::lerp.Scalar":
         operands.append(0)
-    common = None if plan.name.startswith("aten::where") else _common_dtype(tensors, result)
+    common = None if name.startswith("aten::where") else _common_dtype(tensors, result)
     found = elementwise([a if isinstance(a, Meta) else 0 for a in operands], common)
     return found[1] if found is not None and found[0] == result.size else None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_parked_error
+from skyproxy.tensor.core.devices import DEVICES
 
 
 class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
@@ -65,3 +66,8 @@ def install_engine() -> None:
     variable = torch.autograd.variable.Variable
     if not isinstance(variable._execution_engine, EngineOnCallingThread):
         variable._execution_engine = EngineOnCallingThread(variable._execution_engine)  # type: ignore[assignment]
+
+
+def install() -> None:
+    """Have the engine installed when the first sky device comes to exist; programs without one keep PyTorch's."""
+    DEVICES.before_new = install_engine

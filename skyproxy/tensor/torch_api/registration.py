@@ -7,16 +7,15 @@ package, and what is missing is reported here, when the device is registered.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from skyproxy import torch_versions
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.dispatch.factories import create
-from skyproxy.tensor.dispatch.op_info import Plan, is_divided, plan_of
-from skyproxy.tensor.dispatch.recording import dispatch, record
+from skyproxy.tensor.dispatch.kernels import kernel
+from skyproxy.tensor.dispatch.op_info import is_divided
+from skyproxy.tensor.dispatch.recording import dispatch
 from skyproxy.tensor.torch_api.autograd import Guard, Hooks
 
 _NATIVE = frozenset({"aten::detach"})
@@ -76,20 +75,6 @@ def _register_kernels() -> None:
 
 
 _keep: list[Any] = []
-
-
-def kernel(name: str) -> Callable[..., Any]:
-    """A kernel for the op of this name that records it."""
-    packet_name, _, overload_name = name[len("aten::") :].partition(".")
-    plans: list[Plan] = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not plans:
-            plans.append(plan_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
-        plan = plans[0]
-        return create(plan, plan.func, args, kwargs) if plan.creates else record(plan, plan.func, args, kwargs)
-
-    return run
 
 
 def library() -> torch.library.Library:

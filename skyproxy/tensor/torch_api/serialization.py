@@ -13,10 +13,11 @@ from torch import _utils
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.prefetching import READER, reading_ahead
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
-from skyproxy.tensor.core.storage import SkyStorage, memory_of, storage_from_bytes, view_of
+from skyproxy.tensor.core.storage import SkyStorage, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
 _compressed = (torch.sparse_csr, torch.sparse_bsr)

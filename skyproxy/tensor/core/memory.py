@@ -1,0 +1,102 @@
+"""The memory of remote tensors: who shares it with whom, at which (invented) address, and how large it is.
+
+The bytes are on the worker; here a memory is an address and a size, kept on the handle of the tensor that first had it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.core.devices import Handle
+
+
+_ALIGNMENT_BYTES = 512
+_next_address = 1 << 40
+_lock = threading.Lock()
+
+
+class Memory:
+    """Address and size of one storage.
+
+    Attributes:
+        key: unique for the life of the process; what PyTorch calls `_cdata`.
+        address: where it would lie, aligned as CUDA aligns; moves when the storage grows. Never given twice.
+        byte_count: its size.
+        face: a weak reference to the storage object that stands for it, or None.
+    """
+
+    __slots__ = ("address", "byte_count", "face", "key")
+
+    def __init__(self, byte_count: int) -> None:
+        self.face: weakref.ref[torch.UntypedStorage] | None = None
+        self.resize(byte_count)
+        self.key = self.address
+
+    def resize(self, byte_count: int) -> None:
+        global _next_address
+        with _lock:
+            self.address = _next_address
+            _next_address += (byte_count // _ALIGNMENT_BYTES + 1) * _ALIGNMENT_BYTES
+        self.byte_count = byte_count
+
+
+def bytes_needed(meta: Meta) -> int:
+    return torch_codec.storage_extent(meta.size, meta.stride, meta.offset) * meta.dtype.itemsize
+
+
+def memory_of(handle: Handle) -> Memory:
+    """The memory that a handle's tensor lies in.
+
+    Raises:
+        NotImplementedError: sparse tensors have none of their own.
+    """
+    root = handle.root or handle
+    try:
+        return root.memory
+    except AttributeError:
+        if root.meta.layout is not torch.strided:
+            raise NotImplementedError("Cannot access storage of a sparse tensor") from None
+        memory = root.memory = Memory(bytes_needed(root.meta))
+        return memory
+
+
+def note_change(handle: Handle, meta: Meta) -> None:
+    """A tensor is about to look like `meta`: its storage grows if it must, and never shrinks, as in PyTorch."""
+    if meta.layout is torch.strided and handle.meta is not None and handle.meta.layout is torch.strided:
+        memory, needed = memory_of(handle), bytes_needed(meta)
+        if needed > memory.byte_count:
+            memory.resize(needed)
+
+
+class MemorySlice(Memory):
+    """A part of another storage's memory; has a key of its own, as PyTorch's storages of slices do.
+
+    Attributes:
+        whole: the other storage.
+        start: where in it, in bytes.
+    """
+
+    __slots__ = ("start", "whole")
+
+    def __init__(self, whole: Handle, start: int, stop: int) -> None:
+        super().__init__(stop - start)
+        self.address = memory_of(whole).address + start
+        self.whole, self.start = whole, start
+
+    def moved(self, meta: Meta) -> Meta:
+        """The look, in the whole storage, of what has a look in this part."""
+        if self.start % meta.dtype.itemsize:
+            raise RuntimeError(
+                f"a part of a storage that begins at byte {self.start} holds no {meta.dtype} tensor on sky"
+            )
+        if bytes_needed(meta) > self.byte_count:
+            raise RuntimeError("Trying to resize storage that is not resizable")
+        return plain_meta(meta.size, meta.dtype, meta.stride, meta.offset + self.start // meta.dtype.itemsize)

@@ -1,0 +1,219 @@
+"""One call of an op, taken apart: what the worker gets of it, and what the shape of the results depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.core import known_values
+from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.core.generators import device_of, slot_of
+from skyproxy.tensor.core.known_values import KnownMeta
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.transfers import upload
+from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan
+
+
+class Call:
+    """One call of an op, taken apart: where it runs, what it looks like, what travels.
+
+    Attributes:
+        device: the device it runs on.
+        has_values: whether a CPU tensor travels as a value.
+        key: what the shape of its results depends on.
+        wire: the operands that travel, without the op's number and the results' slots.
+        templates: how the worker puts the operands together again.
+        keyword_templates: the same for keywords.
+        tensors: the remote tensors among the arguments, in order.
+        known: those of their handles whose values were known, each with its look till then and the value.
+    """
+
+    __slots__ = (
+        "args",
+        "device",
+        "has_values",
+        "key",
+        "keyword_templates",
+        "known",
+        "kwargs",
+        "plan",
+        "templates",
+        "tensors",
+        "wire",
+    )
+
+    def __init__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.plan = plan
+        self.args = args
+        self.kwargs = kwargs
+        self.has_values = False
+        self.tensors: list[RemoteTensor] = []
+        self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
+        self.device = self._find_device()
+        self.key: list[Any] = [plan]
+        self.wire: list[Any] = []
+        writes = plan.writes
+        self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
+        self.keyword_templates: dict[str, Any] = {}
+        for name, a in kwargs.items():
+            if name == "pin_memory":
+                refuse_to_pin(a)
+                continue
+            self.key.append(name)
+            self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name], name in writes)
+
+    def _find_device(self) -> SkyDevice:
+        found: SkyDevice | None = None
+        for a in (*self.args, *self.kwargs.values()):
+            for item in a if type(a) is list or type(a) is tuple else (a,):
+                if type(item) is RemoteTensor:
+                    device = item._sky.device
+                    if found is None:
+                        found = device
+                    elif device is not found:
+                        DEVICES.check_sessions(found, device)
+                        raise mixed_devices_error(self.plan.name, found.torch_device, device.torch_device)
+        asked = self.kwargs.get("device")
+        if asked is not None and asked.type == "sky" and (found is None or asked.index not in (None, found.index)):
+            return DEVICES.of(asked)
+        if found is None:
+            generator = self.kwargs.get("generator")
+            return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
+        return found
+
+    def _take(self, a: Any, how: int, is_written: bool) -> Any:
+        """Adds one argument to key and operands; its template."""
+        kind = type(a)
+        if kind is RemoteTensor:
+            handle = a._sky
+            self.tensors.append(a)
+            if handle.meta.known:
+                self._forget(handle)
+            self.key.append(handle.meta)
+            self.wire.append(handle.slot)
+            return "t"
+        if isinstance(a, torch.Tensor):
+            return self._take_host(a, is_written)
+        if how == TENSORS and a is not None:
+            return self._take_list(a, is_written)
+        if how == GENERATOR and a is not None:
+            self.key.append("generator")
+            self.wire.append(slot_of(a, self.device))
+            return "t"
+        if a is None and how == TENSOR:
+            self.key.append(kind)
+            self.wire.append(0)
+            return "t"
+        if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
+            constant = frozen(self._constant(a))
+            self.key.append(tuple(a) if kind is list else a)
+            return ("c", *constant)
+        if how == NUMBER:
+            value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
+            # 1, True and 1.0 are equal as keys, but not as arguments of arange.
+            typed = value if kind is int or a is None else (kind, value)
+            self.key.append(tuple(value) if type(value) is list else typed)
+            self.wire.append(value)
+            return "v"
+        if isinstance(a, list | tuple):
+            value = [_number(item) for item in a]
+            self.key.append(tuple(type(item) for item in value))
+            self.wire.append(value)
+            return "v"
+        self.key.append(kind)
+        self.wire.append(_number(a))
+        return "v"
+
+    def _forget(self, handle: Handle) -> None:
+        meta: Any = handle.meta
+        value = known_values.forget(handle)
+        if value is not None:
+            self.known.append((handle, meta, value))
+
+    def _constant(self, a: Any) -> list[Any]:
+        if isinstance(a, torch.device):
+            a = DEVICES.of(a).worker_device if a.type == "sky" else a
+        return torch_codec.encode_constant(a)
+
+    def _take_host(self, a: torch.Tensor, is_written: bool) -> Any:
+        """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
+
+        What the op writes is no value: the worker would change a copy.
+        """
+        self.has_values = True
+        if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
+            self.key.append(("host", a.dtype, len(a)))
+            self.wire.append(a.tolist())
+            return ("k", torch_codec.DTYPE_NAMES[a.dtype])
+        if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
+            raise mixed_devices_error(self.plan.name, self.device.torch_device, a.device)
+        name = torch_codec.DTYPE_NAMES[a.dtype]
+        self.key.append(("host", name))
+        self.wire.append(a.item())
+        return ("k", name)
+
+    def _take_list(self, items: Any, is_written: bool) -> Any:
+        slots: list[int] = []
+        looks: list[Meta | None] = []
+        for item in items:
+            if item is None:
+                slots.append(0)
+                looks.append(None)
+                continue
+            if type(item) is not RemoteTensor:
+                item = self._place_in_list(item, is_written)
+            self.tensors.append(item)
+            if item._sky.meta.known:
+                self._forget(item._sky)
+            slots.append(item._sky.slot)
+            looks.append(item._sky.meta)
+        self.key.append(tuple(looks))
+        self.wire.append(slots)
+        return "T"
+
+    def _place_in_list(self, item: Any, is_written: bool) -> RemoteTensor:
+        """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""
+        if (
+            not is_written
+            and not self.plan.for_each
+            and isinstance(item, torch.Tensor)
+            and item.device.type == "cpu"
+            and (item.dim() == 0 or self.plan.places_host_indices)
+        ):
+            return upload(item, self.device)
+        place = getattr(item, "device", type(item).__name__)
+        raise mixed_devices_error(self.plan.name, self.device.torch_device, place)
+
+    def argument(self, name: str) -> Any:
+        """The value of an argument by its schema name; None where it was left out."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        position = self.plan.names.index(name)
+        return self.args[position] if position < len(self.args) else None
+
+
+def refuse_to_pin(wanted: Any) -> None:
+    """Raise what CUDA raises of `pin_memory=True`, without asking the worker.
+
+    Raises:
+        RuntimeError: it is wanted.
+    """
+    if wanted:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+
+
+def _number(a: Any) -> Any:
+    if a is None or isinstance(a, bool | int | float | complex):
+        return a
+    if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return a.node.maybe_as_int() if isinstance(a, torch.SymInt) else float(a)
+    raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")
+
+
+def frozen(value: Any) -> Any:
+    return tuple(frozen(item) for item in value) if isinstance(value, list) else value

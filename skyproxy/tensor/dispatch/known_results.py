@@ -1,0 +1,105 @@
+"""Operations on numbers whose values are known here: done here too, so that their results are known as well.
+
+See `core.known_values`. Only the few operations below, which are exact on every device and share no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.session.recorder import Recorder
+from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch.binding import Call
+
+
+_EXACT_ON_CPUS = frozenset(
+    {"aten::div.Tensor", "aten::div.Tensor_mode", "aten::floor_divide", "aten::remainder.Scalar"}
+)
+_MOST_UNASKED = 16
+_UNASKED_BY_CHANGE = 4
+"""How often a value is used without being asked for, before it is forgotten, and what a change counts: some counters
+are never read, such as those of batch norms, and an operation on a known value costs twice the time."""
+
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.maybe_current_level
+
+
+def follow(call: Call, record: Callable[[], Any]) -> Any:
+    """Records an operation of `FOLLOWED`, and does it here too if the values of all its operands are known.
+
+    Args:
+        call: the call, whose operands' values were forgotten when it was taken apart.
+        record: records it and gives its result.
+    """
+    recorder = call.device.recorder
+    if type(recorder) is not Recorder or _modes() or _transforms() is not None or not _is_exact(call):
+        return record()
+    before = recorder.ops
+    result = record()
+    known = {id(handle): value for handle, _, value in call.known}
+    if len(known) != len({id(tensor._sky) for tensor in call.tensors}):
+        return result
+    unasked = (_UNASKED_BY_CHANGE if call.plan.writes else 1) + max(
+        (meta.unasked for _, meta, _ in call.known), default=0
+    )
+    if unasked > _MOST_UNASKED:
+        return result
+    results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
+    targets = [*results] if not call.plan.writes else _written(call)
+    if not all(type(t) is RemoteTensor and t.dim() == 0 and t._sky.meta.plain for t in targets):
+        return result
+    try:
+        values = _computed(call, {number: value.clone() for number, value in known.items()})
+    except RuntimeError:  # it will fail there too, and that error has a line
+        return result
+    found = [
+        (target._sky, KnownMeta(target._sky.meta, value, recorder, unasked))
+        for target, value in zip(targets, values, strict=True)
+        if value.dtype is target.dtype and value.dtype in DTYPES and not target._sky.meta.known
+    ]
+    changed = {id(target._sky) for target in targets}
+    read = [(handle, meta, value) for handle, meta, value in call.known if id(handle) not in changed]
+    if not call.plan.writes:
+        for _, meta in found:
+            meta.sources = tuple(source for _, source, _ in read)
+    for handle, meta, value in read:
+        meta.value, meta.unasked = value, unasked
+        found.append((handle, meta))
+    for handle, meta in found:
+        handle.meta = meta
+        if recorder.ops != before + 1:  # another thread may have changed it meanwhile
+            forget(handle)
+    return result
+
+
+def _is_exact(call: Call) -> bool:
+    """Whether every device computes the same: GPUs multiply by reciprocals, and multiply and add in one step."""
+    if call.device.place[0] == "cpu":
+        return True
+    return call.plan.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
+
+
+def _written(call: Call) -> list[Any]:
+    target = call.args[0]
+    return list(target) if isinstance(target, list | tuple) else [target]
+
+
+def _computed(call: Call, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What the targets of a call hold, by the values of its operands, which it may change."""
+
+    def local(a: Any) -> Any:
+        if type(a) is RemoteTensor:
+            return values[id(a._sky)]
+        return [local(item) for item in a] if isinstance(a, list | tuple) else a
+
+    options = {name: local(a) for name, a in call.kwargs.items() if name not in ("device", "pin_memory")}
+    args = [local(a) for a in call.args]
+    result = call.plan.func(*args, **options)
+    target = args[0] if call.plan.writes else result
+    return target if isinstance(target, list) else [target]

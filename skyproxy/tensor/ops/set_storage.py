@@ -1,0 +1,160 @@
+"""`Tensor.set_` in all its forms, and what autograd asks of the storages of tensors and tangents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.core import known_values
+from skyproxy.tensor.core.memory import bytes_needed, memory_of
+from skyproxy.tensor.core.metadata import Meta, meta_of
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
+from skyproxy.tensor.core.storage import SkyStorage, StorageBase, root_of, view_of
+from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
+from skyproxy.tensor.dispatch.op_info import Plan, implements
+
+
+def set_(self: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
+    """`Tensor.set_`: another storage, and another place in it. Python's arguments, which name storages."""
+    source = kwargs.get("source", args[0] if args else None)
+    if not args and not kwargs:
+        value: torch.Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+    else:
+        value = _value_to_set(self, source, args, kwargs)
+    value.__dict__["_is_to_be_taken_over"] = True
+    # Autograd has a say, and counts versions; it comes back to `_set_op`.
+    return torch._C.TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
+
+
+def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> RemoteTensor:
+    """What a tensor becomes by `set_`: a view of the source's storage.
+
+    PyTorch itself tells its sizes, or refuses them, by the same call on the meta device.
+    """
+    if getattr(source, "device", self.device) != self.device:
+        raise RuntimeError(
+            f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
+            f'"{source.device}".  This is no longer allowed; the devices must match.'
+        )
+    stand_in = _on_meta(source)
+    target = torch.empty(self.shape, dtype=self.dtype, device="meta")
+    if "source" in kwargs:
+        target.set_(*args, **{**kwargs, "source": stand_in})
+    else:
+        target.set_(stand_in, *args[1:], **kwargs)
+    meta = meta_of(target)
+    stride = kwargs.get("stride", args[3] if len(args) > 3 else ())
+    if any(step < 0 for step in stride):  # which the meta device takes for none
+        raise RuntimeError(
+            f"Storage size calculation overflowed with sizes={list(meta.size)} and strides={list(stride)}"
+        )
+    if isinstance(source, RemoteTensor):
+        root = root_of(source)
+        known_values.forget(root)  # both will be written
+    else:
+        root = _untyped(source)._root
+    _check_bounds(self, meta, memory_of(root).byte_count)
+    return view_of(root, meta)
+
+
+def _untyped(storage: Any) -> Any:
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
+def _on_meta(source: Any) -> Any:
+    """A storage or tensor like `source` on the meta device; what is neither stays what it is."""
+    if isinstance(source, RemoteTensor):
+        meta: Meta = source._sky.meta
+        storage = torch.UntypedStorage(memory_of(source._sky).byte_count, device="meta")
+        empty = torch.empty(0, dtype=meta.dtype, device="meta")
+        return empty.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+    if isinstance(source, SkyStorage):
+        return torch.UntypedStorage(source.nbytes(), device="meta")
+    if isinstance(source, torch.TypedStorage):
+        return torch.TypedStorage(wrap_storage=_on_meta(_untyped(source)), dtype=source.dtype, _internal=True)
+    return source
+
+
+def _check_bounds(tensor: torch.Tensor, meta: Meta, byte_count: int) -> None:
+    """Raise where PyTorch does not let the storage grow: its sizes stay, so it does not look whether they fit."""
+    needed = bytes_needed(meta)
+    if tuple(tensor.shape) == meta.size and needed > byte_count:
+        raise RuntimeError(
+            f"setStorage: sizes {list(meta.size)}, strides {list(meta.stride)}, storage offset {meta.offset}, and "
+            f"itemsize {meta.dtype.itemsize} requiring a storage size of {needed} are out of bounds for storage of "
+            f"size {byte_count}"
+        )
+
+
+def set_to_part(
+    self: torch.Tensor, source: torch.Tensor, storage_offset: int, size: Any, stride: Any = ()
+) -> torch.Tensor:
+    """`aten::set_.source_Tensor_storage_offset`, which PyTorch divides by asking the source for its C++ storage."""
+    if type(self) is not RemoteTensor or self.device != source.device:
+        raise mixed_devices_error("aten::set_", self.device, source.device)
+    return set_(self, source, storage_offset, size, stride)
+
+
+@implements("aten::set_", "aten::set_.source_Tensor")
+def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is left of `set_` below autograd: the tensor takes over another's place in its storage."""
+    target = args[0]
+    source: Any = args[1] if len(args) > 1 else kwargs.get("source")
+    if source is None:
+        value = torch.empty(0, dtype=target.dtype, device=target.device)
+    elif source.device != target.device:
+        raise mixed_devices_error(plan.name, target.device, source.device)
+    elif source.dtype is not target.dtype:
+        value = _value_to_set(target, source, (source,), {})  # raises
+    elif source.__dict__.pop("_is_to_be_taken_over", False):
+        value = source
+    else:
+        root = root_of(source)
+        known_values.forget(root)
+        value = view_of(root, source._sky.meta)  # its own handle: each may change its look later
+    adopt(target, value._sky)
+    return target
+
+
+@implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
+def _set_storage_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that came from C++, for which a storage keeps the size that it had when it was made."""
+    target, source, *place = args
+    if not isinstance(source, SkyStorage):
+        raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
+    if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):
+        place = []
+    adopt(target, _value_to_set(target, source, (source, *place), kwargs)._sky)  # type: ignore[attr-defined]
+    return target
+
+
+@implements("aten::_has_same_storage_numel")
+def _has_same_storage_numel(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+    """Forward-mode AD asks this of a tensor and its tangent, before the one takes the other as it is."""
+    a, b = args
+    return bool(a.device == b.device and _storage_numel(a) == _storage_numel(b))
+
+
+@implements("aten::_new_zeros_with_same_feature_meta")
+def _new_zeros_with_same_feature_meta(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """What a tangent is copied into that lies otherwise than its tensor, or on another device: zeros like the tensor.
+
+    PyTorch's own would ask C++ for the size of the tensor's storage. The tangent's first dimensions may be a batch.
+    """
+    tangent, like = args[:2]
+    batch = tangent.shape[: kwargs.get("self_num_batch_dims", 0)]
+    count = _storage_numel(like)
+    strides: list[int] = []
+    for size in reversed(batch):
+        strides.insert(0, count)
+        count *= size
+    zeros = torch.zeros(count, dtype=like.dtype, device=like.device)
+    return zeros.as_strided((*batch, *like.shape), (*strides, *like.stride()), like.storage_offset())
+
+
+def _storage_numel(tensor: torch.Tensor) -> int:
+    remote = type(tensor) is RemoteTensor
+    byte_count = memory_of(tensor._sky).byte_count if remote else tensor.untyped_storage().nbytes()  # type: ignore[attr-defined]
+    return int(byte_count // tensor.element_size())

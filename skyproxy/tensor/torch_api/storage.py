@@ -1,0 +1,114 @@
+"""PyTorch's storages, where the device may be ours: how they are made and copied, and what tensors tell of theirs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.memory import memory_of
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.storage import SkyStorage, StorageBase, root_of, storage_from_bytes
+from skyproxy.tensor.ops.set_storage import set_
+
+
+def _new_storage(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    """`torch.UntypedStorage.__new__`, where the device may be ours: PyTorch's own asks it for an allocator."""
+    device = kwargs.get("device")
+    device = torch.device(device) if device is not None else None
+    if device is None or device.type != "sky":
+        return StorageBase.__new__(cls, *args, **kwargs)
+    if kwargs.get("allocator") is not None:
+        raise TypeError(f"torch.UntypedStorage(): a storage on {device} takes no allocator")
+    if not args or (len(args) == 1 and isinstance(args[0], int)):
+        byte_count = args[0] if args else 0
+        if byte_count < 0:
+            raise RuntimeError(f"torch.UntypedStorage(): a storage cannot have {byte_count} bytes")
+        return SkyStorage(torch.empty(byte_count, dtype=torch.uint8, device=device)._sky)  # type: ignore[attr-defined]
+    return storage_from_bytes(StorageBase.__new__(torch.UntypedStorage, *args), DEVICES.of(device))
+
+
+def _copy_into(self: torch.UntypedStorage, source: Any, non_blocking: bool | None = None) -> Any:
+    """`torch.UntypedStorage.copy_`, where the source may be ours."""
+    if isinstance(source, SkyStorage):
+        source = source.cpu()
+    return StorageBase.copy_(self, source, non_blocking)
+
+
+def _new_wrapped_storage(self: Any, untyped_storage: torch.UntypedStorage) -> Any:
+    """`torch.TypedStorage._new_wrapped_storage`, which takes no subclass."""
+    if not isinstance(untyped_storage, SkyStorage):
+        return _wrap_cpu_storage(self, untyped_storage)
+    return torch.TypedStorage(wrap_storage=untyped_storage, dtype=self.dtype, _internal=True)
+
+
+_wrap_cpu_storage = torch.TypedStorage._new_wrapped_storage
+_faces = WeakTensorKeyDictionary()
+"""The storage object of each tensor that was asked for it: as in PyTorch, it stays the same one while the tensor lives.
+
+Programs remember storages by `id()`. One that is made for each question dies at once, and the next one, of another
+tensor, may get its number.
+"""
+
+
+def _untyped_storage(self: RemoteTensor) -> SkyStorage:
+    root = root_of(self)
+    memory = memory_of(root)
+    face = memory.face() if memory.face is not None else None
+    if face is None or torch.UntypedStorage.nbytes(face) != memory.byte_count:  # C++ knows the size that it had
+        face = SkyStorage(root)
+        memory.face = weakref.ref(face)
+    _faces[self] = face
+    return face
+
+
+def _data_ptr(self: RemoteTensor) -> int:
+    memory = memory_of(self._sky)
+    return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0
+
+
+def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
+    return type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and root_of(tensor) is root_of(self)
+
+
+def _share_memory(self: RemoteTensor) -> Any:
+    return self.untyped_storage().share_memory_()
+
+
+def _pin_memory(self: RemoteTensor, device: Any = None) -> Any:
+    raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+
+
+_METHODS = {
+    "untyped_storage": _untyped_storage,
+    "data_ptr": _data_ptr,
+    "set_": set_,
+    "is_set_to": _is_set_to,
+    "is_shared": lambda self: False,
+    "share_memory_": _share_memory,
+    "is_pinned": lambda self, device=None: False,
+    "pin_memory": _pin_memory,
+}
+
+
+def install() -> None:
+    """Gives remote tensors the methods above.
+
+    Raises:
+        ConfigurationError: this torch's tensors lack one of them.
+    """
+    if "_new_wrapped_storage" not in vars(torch.TypedStorage) or not hasattr(
+        torch._C, "_construct_storage_from_data_pointer"
+    ):
+        raise ConfigurationError(f"torch {torch.__version__} makes storages in another way than skyproxy knows")
+    torch.UntypedStorage.__new__ = staticmethod(_new_storage)  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.copy_ = _copy_into  # type: ignore[method-assign]
+    torch.TypedStorage._new_wrapped_storage = _new_wrapped_storage  # type: ignore[method-assign]
+    for name, function in _METHODS.items():
+        if not hasattr(torch.Tensor, name):
+            raise ConfigurationError(f"torch {torch.__version__} has no Tensor.{name}, which skyproxy replaces")
+        setattr(RemoteTensor, name, function)
