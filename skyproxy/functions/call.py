@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from skyproxy.errors import (
     LimitExceededError,
@@ -28,8 +28,8 @@ from skyproxy.protocol import commands
 
 if TYPE_CHECKING:
     from skyproxy.functions.adoption import Adopter
-    from skyproxy.functions.channel import Channel
     from skyproxy.functions.payload import Payload
+    from skyproxy.session.session import Session
 
 logger = logging.getLogger("skyproxy")
 
@@ -50,6 +50,20 @@ class Came(NamedTuple):
     pieces: list[Any] = []
 
 
+class CallChannel(Protocol):
+    """The connection that a call runs over, as far as the call uses it; see `channel.Channel`."""
+
+    session: Session
+
+    def ack(self, call: Call, outputs: int, items: int) -> None: ...
+
+    def cancel(self, call: Call) -> None: ...
+
+    def post(self, job: Callable[[], object]) -> None: ...
+
+    def remove(self, call: Call) -> None: ...
+
+
 class Call:
     """A function that runs on a worker, or ran.
 
@@ -65,7 +79,7 @@ class Call:
     """
 
     def __init__(
-        self, identity: str, name: str, channel: Channel, adopter: Adopter, on_output: OnOutput | None
+        self, identity: str, name: str, channel: CallChannel, adopter: Adopter, on_output: OnOutput | None
     ) -> None:
         self.id = identity
         self.name = name

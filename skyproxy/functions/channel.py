@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
-from skyproxy.functions.call import Came
+from skyproxy.functions.call import Call, Came
 from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
@@ -28,9 +28,6 @@ from skyproxy.protocol.messages import (
 from skyproxy.session.housekeeping import AuxiliaryConnection
 from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport
-
-if TYPE_CHECKING:
-    from skyproxy.functions.call import Call
 
 logger = logging.getLogger("skyproxy")
 
