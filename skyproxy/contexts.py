@@ -18,7 +18,7 @@ from pathlib import Path
 from skyproxy.errors import ConfigurationError
 
 CONTEXT_VARIABLE = "SKYPROXY_CONTEXT"
-PROVIDERS = ("local", "container", "kubernetes", "remote")
+PROVIDERS = ("local", "container", "kubernetes", "ssh", "remote")
 MAX_NAME_LENGTH = 50
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

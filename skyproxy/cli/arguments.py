@@ -19,6 +19,7 @@ class ProviderName(StrEnum):
     LOCAL = "local"
     CONTAINER = "container"
     KUBERNETES = "kubernetes"
+    SSH = "ssh"
 
 
 def complete_worker(incomplete: str) -> list[str]:

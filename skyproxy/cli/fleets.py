@@ -91,12 +91,14 @@ class Ending:
         wait: until it is gone.
         timeout_seconds: for how long.
         force: takes away what does not end by itself.
+        keep_environment: leaves what was installed on a host.
         say: told what is being waited for.
     """
 
     wait: bool = True
     timeout_seconds: float = 300.0
     force: bool = False
+    keep_environment: bool = False
     say: Callable[[str], None] = lambda _: None
 
 
@@ -151,6 +153,10 @@ def fleet_of(provider: str, address: ClusterAddress) -> Fleet:
         from skyproxy.cli.container_fleet import ContainerFleet
 
         return ContainerFleet()
+    if provider == ProviderName.SSH:
+        from skyproxy.cli.ssh_fleet import SshFleet
+
+        return SshFleet()
     from skyproxy.cli.remote_fleet import RemoteFleet
 
     return RemoteFleet()
@@ -201,7 +207,7 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
     if context is not None:
         return name, fleet_of(context.provider, ClusterAddress.of_options(context.options))
     asked = []
-    for kind in (ProviderName.LOCAL, ProviderName.KUBERNETES):
+    for kind in (ProviderName.LOCAL, ProviderName.SSH, ProviderName.KUBERNETES):
         try:
             if kind is ProviderName.KUBERNETES and not await has_cluster(address):
                 continue

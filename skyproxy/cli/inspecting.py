@@ -38,7 +38,7 @@ def list_command(
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """List the workers: those on this machine, and those in the cluster of the kubeconfig."""
+    """List the workers: those on this machine, on hosts that ssh reaches, and in the cluster of the kubeconfig."""
     address = address_of(namespace, context, kubeconfig)
     rows = asyncio.run(_all_rows(provider, address, all_namespaces))
     if as_json:
@@ -75,6 +75,8 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
         rows += await fleet_of(ProviderName.LOCAL, address).rows()
     if provider is None:
         rows += await fleet_of("remote", address).rows()
+    if provider in (None, ProviderName.SSH):
+        rows += await fleet_of(ProviderName.SSH, address).rows()
     if provider is ProviderName.CONTAINER or (provider is None and _knows_containers()):
         rows += await fleet_of(ProviderName.CONTAINER, address).rows()
     if wants_cluster or provider is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,16 +26,24 @@ from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.providers.ssh import name_of
+from skyproxy.providers.ssh_connection import SshTarget, is_host
 from skyproxy.units import duration_seconds, limit_seconds
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
 _GPU = "nvidia.com/gpu"
-_POSSIBLE = {ProviderName.LOCAL: (), ProviderName.CONTAINER: ("memory", "image", "volume")}
+_POSSIBLE = {ProviderName.LOCAL: (), ProviderName.SSH: (), ProviderName.CONTAINER: ("memory", "image", "volume")}
 """What of the options for clusters a worker on this machine can have too."""
 
 
 def up(
-    name: Annotated[str, typer.Argument(help="Name of the worker: small letters, digits and hyphens.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|ssh://HOST",
+            help="Name of the worker (small letters, digits and hyphens), or a host to run one on: ssh://[USER@]HOST[:PORT].",
+        ),
+    ],
     provider: Annotated[
         ProviderName | None,
         typer.Option(help="Who runs it; by default SKYPROXY_PROVIDER, else the cluster of a kubeconfig, else local."),
@@ -54,6 +63,18 @@ def up(
     ] = None,
     idle_timeout: Annotated[str | None, typer.Option(help="It goes after being idle for so long, such as 30m.")] = None,
     max_lifetime: Annotated[str | None, typer.Option(help="It goes after so long in any case, such as 8h.")] = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--name", help="With ssh://: the worker's name; by default it is made from the host's."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="With ssh://: the Python there, 3.11 or newer; one with torch spares its download."),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="With ssh://: a file in place of ~/.ssh/config."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it takes clients.")] = True,
     timeout: Annotated[str, typer.Option(help="How long to wait for it.")] = "15m",
     use: Annotated[bool, typer.Option("--use/--no-use", help="Make it what sky:0 is.")] = True,
@@ -65,8 +86,12 @@ def up(
     """Get a worker, or change the one of that name, and make it what sky:0 is.
 
     With the provider local it is a process of this machine that outlives this command; with kubernetes, a Pod that
-    skyproxy's operator makes.
+    skyproxy's operator makes; with ssh://HOST, a process of yours on that host, which needs Python and no open port.
     """
+    target = SshTarget.parse(name, str(ssh_config.absolute()) if ssh_config else None) if is_host(name) else None
+    _check_ssh_options(target is not None, provider, {"--name": named, "--python": python, "--ssh-config": ssh_config})
+    if target is not None:
+        name, provider = named or name_of(target), ProviderName.SSH
     checked_name(name)
     address = address_of(namespace, context, kubeconfig)
     given = {
@@ -79,6 +104,8 @@ def up(
         "env_from_secret": env_from_secret,
     }
     chosen, why = asyncio.run(_choose(provider, address, name))
+    if chosen is ProviderName.SSH:
+        _check_ssh_options(target is not None, chosen, {})
     if why:
         note(f"Provider: {chosen.value}, {why}.")
     variables = variables_of(env or ())
@@ -90,6 +117,8 @@ def up(
     asked = {"gpus": gpus, "cpu": cpu, "memory": memory, "image": image, "volume": volume, "env": env}
     if chosen is ProviderName.LOCAL:
         fleet = _up_local(name, gpus, cpu, variables, wait, asked)
+    elif target is not None:
+        fleet = _up_ssh(name, target, python, gpus, cpu, variables, asked)
     elif chosen is ProviderName.CONTAINER:
         fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
     else:
@@ -131,6 +160,9 @@ def down(
         bool,
         typer.Option("--force", help="Remove Pods whose machine does not answer at once, and others after --timeout."),
     ] = False,
+    keep_environment: Annotated[
+        bool, typer.Option("--keep-environment", help="With ssh://: leave there what was installed.")
+    ] = False,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
@@ -146,8 +178,12 @@ def down(
 
     async def work() -> str:
         worker, fleet = await locate(name, provider, address)
+        if keep_environment and fleet.provider != ProviderName.SSH:
+            raise ConfigurationError(
+                f"--keep-environment is for workers over ssh; {worker} is one of {fleet.provider}."
+            )
         with progress(f"Ending {worker}") as say:
-            there = await fleet.down(worker, Ending(wait, seconds, force, say))
+            there = await fleet.down(worker, Ending(wait, seconds, force, keep_environment, say))
         forgotten = _forget(worker, await fleet.context(worker))
         if not there and not forgotten:
             raise not_found(worker, fleet.provider)
@@ -183,12 +219,25 @@ async def _choose(provider: ProviderName | None, address: ClusterAddress, name: 
     return ProviderName.LOCAL, "on this machine, because no cluster is configured"
 
 
+def _check_ssh_options(is_ssh: bool, provider: ProviderName | None, given: dict[str, Any]) -> None:
+    if is_ssh and provider not in (None, ProviderName.SSH):
+        raise ConfigurationError(f"a host, ssh://..., is none for --provider {provider}. Leave --provider out.")
+    if not is_ssh and (provider is ProviderName.SSH or any(given.values())):
+        flags = [flag for flag, value in given.items() if value] or ["--provider ssh"]
+        raise ConfigurationError(
+            f"{', '.join(flags)} needs a host in place of a name. Example: skyproxy up ssh://gpu-box"
+        )
+
+
 def _refuse(provider: ProviderName, given: dict[str, Any]) -> None:
     if given:
         flags = ", ".join("--" + key.replace("_", "-") for key in given)
-        what = "process" if provider is ProviderName.LOCAL else "container"
+        what = {
+            ProviderName.LOCAL: "a process on this machine",
+            ProviderName.SSH: "a process on that host",
+        }.get(provider, "a container on this machine")
         raise ConfigurationError(
-            f"a worker on this machine is a {what} and cannot have {flags}. Leave it out, or take another --provider."
+            f"this worker is {what} and cannot have {flags}. Leave it out, or take another --provider."
         )
 
 
@@ -203,11 +252,50 @@ def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -
     if not given:
         note(f"{name} runs already; nothing was changed.")
         return
-    again = f"skyproxy up {name} --provider {provider.value} ..."
+    again = (
+        "skyproxy up ssh://..."
+        if provider is ProviderName.SSH
+        else f"skyproxy up {name} --provider {provider.value} ..."
+    )
     note(
-        f"{name} runs already, and a worker of this machine keeps what it was started with: {', '.join(given)} "
+        f"{name} runs already, and such a worker keeps what it was started with: {', '.join(given)} "
         f"changed nothing. To start it anew, without its tensors: skyproxy down {name}; {again}"
     )
+
+
+def _worker_variables(gpus: int | None, cpu: str | None, env: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the device that a worker's process is to offer, and its variables."""
+    variables = dict(env)
+    if gpus:
+        variables.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    if cpu:
+        if not cpu.isdigit():
+            raise ConfigurationError(f"--cpu {cpu!r}: a worker that is a process takes a whole number of threads.")
+        variables.setdefault("OMP_NUM_THREADS", cpu)
+    return "auto" if gpus is None else "cuda" if gpus else "cpu", variables
+
+
+def _up_ssh(
+    name: str,
+    target: SshTarget,
+    python: str | None,
+    gpus: int | None,
+    cpu: str | None,
+    env: dict[str, str],
+    asked: dict[str, Any],
+) -> Fleet:
+    from skyproxy.providers.ssh import DEFAULT_PYTHON, find, start
+
+    fleet = fleet_of(ProviderName.SSH, ClusterAddress())
+    existing = find(name)
+    if existing is not None and existing.target == target and existing.ask("status")["alive"]:
+        _note_what_stays(name, ProviderName.SSH, asked | {"python": python})
+        return fleet
+    device, variables = _worker_variables(gpus, cpu, env)
+    known = existing.python if existing is not None and existing.target == target else DEFAULT_PYTHON
+    with progress(f"Starting {name} on {target.shown}") as say:
+        start(name, target, python=python or known, arguments=["--device", device], env=variables, say=say)
+    return fleet
 
 
 def _up_local(
@@ -220,14 +308,7 @@ def _up_local(
     if existing is not None and existing.alive and existing.url:
         _note_what_stays(name, ProviderName.LOCAL, asked)
         return fleet
-    variables = dict(env)
-    if gpus:
-        variables.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
-    if cpu:
-        if not cpu.isdigit():
-            raise ConfigurationError(f"--cpu {cpu!r}: a worker on this machine takes a whole number of threads.")
-        variables.setdefault("OMP_NUM_THREADS", cpu)
-    device = "auto" if gpus is None else "cuda" if gpus else "cpu"
+    device, variables = _worker_variables(gpus, cpu, env)
     with progress(f"Starting {name} on this machine"):
         start_detached(name, device=device, env=variables, wait=wait)
     return fleet

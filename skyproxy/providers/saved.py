@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from skyproxy.contexts import Context, ContextStore, remote_address
+from skyproxy.errors import ConnectError
 from skyproxy.nodes import Node, connect
 from skyproxy.providers.detached import local_address
 
@@ -54,6 +55,8 @@ def open_context(context: Context) -> Node:
             raise
     if context.provider == "remote":
         return _open_remote(context, source)
+    if context.provider == "ssh":
+        return _open_ssh(context, source)
     if context.provider == "container":
         from skyproxy.kubernetes.reach import run_apart
         from skyproxy.providers.detached_container import container_address
@@ -68,6 +71,31 @@ def open_context(context: Context) -> Node:
     url, token = address_now()
     # `skyproxy up` started it, as this user.
     return connect(url, token=token, source=source, renew=lambda: (address_now()[1], None), trust_worker=True)
+
+
+def _open_ssh(context: Context, source: str) -> Node:
+    from skyproxy.providers.ssh import find
+
+    worker = find(context.name)
+    if worker is None:
+        raise ConnectError(
+            f"nothing is known of the worker {context.name!r} any more. Make it anew: skyproxy up ssh://HOST; or "
+            f"forget it: skyproxy context remove {context.name}"
+        )
+    url, token, close = worker.open()
+    try:
+        # `skyproxy up` started it, as this user.
+        return connect(
+            url,
+            token=token,
+            source=source,
+            on_close=close,
+            renew=lambda: (worker.token(), None),
+            trust_worker=True,
+        )
+    except BaseException:
+        close()
+        raise
 
 
 def _open_remote(context: Context, source: str) -> Node:

@@ -1,0 +1,123 @@
+"""The workers on hosts that ssh reaches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from skyproxy.cli.fleets import Access, Ending, WorkerRow, not_found
+from skyproxy.cli.local_fleet import devices_text
+from skyproxy.contexts import Context
+from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible
+from skyproxy.providers.ssh import SshWorker, find, list_workers
+from skyproxy.providers.ssh_connection import failure, remote_program
+
+
+class SshFleet:
+    """Workers on hosts.
+
+    Attributes:
+        provider: "ssh".
+    """
+
+    provider = "ssh"
+
+    async def rows(self) -> list[WorkerRow]:
+        """All of them, by name."""
+        return list(await asyncio.gather(*(asyncio.to_thread(_row, worker) for worker in list_workers())))
+
+    async def row(self, name: str) -> WorkerRow | None:
+        """One of them; None where there is none."""
+        worker = find(name)
+        return await asyncio.to_thread(_row, worker) if worker is not None else None
+
+    async def down(self, name: str, ending: Ending) -> bool:
+        """End one; return whether there was one."""
+        worker = find(name)
+        if worker is None:
+            return False
+        try:
+            await asyncio.to_thread(worker.stop, keep_environment=ending.keep_environment)
+        except (ConnectError, WorkerStartError) as error:
+            if not ending.force:
+                raise ConnectError(f"{error}\nTo forget the worker, with what is left on the host: --force") from error
+            worker.forget()
+        return True
+
+    async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
+        """Give one another token; it reads the file anew when somebody comes with a token that it does not know."""
+        await asyncio.to_thread(_existing(name).rotate_token)
+
+    async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
+        """The lines it wrote; while it follows, until the worker ends."""
+        worker = _existing(name)
+        request = {"operation": "logs", "name": worker.remote_name, "follow": follow, "tail": tail}
+        command, given = remote_program(worker.target, worker.python, request)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            process.stdin.write(given)
+            await process.stdin.drain()
+            async for line in process.stdout:
+                yield line.decode(errors="replace").rstrip("\n")
+            if await process.wait() != 0:
+                told = (await process.stderr.read()).decode(errors="replace")
+                raise failure(worker.target, worker.python, process.returncode or 0, told)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def context(self, name: str) -> Context:
+        """How to find it again."""
+        return Context(name, self.provider)
+
+    async def access(self, name: str) -> Access:
+        """A tunnel to it."""
+        url, token, close = await asyncio.to_thread(_existing(name).open)
+        return Access(url, token, via="ssh", release=close)
+
+
+def _existing(name: str) -> SshWorker:
+    worker = find(name)
+    if worker is None:
+        raise not_found(name, SshFleet.provider)
+    return worker
+
+
+def _row(worker: SshWorker) -> WorkerRow:
+    age = (datetime.now(UTC) - datetime.fromisoformat(worker.started)).total_seconds()
+    found: dict[str, Any] = {}
+    phase, message, hint = "Running", "", ""
+    try:
+        found = worker.ask("status")
+    except SkyproxyError as error:
+        phase, message, hint = "Unreachable", str(error), "It may well run; try again when the host can be reached."
+    report = found.get("report") or {}
+    if found and not found["alive"]:
+        last = visible(str(found.get("log", "")).rpartition("\n")[2])
+        phase, message = "Lost", "its process has ended" + (f"; last it wrote: {last}" if last else "")
+        hint = f"See why: skyproxy logs {worker.name}. Start it again: skyproxy up {worker.url} --name {worker.name}"
+    elif found and not report:
+        phase, message = "Failed", visible(str(found.get("problem", "it does not answer")))
+    return WorkerRow(
+        name=worker.name,
+        provider="ssh",
+        where=worker.target.shown,
+        phase=phase,
+        ready=bool(report),
+        devices=visible(devices_text(report.get("devices", ()))),
+        age_seconds=age,
+        idle_seconds=report.get("idle_seconds"),
+        url=worker.url,
+        reason="" if report else phase,
+        message=message,
+        hint=hint,
+        software={visible(str(key)): visible(str(text)) for key, text in dict(report.get("software", {})).items()},
+    )

@@ -1,0 +1,216 @@
+"""Workers on hosts that ssh reaches: what `skyproxy up ssh://host` makes.
+
+The host needs ssh and Python 3.11, no open port and no administrator. What runs there is in `ssh_remote`; here is a
+record of each worker, in a folder that only its owner can read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from skyproxy.contexts import MAX_NAME_LENGTH, checked_name, installation_id, state_folder, write_private
+from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.providers.own_wheel import own_wheel
+from skyproxy.providers.ssh_connection import SshTarget, Tunnel, call
+from skyproxy.settings import SETTINGS
+
+DEFAULT_PYTHON = "python3"
+
+
+@dataclass(frozen=True)
+class SshWorker:
+    """A worker on a host.
+
+    Attributes:
+        name: of the worker, here.
+        target: the host.
+        python: its interpreter.
+        started: when, as ISO 8601 in UTC.
+    """
+
+    name: str
+    target: SshTarget
+    python: str
+    started: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its record and its token are."""
+        return workers_folder() / self.name
+
+    @property
+    def remote_name(self) -> str:
+        """Its name on the host, where workers of our other machines may be called the same."""
+        return f"{self.name}-{installation_id()[:8]}"
+
+    def ask(self, operation: str, **request: Any) -> dict[str, Any]:
+        """Run an operation of `ssh_remote` on the host.
+
+        Raises:
+            ConnectError: the host cannot be reached.
+            WorkerStartError: what was wanted failed there.
+        """
+        return call(self.target, self.python, {"operation": operation, "name": self.remote_name, **request})
+
+    def token(self) -> str:
+        """Return what it wants to hear.
+
+        Raises:
+            ConfigurationError: its token file is gone.
+        """
+        try:
+            return (self.folder / "token").read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise ConfigurationError(
+                f"the token of the worker {self.name!r} cannot be read: {error}. Make it anew, after: skyproxy down "
+                f"{self.name}"
+            ) from error
+
+    def open(self) -> tuple[str, str, Callable[[], None]]:
+        """Open a tunnel to it; return its url, its token and what closes the tunnel.
+
+        Raises:
+            ConnectError: it does not run, or the host cannot be reached.
+        """
+        found = self.ask("status")
+        if not found["alive"] or not found["port"]:
+            last = f" The end of its log:\n{found.get('log')}\n" if found.get("log") else " "
+            raise ConnectError(
+                f"the worker {self.name!r} on {self.target.shown} does not run any more.{last}"
+                f"Start it again: skyproxy up {self.url} --name {self.name}; or forget it: skyproxy down {self.name}"
+            )
+        tunnel = Tunnel(self.target, int(found["port"]))
+        return f"ws://127.0.0.1:{tunnel.port}", self.token(), tunnel.close
+
+    @property
+    def url(self) -> str:
+        """The host as `skyproxy up` takes it."""
+        port = f":{self.target.port}" if self.target.port else ""
+        return f"ssh://{self.target.shown}{port}"
+
+    def rotate_token(self) -> None:
+        """Give it another token; it accepts the one before for a while."""
+        token = secrets.token_urlsafe(32)
+        self.ask("token", token=token)
+        write_private(self.folder / "token", token + "\n")
+
+    def stop(self, *, keep_environment: bool = False) -> bool:
+        """End it and remove all that was made for it, here and there; return whether it was there.
+
+        Args:
+            keep_environment: whether what was installed stays, so that the next start is quick.
+
+        Raises:
+            ConnectError: the host cannot be reached.
+            WorkerStartError: its process cannot be ended.
+        """
+        there = bool(self.ask("stop", keep_environment=keep_environment)["there"])
+        self.forget()
+        self.target.leave()
+        return there
+
+    def forget(self) -> None:
+        """Remove what is known of it here."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def workers_folder() -> Path:
+    """The folder of the records."""
+    return state_folder() / "ssh"
+
+
+def find(name: str) -> SshWorker | None:
+    """Return the worker of that name; None where there is no record of one."""
+    try:
+        row = json.loads((workers_folder() / checked_name(name) / "worker.json").read_text(encoding="utf-8"))
+        return SshWorker(row["name"], SshTarget(**row["target"]), row["python"], row["started"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def list_workers() -> list[SshWorker]:
+    """Return all of them, by name."""
+    names = sorted(path.parent.name for path in workers_folder().glob("*/worker.json"))
+    return [worker for name in names if (worker := find(name)) is not None]
+
+
+def name_of(target: SshTarget) -> str:
+    """Return what a worker on a host is called where nobody said: "gpu-box" for "gpu-box.example.com"."""
+    short = target.host if re.fullmatch(r"[\d.:a-f]+", target.host) else target.host.partition(".")[0]
+    words = re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"ssh-{words}")[:MAX_NAME_LENGTH].rstrip("-")
+
+
+def start(
+    name: str,
+    target: SshTarget,
+    *,
+    python: str = DEFAULT_PYTHON,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> SshWorker:
+    """Start a worker on a host, and install there what it needs.
+
+    Args:
+        name: by which it is found again.
+        target: the host.
+        python: its interpreter, 3.11 or newer.
+        arguments: of the worker's program.
+        env: variables for the installer and the worker.
+        say: told what is done.
+
+    Raises:
+        ConfigurationError: there is one of that name, on another host.
+        ConnectError: the host cannot be reached.
+        WorkerStartError: the host cannot have a worker; says why.
+    """
+    known = find(checked_name(name))
+    if known is not None and known.target != target:
+        raise ConfigurationError(f"a worker {name!r} is on {known.target.shown}. Take another --name, or end that one.")
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    worker, wheel = SshWorker(name, target, python, started), own_wheel()
+    say(f"Looking at {target.shown}")
+    request: dict[str, Any] = {
+        "wheel": wheel.digest,
+        "wheel_name": wheel.name,
+        "wheel_bytes": len(wheel.content),
+        "requirements": wheel.requirements,
+        "torch": _own_torch(),
+        "env": dict(env or {}),
+    }
+    looked = worker.ask("look", **request)
+    # From here on there may be something on the host for `down` to remove.
+    write_private(worker.folder / "worker.json", json.dumps(asdict(worker), indent=2) + "\n")
+    token = secrets.token_urlsafe(32)
+    write_private(worker.folder / "token", token + "\n")
+    if not looked["ready"]:
+        say(f"Installing on {target.shown}" + ("" if looked["torch"] else ", torch too; this takes minutes"))
+        call(target, python, {"operation": "install", "name": worker.remote_name, **request}, wheel.content)
+    say(f"Starting {name} on {target.shown}")
+    worker.ask(
+        "start",
+        token=token,
+        environment=looked["environment"],
+        arguments=list(arguments),
+        env=request["env"],
+        timeout_seconds=SETTINGS.worker_start_timeout_seconds,
+    )
+    return worker
+
+
+def _own_torch() -> str:
+    """Return our own torch as a requirement: the same on both sides is best."""
+    try:
+        return "torch==" + importlib.metadata.version("torch").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "torch>=2.11"

@@ -1,0 +1,322 @@
+"""The system's ssh: what runs on a host, tunnels to it, and what its errors mean.
+
+Keys, names and which hosts are trusted are as the user's own ssh has them; nothing is asked on a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, WorkerStartError, visible_output
+
+logger = logging.getLogger("skyproxy")
+
+_CONNECT_SECONDS = 15
+_READY = b"skyproxy-tunnel-is-open\n"
+_TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
+_TOO_OLD = "skyproxy-python-too-old"
+# In one line: it passes the shell of the user there, whichever that is.
+_BEGIN = (
+    f"import sys; sys.version_info < (3, 11) and sys.exit('{_TOO_OLD} %d.%d' % sys.version_info[:2]); "
+    "s = sys.stdin.buffer; exec(s.read(int(s.readline())))"
+)
+_FAILURES = (
+    (
+        r"Could not resolve hostname|nodename nor servname|Name or service not known",
+        "nobody knows a host of that name. Check its name, your network or VPN, and ~/.ssh/config.",
+    ),
+    (
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "ssh does not know the host's key, or it has changed. Log in by hand, and compare it: ssh {target}",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "the host accepts none of your keys, and no password is asked for here. Set up a key: ssh-copy-id {target}",
+    ),
+    (r"Connection refused", "no ssh server listens there. Check the host and the port."),
+    (r"timed out|No route to host|Network is unreachable", "the host does not answer. Check your network or VPN."),
+)
+_PROBLEMS = {
+    "venv": "its Python cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv; or name "
+    "another one: --python PATH.",
+    "install": "pip could not install what a worker needs there.",
+    "torch": "its Python has no torch, and pip could not get it. Install torch there, or name a Python that has it: "
+    "--python PATH.",
+    "disk": "the disk there is full, or your quota is used up. Make room in ~/.cache/skyproxy.",
+    "python": "its Python does not work.",
+    "start": "the worker did not come up there.",
+}
+
+
+def is_host(text: str) -> bool:
+    """Return whether a text is meant as a host for ssh."""
+    return text.startswith("ssh://")
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """A host, as ssh is told of it.
+
+    Attributes:
+        host: its name, also one of ~/.ssh/config.
+        user: who logs in; None as ssh has it.
+        port: of the ssh server; None as ssh has it.
+        config: a configuration file in place of ~/.ssh/config.
+    """
+
+    host: str
+    user: str | None = None
+    port: int | None = None
+    config: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, config: str | None = None) -> SshTarget:
+        """Read "ssh://[user@]host[:port]".
+
+        Raises:
+            ConfigurationError: it is not of that form.
+        """
+        found = _TARGET.fullmatch(text)
+        if found is None or found[2].startswith("-") or (found[1] or "").startswith("-"):
+            raise ConfigurationError(
+                f"{text!r} is no host to log in to. Example: ssh://me@gpu-box, or ssh://gpu-box:2222"
+            )
+        return cls(found[2].strip("[]"), found[1], int(found[3]) if found[3] else None, config)
+
+    @property
+    def shown(self) -> str:
+        """The host as a user writes it for ssh."""
+        return f"{self.user}@{self.host}" if self.user else self.host
+
+    def command(self, *options: str, shared: bool = True) -> list[str]:
+        """Return the beginning of a command line of ssh, up to the host.
+
+        Args:
+            options: of this call.
+            shared: whether it goes through a connection that several calls share.
+
+        Raises:
+            ConfigurationError: there is no ssh.
+        """
+        ssh = shutil.which("ssh")
+        if ssh is None:
+            raise ConfigurationError(
+                "ssh:// needs the program ssh, which is not installed here. Install OpenSSH's client."
+            )
+        command = [ssh, *(["-F", self.config] if self.config else [])]
+        wanted = [
+            "BatchMode=yes",
+            f"ConnectTimeout={_CONNECT_SECONDS}",
+            "ServerAliveInterval=15",
+            "ServerAliveCountMax=4",
+        ]
+        if shared and os.name == "posix":
+            wanted += ["ControlMaster=auto", "ControlPersist=20", f"ControlPath={self._control_path()}"]
+        else:
+            wanted += ["ControlMaster=no", "ControlPath=none"]
+        for option in wanted:
+            command += ["-o", option]
+        command += ["-T", *options, *(["-p", str(self.port)] if self.port else [])]
+        return [*command, *(["-l", self.user] if self.user else []), "--", self.host]
+
+    def _control_path(self) -> str:
+        """Return a short path: that of a socket may have about a hundred characters."""
+        folder = Path(tempfile.gettempdir()) / f"skyproxy-ssh-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigurationError(f"{folder} is not a folder of yours alone. Remove it, or set TMPDIR.")
+        key = repr((self.host, self.user, self.port, self.config))
+        return str(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
+
+    def leave(self) -> None:
+        """End the shared connection, if there is one."""
+        if os.name == "posix":
+            subprocess.run(
+                self.command("-O", "exit"), stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False
+            )
+
+
+def remote_program(target: SshTarget, python: str, request: dict[str, Any]) -> tuple[list[str], bytes]:
+    """Return the command that runs `ssh_remote` on a host, and its input; a token in the request is in no command line.
+
+    Args:
+        target: the host.
+        python: its interpreter.
+        request: what is wanted.
+    """
+    spec = importlib.util.find_spec("skyproxy.providers.ssh_remote")
+    assert spec is not None
+    assert spec.origin is not None
+    program = Path(spec.origin).read_bytes() + b"\n\nmain()\n"
+    line = f"exec {shlex.quote(python)} -I -c {shlex.quote(_BEGIN)}"
+    return [*target.command(), line], b"%d\n" % len(program) + program + json.dumps(request).encode() + b"\n"
+
+
+def call(target: SshTarget, python: str, request: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+    """Run one operation of `ssh_remote` on a host, and return its answer.
+
+    Raises:
+        ConnectError: the host cannot be reached.
+        WorkerStartError: what was wanted failed there.
+    """
+    command, given = remote_program(target, python, request)
+    done = subprocess.run(command, input=given + payload, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise failure(target, python, done.returncode, done.stderr.decode(errors="replace"))
+    try:
+        # What a profile of the host prints comes before the answer.
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise ConnectError(f"{target.shown} gave no answer that makes sense: {done.stdout[-200:]!r}") from error
+    if "error" in answer:
+        why = _PROBLEMS.get(answer["error"], "")
+        raise WorkerStartError(f"cannot have a worker on {target.shown}: {why}\n{visible_output(answer['text'])}")
+    return dict(answer)
+
+
+def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyError:
+    """Return the error for what ssh, or the command that it ran, wrote before it ended."""
+    told = visible_output(told.strip())
+    if status == 255:
+        for pattern, text in _FAILURES:
+            if re.search(pattern, told):
+                return ConnectError(
+                    f"cannot log in to {target.shown}: " + text.format(target=target.shown) + f"\n{told}"
+                )
+        return ConnectError(f"cannot log in to {target.shown}: {told or 'ssh ended without a word'}")
+    where = f"on {target.shown}"
+    if found := re.search(_TOO_OLD + r" ([\d.]+)", told):
+        return WorkerStartError(
+            f"{python} {where} is Python {found[1]}, and a worker needs 3.11 or newer. Name another one: --python PATH"
+        )
+    if status in (126, 127):
+        return WorkerStartError(
+            f"there is no {python} {where}. Install Python 3.11 or newer, or name one: --python PATH"
+        )
+    return WorkerStartError(f"{python} {where} ended with {status}.\n{told[-2000:]}")
+
+
+class Tunnel:
+    """A port of this machine that leads to one of a host, for as long as this process lives or until `close`.
+
+    Where ssh ends, because the network or the host was away, it is started again and the port stays the same.
+
+    Attributes:
+        port: on this machine.
+    """
+
+    _ATTEMPTS = 5
+    _FIRST_PAUSE_SECONDS = 0.5
+    _LONGEST_PAUSE_SECONDS = 15.0
+
+    def __init__(self, target: SshTarget, remote_port: int) -> None:
+        """Open the tunnel.
+
+        Raises:
+            ConnectError: the host cannot be reached.
+        """
+        from skyproxy.providers.local import free_port  # late: commands that open no tunnel do without
+
+        self._target = target
+        self._remote_port = remote_port
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        for attempt in range(self._ATTEMPTS):
+            self.port = free_port()
+            try:
+                self._process = self._open()
+                break
+            except ConnectError as error:
+                # Somebody else took the port in between.
+                if "forward" not in str(error) or attempt == self._ATTEMPTS - 1:
+                    raise
+        self._keeper = threading.Thread(target=self._keep, name="skyproxy-ssh-tunnel", daemon=True)
+        self._keeper.start()
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        leads = f"127.0.0.1:{self.port}:127.0.0.1:{self._remote_port}"
+        options = ("-o", "ExitOnForwardFailure=yes", "-L", leads)
+        # `cat` ends with its input, which is ours: no tunnel outlives this process, however that ends.
+        command = [*self._target.command(*options, shared=False), f"echo {_READY.decode().strip()}; exec cat"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is meant for the program
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if line == _READY:
+                return process
+        told = process.stderr.read().decode(errors="replace")
+        _end(process)
+        error = failure(self._target, "sh", process.returncode, told)
+        raise error if isinstance(error, ConnectError) else ConnectError(str(error))
+
+    def _keep(self) -> None:
+        """Start ssh again whenever it ends."""
+        pause = self._FIRST_PAUSE_SECONDS
+        while True:
+            assert self._process.stderr is not None
+            self._process.stderr.read()
+            _end(self._process)
+            if self._closed.is_set():
+                return
+            logger.warning("skyproxy: the tunnel to %s has ended and is opened again", self._target.shown)
+            while not self._closed.wait(pause):
+                try:
+                    process = self._open()
+                except SkyproxyError as error:
+                    pause = min(pause * 2, self._LONGEST_PAUSE_SECONDS)
+                    logger.warning("skyproxy: %s", error)
+                    continue
+                pause = self._FIRST_PAUSE_SECONDS
+                with self._lock:
+                    self._process = process
+                    if not self._closed.is_set():
+                        break
+                _end(process)
+            if self._closed.is_set():
+                return
+
+    def close(self) -> None:
+        """End the tunnel; idempotent."""
+        with self._lock:
+            self._closed.set()
+            process = self._process
+        with contextlib.suppress(OSError):
+            process.terminate()
+        if threading.current_thread() is not self._keeper:
+            self._keeper.join(_CONNECT_SECONDS * 2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

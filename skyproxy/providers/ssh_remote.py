@@ -1,0 +1,311 @@
+"""What `skyproxy up ssh://host` runs on the host: its text is sent over ssh and executed by the host's own Python.
+
+It stands alone: standard library only, and nothing of skyproxy is there yet. Below ~/.cache/skyproxy/ssh it keeps
+`environments/HASH`, virtual environments that are found again by what went into them, and `workers/NAME`, a folder for
+each worker that only its owner can read. Standard input holds a request, a line of JSON, and what belongs to it; the
+answer is a line of JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path.home() / ".cache" / "skyproxy" / "ssh"
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 10.0
+_LOG_TAIL_BYTES = 4000
+_LOOK = """
+import importlib.metadata as m, json, sys
+try: torch = m.version("torch")
+except m.PackageNotFoundError: torch = None
+print(json.dumps({"torch": torch, "folders": [p for p in sys.path if p.endswith("-packages")]}))
+"""
+
+
+class RemoteError(Exception):
+    """What went wrong, in one word for the client and in words for people."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def look(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+    """Tell which environment the request would have, whether it is there, and which torch the host has."""
+    found = json.loads(_run([sys.executable, "-P", "-c", _LOOK], "python", {}))
+    parts = [request["wheel"], sys.executable, sys.version, found["torch"] or request["torch"]]
+    name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return {**found, "environment": name, "ready": (ROOT / "environments" / name / "finished").exists()}
+
+
+def install(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
+    """Make the environment from the wheel that follows the request."""
+    looked = look(request, stream)
+    wheel = stream.read(request["wheel_bytes"])
+    if hashlib.sha256(wheel).hexdigest() != request["wheel"]:
+        raise RemoteError("install", "the package did not arrive whole")
+    folder = ROOT / "environments" / looked["environment"]
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(folder.with_suffix(".lock")):
+        if not (folder / "finished").exists():
+            try:
+                _build(folder, wheel, request, looked)
+                (folder / "finished").touch()
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    return looked
+
+
+def _build(folder: Path, wheel: bytes, request: dict[str, Any], looked: dict[str, Any]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", str(folder)], "venv", {})
+    python = folder / "bin" / "python"
+    wanted = [*request["requirements"], "numpy"]
+    if looked["torch"] is None:
+        wanted.append(request["torch"])
+    else:
+        # The host's own packages, behind those of the environment: its torch is the one that fits its driver.
+        (site,) = folder.glob("lib/python*/site-packages")
+        calls = "; ".join(f"site.addsitedir({path!r})" for path in looked["folders"])
+        (site / "zz-host.pth").write_text(f"import site; {calls}\n")
+    path = folder / request["wheel_name"]
+    path.write_bytes(wheel)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    environment = request["env"]
+    _run([*pip, "--no-deps", "--ignore-installed", str(path)], "install", environment)
+    _run([*pip, *wanted], "torch" if looked["torch"] is None else "install", environment)
+    path.unlink()
+
+
+def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+    """Start a worker, unless it runs, and wait until it listens."""
+    folder = ROOT / "workers" / request["name"]
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(folder / "lock"):
+        if _is_alive(folder):
+            raise RemoteError("exists", f"a worker {request['name']!r} runs there already")
+        for old in ("port", "worker.json", "worker.log"):
+            (folder / old).unlink(missing_ok=True)
+        _write(folder / "token", request["token"] + "\n")
+        python = ROOT / "environments" / request["environment"] / "bin" / "python"
+        command = [str(python), "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
+        command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token"), *request["arguments"]]
+        log = os.open(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env={**os.environ, **request["env"]},
+            start_new_session=True,
+        )
+        os.close(log)
+        row = {"pid": process.pid, "identity": _identity(process.pid), "environment": request["environment"]}
+        _write(folder / "worker.json", json.dumps(row))
+        deadline = time.monotonic() + request["timeout_seconds"]
+        while not (folder / "port").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                how = "did not listen in time" if process.returncode is None else f"ended with {process.returncode}"
+                text = f"the worker {how}. The end of its log:\n{_tail(folder)}"
+                _end(folder)
+                raise RemoteError("start", text)
+            time.sleep(_POLL_SECONDS)
+    return status(request, _)
+
+
+def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+    """Tell how a worker is: its port, what it says of itself, and the end of its log where it is gone."""
+    folder = ROOT / "workers" / request["name"]
+    if not _is_alive(folder):
+        return {"alive": False, "there": folder.exists(), "log": _tail(folder)}
+    row: dict[str, Any] = {"alive": True, "there": True, "port": None, "report": {}}
+    try:
+        row["port"] = int((folder / "port").read_text())
+        token = (folder / "token").read_text().strip()
+        address = f"http://127.0.0.1:{row['port']}/activity"
+        asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
+        # Not through a proxy of the host's environment: the worker is on its loopback interface.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked, timeout=10) as answer:
+            row["report"] = json.loads(answer.read(1 << 20))
+    except (OSError, ValueError) as error:
+        row["problem"] = str(error)
+    return row
+
+
+def token(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+    """Give a worker another token; it reads the file again by itself."""
+    folder = ROOT / "workers" / request["name"]
+    if not folder.exists():
+        raise RemoteError("gone", f"there is no worker {request['name']!r}")
+    _write(folder / "token", request["token"] + "\n")
+    return {}
+
+
+def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+    """End a worker and remove what was made for it; environments that no other worker uses go as well."""
+    folder = ROOT / "workers" / request["name"]
+    there = folder.exists()
+    if there:
+        with _locked(folder / "lock"):
+            if not _end(folder):
+                raise RemoteError("stop", "the worker's process cannot be ended")
+            shutil.rmtree(folder, ignore_errors=True)
+    if not request["keep_environment"]:
+        used = {_record(other).get("environment") for other in (ROOT / "workers").glob("*")}
+        for environment in (ROOT / "environments").glob("*"):
+            if environment.name.partition(".")[0] not in used:
+                shutil.rmtree(environment) if environment.is_dir() else environment.unlink(missing_ok=True)
+    for empty in (ROOT / "workers", ROOT / "environments", ROOT, ROOT.parent):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+    return {"there": there}
+
+
+def logs(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
+    """Write the last lines of a worker's log; with `follow` on, until it ends or the client goes."""
+    folder = ROOT / "workers" / request["name"]
+    try:
+        log = (folder / "worker.log").open("rb")
+    except OSError:
+        return {}
+    with log:
+        lines = log.read().splitlines(keepends=True)
+        tail = request["tail"]
+        _write_out(b"".join(lines if tail is None else lines[max(0, len(lines) - tail) :]))
+        while request["follow"]:
+            alive = _is_alive(folder)
+            _write_out(log.read())
+            if not alive or os.getppid() == 1:
+                break
+            time.sleep(_POLL_SECONDS * 4)
+    return {}
+
+
+def _write_out(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _run(command: list[str], code: str, environment: dict[str, str]) -> str:
+    """Run a program and return what it wrote.
+
+    Raises:
+        RemoteError: it failed; with the end of its output.
+    """
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if code == "python" else subprocess.STDOUT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    output = done.stdout.decode(errors="replace")
+    if done.returncode != 0:
+        end = "\n".join(output.strip().splitlines()[-15:])
+        raise RemoteError("disk" if "No space left" in output else code, end)
+    return output
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        row = json.loads((folder / "worker.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _identity(process_id: int) -> str | None:
+    """Return what tells a living process from a later one of the same number; None where none lives."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(process_id)], capture_output=True, check=False)
+        return shown.stdout.decode().strip() or None
+    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+
+
+def _is_alive(folder: Path) -> bool:
+    row = _record(folder)
+    return "pid" in row and row["identity"] is not None and _identity(row["pid"]) == row["identity"]
+
+
+def _end(folder: Path) -> bool:
+    """End the worker of a folder: ask, then insist; return whether it is gone."""
+    for number, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 5.0)):
+        if not _is_alive(folder):
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_record(folder)["pid"], number)
+        deadline = time.monotonic() + seconds
+        while _is_alive(folder) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    return not _is_alive(folder)
+
+
+def _tail(folder: Path) -> str:
+    try:
+        return (folder / "worker.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+_OPERATIONS = {
+    "look": look,
+    "install": install,
+    "start": start,
+    "status": status,
+    "token": token,
+    "stop": stop,
+    "logs": logs,
+}
+
+
+def main() -> None:
+    """Read a request from standard input, and answer it."""
+    os.umask(0o077)
+    stream = sys.stdin.buffer
+    request = json.loads(stream.readline())
+    try:
+        answer = _OPERATIONS[request["operation"]](request, stream)
+    except RemoteError as error:
+        answer = {"error": error.code, "text": str(error)}
+    except OSError as error:
+        full = error.errno in (28, 122)  # no space left, or over the quota
+        answer = {"error": "disk" if full else "system", "text": str(error)}
+    if request["operation"] != "logs":
+        _write_out(json.dumps(answer).encode() + b"\n")
