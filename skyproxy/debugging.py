@@ -11,7 +11,17 @@ from skyproxy.tensor.core.user_lines import user_frame
 
 
 class SyncWarning(UserWarning):
-    """A line of the program waited for a worker."""
+    """A line of the program waited for a worker.
+
+    Example:
+        ```python
+        import warnings
+
+        warnings.simplefilter("error", skyproxy.SyncWarning)
+        with skyproxy.debug_syncs():
+            y = torch.ones(3, device="sky:0") * 2  # a wait here would be an error
+        ```
+    """
 
 
 class debug_syncs:

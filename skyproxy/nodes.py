@@ -47,6 +47,12 @@ class DeviceInfo(NamedTuple):
         total_memory_bytes: of the device.
         source: how the worker came to be ours.
         alive: whether its session lives.
+
+    Example:
+        ```python
+        for info in skyproxy.devices():
+            print(info.device, info.name, info.alive)
+        ```
     """
 
     device: torch.device
@@ -67,6 +73,13 @@ class Node(NodeModels):
         url: where the worker listens.
         source: how the worker came to be ours, for people.
         software: versions on the worker: "skyproxy", "python", "torch".
+
+    Example:
+        ```python
+        with skyproxy.launch_local("cpu") as node:
+            x = torch.ones(3, device=node.device("cpu"))
+            print(node.run(torch.sum, x).item())
+        ```
     """
 
     def __init__(
@@ -241,6 +254,12 @@ def connect(
         ConnectError: nobody answers there, or not a worker.
         AuthenticationError: the worker refused the token.
         VersionMismatchError: its protocol is not ours.
+
+    Example:
+        ```python
+        node = skyproxy.connect("wss://worker.example:8765", token=os.environ["SKYPROXY_TOKEN"])
+        x = torch.ones(3, device=node.device("cuda"))
+        ```
     """
     if is_link(url):
         url, certificate = read_url(url, certificate)
@@ -271,7 +290,15 @@ def _is_own(url: str) -> bool:
 
 
 async def connect_async(url: str, **options: Any) -> Node:
-    """`connect` with its options, without blocking the event loop."""
+    """`connect` with its options, without blocking the event loop.
+
+    Example:
+        ```python
+        async def main() -> None:
+            async with await skyproxy.connect_async("wss://worker.example:8765", token="...") as node:
+                print(torch.ones(3, device=node.device("cuda")).sum().item())
+        ```
+    """
     return await asyncio.to_thread(connect, url, **options)
 
 
@@ -283,6 +310,12 @@ def launch_local(device: str = "auto") -> Node:
 
     Raises:
         WorkerStartError: it did not come up.
+
+    Example:
+        ```python
+        with skyproxy.launch_local("cpu") as node:
+            print(torch.ones(3, device=node.device("cpu")).sum().item())
+        ```
     """
     return _launch_local(device, "skyproxy.launch_local")
 
@@ -417,12 +450,26 @@ def _connect_environment(url: str) -> Node:
 
 
 def list_nodes() -> list[Node]:
-    """The nodes of this process, in the order in which they were added."""
+    """The nodes of this process, in the order in which they were added.
+
+    Example:
+        ```python
+        for node in skyproxy.list_nodes():
+            print(node.url, node.devices)
+        ```
+    """
     return list(_nodes)
 
 
 def devices() -> list[DeviceInfo]:
-    """The `sky` devices of this process, in order; starts nothing."""
+    """The `sky` devices of this process, in order; starts nothing.
+
+    Example:
+        ```python
+        for info in skyproxy.devices():
+            print(info.device, info.name, info.total_memory_bytes)
+        ```
+    """
     existing = DEVICES.existing()
     return [
         DeviceInfo(
@@ -440,7 +487,14 @@ def devices() -> list[DeviceInfo]:
 
 
 def reset() -> None:
-    """Closes every node and forgets every device: the next use of `sky:0` starts anew. Old tensors are gone."""
+    """Closes every node and forgets every device: the next use of `sky:0` starts anew. Old tensors are gone.
+
+    Example:
+        ```python
+        skyproxy.reset()
+        x = torch.ones(3, device="sky:0")  # a new session, and a new embedded worker
+        ```
+    """
     _close_all()
     _nodes.clear()
     DEVICES.forget_all()
@@ -456,6 +510,16 @@ def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
     """Asks for a remote tensor's values and gives an awaitable of the CPU tensor; neither blocks.
 
     Must be called on a running event loop.
+
+    Example:
+        ```python
+        async def total() -> float:
+            x = torch.ones(3, device="sky:0")
+            return (await skyproxy.fetch_async(x)).sum().item()
+
+
+        print(asyncio.run(total()))
+        ```
     """
     from skyproxy.tensor.core.transfers import start_download
 

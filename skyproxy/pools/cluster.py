@@ -18,6 +18,14 @@ class Cluster:
     `async with Cluster(Compute(...), Compute(...)) as (a, b)` gives what each of them gives by itself, in order: its
     node, or the pool where it has several workers. `with` gives the pools. If one does not come up, the others are
     taken back, and its error is raised.
+
+    Example:
+        ```python
+        from skyproxy import Cluster, Compute, Local
+
+        with Cluster(Compute(provider=Local()), Compute(provider=Local())) as (actors, learner):
+            print(actors.world_size, learner.world_size)
+        ```
     """
 
     def __init__(self, *computes: Compute) -> None:

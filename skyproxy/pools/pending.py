@@ -31,6 +31,13 @@ class Retry:
         times: how often at most, after the first.
         on: for which exceptions; by default where the worker was lost.
         backoff_seconds: the pause before the first one; every further pause is twice as long.
+
+    Example:
+        ```python
+        @skyproxy.function(retry=skyproxy.Retry(times=2, backoff_seconds=1.0))
+        def evaluate(path: str) -> float:
+            return float(len(path))
+        ```
     """
 
     times: int = 1
@@ -88,6 +95,14 @@ class PendingCompute(NotAValue, Generic[T_co]):
     `call >> pool` waits for the result from one process, `call @ pool` for those of all, as a list in the order of
     ranks; `call > pool` gives a future at once; `a & b` makes one thing of several calls, which run in parallel. Each
     operator has a method of a longer name: `run`, `broadcast`, `submit`, `gather`.
+
+    Example:
+        ```python
+        call = square(3)  # nothing has run
+        print(call >> pool)  # one process
+        print(call @ pool)  # all of them
+        future = call > pool  # not waited for
+        ```
     """
 
     def __init__(
@@ -280,6 +295,12 @@ def gather(*calls: Any) -> PendingGroup[*tuple[Any, ...]]:
 
     Raises:
         TypeError: one of them is something else.
+
+    Example:
+        ```python
+        both = skyproxy.gather(load(), tokenize())  # load() & tokenize()
+        model, tokens = both >> pool
+        ```
     """
     parts: list[PendingCompute[Any]] = []
     for position, call in enumerate(calls):

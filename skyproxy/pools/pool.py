@@ -46,6 +46,17 @@ class Compute:
     `with Compute(...) as pool` gives the pool itself: `f(x) >> pool`, `f(x) @ pool`, `pool.map(f, xs)`.
     `async with Compute(...) as node` gives the `Node` of a single worker, and the pool where there are several.
     Workers that do not come up are taken back, as are all of them when the block ends, whichever way it does.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def square(x: int) -> int:
+            return x * x
+
+
+        with skyproxy.Compute(provider=skyproxy.Local(), nodes=2) as pool:
+            print(square(3) >> pool, square(4) @ pool)
+        ```
     """
 
     def __init__(

@@ -152,6 +152,17 @@ def function(
         on: the rank that runs it: a number, or "head".
         remote: whether tensors in results stay on the worker.
         retry: when a call is made once more: a number of times for lost workers, or a `Retry`.
+
+    Example:
+        ```python
+        @skyproxy.function(timeout=60)
+        def square(x: int) -> int:
+            return x * x
+
+
+        with skyproxy.Compute(provider=skyproxy.Local()) as pool:
+            print(square(3) >> pool)
+        ```
     """
     options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry))
 
@@ -193,6 +204,17 @@ def compute(target: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     Raises:
         ConfigurationError: the options are of neither kind, or the function takes no node.
+
+    Example:
+        ```python
+        @skyproxy.compute(name="trainer", provider=skyproxy.Local())
+        async def train(node: skyproxy.Node) -> float:
+            x = torch.ones(4, device=node.device("cpu"))
+            return x.sum().item()
+
+
+        print(asyncio.run(train()))
+        ```
     """
     if target is not None or options.keys() <= _CALL_OPTIONS:
         return function(target) if target is not None else function(**options)

@@ -56,6 +56,13 @@ class Profile:
 
     Attributes:
         trace: the whole trace as Chrome's format has it, once the block has ended; else None.
+
+    Example:
+        ```python
+        with skyproxy.profile("trace.json") as profile:
+            model(x).sum().item()
+        print(profile.summary())
+        ```
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, record_shapes: bool, with_stack: bool) -> None:
@@ -164,6 +171,13 @@ def profile(
 
     Raises:
         RemoteError: somebody else profiles one of the workers at the moment.
+
+    Example:
+        ```python
+        with skyproxy.profile() as profile:
+            torch.ones(8, device="sky:0").sum().item()
+        print(profile.summary())
+        ```
     """
     return Profile(path, record_shapes, with_stack)
 

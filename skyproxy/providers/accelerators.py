@@ -54,6 +54,12 @@ class Accelerator:
         count: on each node.
         metadata: what is known: "memory_gb", and "cuda" where CUDA runs on it. Filled in for known names; give it for
             others.
+
+    Example:
+        ```python
+        accelerator = skyproxy.Accelerator("A100", 2)
+        assert accelerator == skyproxy.Accelerator.parse("A100:2")
+        ```
     """
 
     name: str

@@ -55,6 +55,13 @@ class AWS:
 
     Attributes:
         name: "aws".
+
+    Example:
+        ```python
+        where = skyproxy.AWS(region="eu-central-1", spot=True, package="skyproxy @ https://host.example/skyproxy.whl")
+        with skyproxy.Compute(provider=where, accelerator="A100") as pool:
+            train() >> pool
+        ```
     """
 
     name = "aws"

@@ -22,6 +22,11 @@ class Volume:
         storage: how much, as a quantity of Kubernetes: "10Gi".
         path: where the functions find it, absolute.
         options: what only some providers know, such as storageClassName, accessMode and reclaimPolicy.
+
+    Example:
+        ```python
+        cache = skyproxy.Volume("cache", storage="100Gi", path="/cache")
+        ```
     """
 
     name: str

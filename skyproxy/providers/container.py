@@ -39,6 +39,12 @@ class Container:
 
     Attributes:
         name: "container".
+
+    Example:
+        ```python
+        with skyproxy.Compute(provider=skyproxy.Container(), image=skyproxy.Image(pip=["einops"])) as pool:
+            train() >> pool
+        ```
     """
 
     name = "container"

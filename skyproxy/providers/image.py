@@ -25,6 +25,12 @@ class PipIndex:
     Attributes:
         url: of the index, as pip's --index-url takes it.
         packages: the names it is for. Whatever else is installed, their dependencies included, comes from PyPI.
+
+    Example:
+        ```python
+        cpu = skyproxy.PipIndex("https://wheels.example/cpu", packages=["torch"])
+        image = skyproxy.Image(pip=["torch", "einops"], pip_indexes=[cpu])
+        ```
     """
 
     url: str
@@ -53,6 +59,11 @@ class Image:
         env: environment variables.
         includes: files and folders of this machine that functions import from, relative to the working directory.
         base: the container image to begin with, for places that run containers.
+
+    Example:
+        ```python
+        image = skyproxy.Image(pip=["transformers"], python="3.12")
+        ```
     """
 
     python: str | None = None

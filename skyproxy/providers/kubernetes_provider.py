@@ -38,6 +38,13 @@ class Kubernetes:
     Attributes:
         name: "kubernetes".
         address: cluster and namespace.
+
+    Example:
+        ```python
+        where = skyproxy.Kubernetes(namespace="team")
+        with skyproxy.Compute(provider=where, resources={"nvidia.com/gpu": 1}) as pool:
+            train() >> pool
+        ```
     """
 
     name = "kubernetes"

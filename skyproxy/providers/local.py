@@ -29,6 +29,12 @@ class Local:
     """Worker processes on this machine: a node of a pool is one process, or `procs_per_node` of them.
 
     The GPUs of the machine are dealt out to the nodes. Memory is not limited, and `vcpus` sets the number of threads.
+
+    Example:
+        ```python
+        with skyproxy.Compute(provider=skyproxy.Local(device="cpu"), nodes=2) as pool:
+            print(pool.world_size)
+        ```
     """
 
     name = "local"

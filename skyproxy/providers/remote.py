@@ -21,6 +21,13 @@ class Remote:
     Attributes:
         name: "remote".
         urls: one for each worker process, in the order of ranks.
+
+    Example:
+        ```python
+        where = skyproxy.Remote(["wss://a.example:8765", "wss://b.example:8765"], token="...")
+        with skyproxy.Compute(provider=where) as pool:
+            train() @ pool
+        ```
     """
 
     name = "remote"

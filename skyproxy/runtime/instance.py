@@ -51,6 +51,12 @@ class InstanceInfo:
         local_rank: this process among those of its node.
         procs_per_node: processes on each node.
         job: names the pool and its generation; empty outside of a pool.
+
+    Example:
+        ```python
+        info = skyproxy.instance_info()
+        print(f"rank {info.rank} of {info.world_size} on node {info.node}")
+        ```
     """
 
     node: int = 0
@@ -117,6 +123,12 @@ def instance_info() -> InstanceInfo:
 
     Raises:
         ConfigurationError: COMPUTE_POOL is set to something else.
+
+    Example:
+        ```python
+        if skyproxy.instance_info().rank == 0:
+            print("this is the head, or no pool at all")
+        ```
     """
     call = current_call()
     if call is not None:

@@ -34,12 +34,29 @@ def stdout(*, only: Only) -> Callable[[F], F]:
 
     Args:
         only: "head", or a predicate of the `InstanceInfo` of the process.
+
+    Example:
+        ```python
+        @skyproxy.function
+        @skyproxy.stdout(only="head")
+        def train() -> None:
+            print("shown once")
+        ```
     """
     return _filter(("stdout",), only)
 
 
 def stderr(*, only: Only) -> Callable[[F], F]:
-    """The same for standard error."""
+    """The same for standard error.
+
+    Example:
+        ```python
+        @skyproxy.function
+        @skyproxy.stderr(only="head")
+        def train() -> None:
+            print("shown once", file=sys.stderr)
+        ```
+    """
     return _filter(("stderr",), only)
 
 
@@ -48,7 +65,17 @@ def silent(function: F) -> F: ...
 @overload
 def silent(function: None = None) -> Callable[[F], F]: ...
 def silent(function: F | None = None) -> F | Callable[[F], F]:
-    """A decorator, bare or called: nothing that the function prints is shown, on no process."""
+    """A decorator, bare or called: nothing that the function prints is shown, on no process.
+
+    Example:
+        ```python
+        @skyproxy.function
+        @skyproxy.silent
+        def noisy() -> int:
+            print("shown nowhere")
+            return 1
+        ```
+    """
     decorate = _filter(("stdout", "stderr"), _nobody)
     return decorate if function is None else decorate(function)
 

@@ -39,6 +39,11 @@ def shard(
 
     Raises:
         ConfigurationError: the arrays are not equally long, or an array has no length or no order.
+
+    Example:
+        ```python
+        inputs, labels = skyproxy.shard(list(range(10)), list("abcdefghij"))
+        ```
     """
     if not arrays:
         raise ConfigurationError("shard() was given nothing to shard. Pass one or more arrays: shard(x, y).")

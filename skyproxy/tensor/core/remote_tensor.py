@@ -25,6 +25,13 @@ class RemoteTensor(torch.Tensor):
     recorded and sent; only asking for values waits: `.item()`, `.cpu()`, `.tolist()`, `bool()`, printing.
 
     No `__slots__`: `torch.utils.swap_tensors`, by which `Module.to` keeps a parameter's identity, wants equal slots.
+
+    Example:
+        ```python
+        x = torch.arange(4.0, device="sky:0")
+        assert isinstance(x, skyproxy.RemoteTensor)
+        print((x * x).sum().item())  # the only line that waits
+        ```
     """
 
     _sky: Handle

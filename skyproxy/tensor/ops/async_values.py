@@ -76,6 +76,13 @@ def prefetch(*tensors: torch.Tensor) -> list[PendingTensor]:
 
     Returns:
         One pending value for each, in order: the values as they are at this point of the program.
+
+    Example:
+        ```python
+        loss = torch.ones(8, device="sky:0").mean()
+        (value,) = skyproxy.prefetch(loss)  # asked for, not waited for
+        print(value.result().item())
+        ```
     """
     return [PendingTensor(tensor) for tensor in tensors]
 

@@ -16,7 +16,16 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 
 class RemoteStateDict(OrderedDict[str, Any]):
-    """A state dict whose tensors live on a worker: what a function's dict of tensors comes back as."""
+    """A state dict whose tensors live on a worker: what a function's dict of tensors comes back as.
+
+    Example:
+        ```python
+        weights = node.run(load_weights, "model.pt")  # its tensors stay on the worker
+        with torch.device("meta"):
+            model = Model()
+        weights.load_into(model)
+        ```
+    """
 
     def load_into(self, model: torch.nn.Module, *, strict: bool = True) -> Any:
         """Fills `model` with these weights; see `skyproxy.load_into`."""
@@ -69,6 +78,15 @@ def load_into(model: torch.nn.Module, source: Mapping[str, Any] | torch.nn.Modul
     Raises:
         RuntimeError: names or shapes differ, in the words of `load_state_dict`.
         ConfigurationError: the model has buffers that the source does not have and that cannot be computed here.
+
+    Example:
+        ```python
+        source = torch.nn.Linear(4, 2).to("sky:0")
+        with torch.device("meta"):
+            model = torch.nn.Linear(4, 2)
+        skyproxy.load_into(model, source.state_dict())
+        assert model.weight.device == torch.device("sky:0")
+        ```
     """
     values: dict[str, Any] = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
     is_skeleton = any(tensor.is_meta for tensor in _tensors(model))
