@@ -110,7 +110,8 @@ def parser() -> argparse.ArgumentParser:
         "--session-processes",
         action="store_true",
         default=None,
-        help="give each session a process of its own, so that none can harm another (Linux)",
+        help="give each session a process of its own, so that none can harm another (Linux); the default where not all "
+        "clients may run functions: with --no-functions or a directory of tokens",
     )
     kind.add_argument(
         "--sessions-in-process",
@@ -317,14 +318,23 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl
 def _wants_processes(arguments: argparse.Namespace) -> bool:
     """Whether sessions get processes of their own.
 
+    Unless told otherwise, where a client may not run what it likes: whoever may needs no hole in an operator to reach
+    the others, and pools keep what their functions have loaded from one session to the next.
+
     Raises:
         ConfigurationError: they cannot here, or an argument makes no sense without.
     """
-    wanted = bool(arguments.session_processes)
+    wanted: bool | None = arguments.session_processes
+    if wanted is None:
+        wanted = bool(arguments.session_memory or arguments.session_gpu_fraction)
+        if not wanted and not arguments.embedded and not _everybody_runs_code(arguments):
+            wanted = are_sessions_separable()
+            if not wanted:
+                logger.warning("all sessions share this process: what separates them is not there on this system")
     if wanted and not are_sessions_separable():
         raise ConfigurationError("--session-processes needs Linux. Use --sessions-in-process.")
     if not wanted and (arguments.session_memory or arguments.session_gpu_fraction):
-        raise ConfigurationError("Bounds of a session need a process for each: add --session-processes.")
+        raise ConfigurationError("Bounds of a session need a process for each: leave out --sessions-in-process.")
     return wanted
 
 

@@ -10,6 +10,7 @@ from typing import Any
 LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
 ACTIVITY_PATH = "/activity"
+METRICS_PATH = "/metrics"
 
 
 def answer(path: str, *, ready: bool) -> bytes | None:
@@ -32,12 +33,44 @@ UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 def is_activity(path: str) -> bool:
     """Whether a request asks for the worker's activity; only those with the token may be told."""
-    return path.partition("?")[0] == ACTIVITY_PATH
+    return path.partition("?")[0] in (ACTIVITY_PATH, METRICS_PATH)
 
 
-def activity_response(report: Mapping[str, Any]) -> bytes:
-    """The answer to a question for the worker's activity, as JSON."""
+def activity_response(report: Mapping[str, Any], path: str = ACTIVITY_PATH) -> bytes:
+    """The answer to a question for the worker's activity: as JSON, or for Prometheus where `path` asks so."""
+    if path.partition("?")[0] == METRICS_PATH:
+        return http_response(HTTPStatus.OK, metrics(report), {"Content-Type": "text/plain; version=0.0.4"})
     return http_response(HTTPStatus.OK, json.dumps(report), {"Content-Type": "application/json"})
+
+
+_METRICS = (
+    ("sessions", "gauge", "Sessions that are open."),
+    ("processes", "gauge", "Processes of sessions, those included that are left of sessions that are over."),
+    ("memory_bytes", "gauge", "Memory of all processes of the worker that no file backs."),
+    ("calls_running", "gauge", "Functions that run."),
+    ("idle_seconds", "gauge", "Seconds since the worker last did something."),
+    ("commands", "counter", "Operations that were executed."),
+)
+_DEVICE_METRICS = (
+    ("used_memory_bytes", "Memory of a device that is used."),
+    ("total_memory_bytes", "Memory that a device has."),
+)
+
+
+def metrics(report: Mapping[str, Any]) -> str:
+    """A worker's activity in the text format of Prometheus; what a report does not have is left out."""
+    lines: list[str] = []
+    for name, kind, text in _METRICS:
+        if name in report:
+            full = f"skyproxy_worker_{name}" + ("_total" if kind == "counter" else "")
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {report[name]}"]
+    for name, text in _DEVICE_METRICS:
+        rows = [row for row in report.get("devices", ()) if name in row]
+        if rows:
+            full = f"skyproxy_worker_device_{name}"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
+            lines += [f'{full}{{device="{row["type"]}:{row["index"]}"}} {row[name]}' for row in rows]
+    return "\n".join(lines)
 
 
 def http_response(status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> bytes:

@@ -116,7 +116,7 @@ class Upgrader:
             audit.note(identity, "refused", peer=peer, reason=f"the token has no scope {scope}")
             return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} does not have the scope {scope!r}")
         if scope == ADMIN:
-            return activity_response(self._activity())
+            return activity_response(self._activity(), request.path)
         if not self._is_ready():
             logger.warning("%s was refused: no new sessions", peer)
             return http_response(HTTPStatus.SERVICE_UNAVAILABLE, "not taking sessions")

@@ -105,7 +105,8 @@ def serve_command(
         bool | None,
         typer.Option(
             "--session-processes/--sessions-in-process",
-            help="Give each session a process of its own (Linux), or run all in one.",
+            help="Give each session a process of its own (Linux; the default where not all clients may run functions), "
+            "or run all in one.",
         ),
     ] = None,
     session_memory: Annotated[

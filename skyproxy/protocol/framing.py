@@ -27,6 +27,8 @@ COMPLEX_EXTENSION = 1
 _COMPLEX = struct.Struct("<dd")
 _MAX_CONTAINERS = 1_000_000
 """Lists and tables in one header."""
+_MAX_LENGTH = 4_000_000
+"""Elements that one of them may announce: memory for them is taken before the first one comes."""
 _CONTAINERS = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 _MAX_INT = 2**64 - 1
 _MIN_INT = -(2**63)
@@ -288,6 +290,8 @@ def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
         _check_containers(layout, header)
         values = msgpack.unpackb(
             header,
+            max_array_len=_MAX_LENGTH,
+            max_map_len=_MAX_LENGTH,
             ext_hook=_read_extension,
             # Timestamps cannot be switched off; as floats they at least bring no type of their own.
             timestamp=1,

@@ -99,6 +99,14 @@ class FunctionsConnection:
         if answer is not None:
             self._transport.send(answer)
 
+    def forward(self, message: Message) -> None:
+        """Send what another process has to say of a call that it runs.
+
+        Raises:
+            SessionLostError: the connection is gone.
+        """
+        self._transport.send(message)
+
     def send_event(self, call: str, event: Event) -> None:
         """Sends an event, with its payload if it has one.
 

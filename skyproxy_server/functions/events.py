@@ -60,13 +60,15 @@ class Events:
             `with lock`, never by way of the condition, whose methods are Python: an interrupt of the call's thread
             that strikes in there would leave the lock held.
         changed: notified when there is room, or nobody listens any more, or the call has ended.
-        ended: whether the caller was told the end.
+        ended: whether nothing more follows.
+        told_end: whether somebody who listened was told so.
     """
 
     def __init__(self, call: str, settings: Settings) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.ended = False
+        self.told_end = False
         self._call = call
         self._settings = settings
         self._listener: Listener | None = None
@@ -106,6 +108,7 @@ class Events:
         if self._listener is not None:
             try:
                 self._listener.send_event(self._call, event)
+                self.told_end = self.told_end or event.kind in _LAST
             except SessionLostError:
                 self._listener = None
                 self.changed.notify_all()

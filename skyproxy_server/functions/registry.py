@@ -17,6 +17,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
+from skyproxy_server.functions.elsewhere import Attaching, Elsewhere
 from skyproxy_server.functions.events import Listener
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
 
@@ -34,6 +35,9 @@ class Calls:
     """All calls, by name.
 
     Names are secrets of the clients that made them; whoever knows one may attach to the call, from any session.
+
+    Attributes:
+        elsewhere: the calls of other processes, where sessions have processes of their own.
     """
 
     def __init__(self, devices: list[dict[str, Any]], settings: Settings, activity: Activity) -> None:
@@ -47,12 +51,39 @@ class Calls:
         self._ended_sessions: set[str] = set()
         """Those whose functions still run."""
         self._functions = KnownFunctions(settings.max_kept_function_bytes)
+        self.elsewhere: Elsewhere | None = None
         self._lock = threading.RLock()
 
     @property
     def running(self) -> int:
         """Functions that run now."""
         return len(self._running)
+
+    def is_awaited(self, *, told: bool = False) -> bool:
+        """Return whether somebody listens to a call here, or may come back for one.
+
+        Args:
+            told: whether a call counts that has ended, and whose caller was told so and has not thanked for it.
+        """
+        with self._lock:
+            calls = list(self._calls.values())
+        return any(call.events.attached or told or not call.events.told_end for call in calls)
+
+    def is_listened_to(self) -> bool:
+        """Return whether somebody listens to a call here."""
+        with self._lock:
+            calls = list(self._calls.values())
+        return any(call.events.attached for call in calls)
+
+    def names(self) -> list[str]:
+        """Return the names of all calls that are kept here."""
+        with self._lock:
+            return list(self._calls)
+
+    def _elsewhere(self, identity: str) -> Elsewhere | None:
+        """Return who speaks for a call that runs in another process; None for one of ours, or of nobody."""
+        elsewhere = self.elsewhere
+        return elsewhere if elsewhere is not None and elsewhere.has(identity) else None
 
     def _get(self, identity: str) -> FunctionCall | None:
         with self._lock:
@@ -109,8 +140,16 @@ class Calls:
         self._make_room()
         self._leave_hooks_if_over(call.session)
 
-    def attach(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
+    def attach(self, listener: Attaching, identity: str, number: int) -> CallEvent | None:
         """Sends a call's events to `listener` from now on; what to answer if there is no such call."""
+        with self._lock:
+            is_known = identity in self._calls or identity in self._gone
+        if not is_known and self.elsewhere is not None and self.elsewhere.attach(listener, identity, number):
+            return None  # whoever looks for it answers
+        return self.attach_here(listener, identity, number)
+
+    def attach_here(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
+        """Do the same for calls of this process only."""
         call = self._get(identity)
         if call is None:
             reason = _GONE if identity in self._gone else _NEVER_BEGUN
@@ -119,8 +158,14 @@ class Calls:
         # Its arguments came, by the operations, and its payload was lost.
         return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
 
-    def detach(self, listener: Listener) -> None:
+    def detach(self, listener: Attaching) -> None:
         """A connection is gone. Its calls go on."""
+        self.detach_here(listener)
+        if self.elsewhere is not None:
+            self.elsewhere.detach(listener)
+
+    def detach_here(self, listener: Listener) -> None:
+        """Do the same for calls of this process only."""
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
@@ -128,12 +173,21 @@ class Calls:
 
     def ack(self, identity: str, outputs: int, items: int) -> None:
         """The caller has seen that much."""
+        if elsewhere := self._elsewhere(identity):
+            elsewhere.ack(identity, outputs, items)
+            return
         call = self._get(identity)
         if call is not None:
             call.events.ack(outputs, items)
 
     def cancel(self, session: str, identity: str, error: BaseException) -> None:
         """Ends a call at its caller's wish; also one whose payload is still coming."""
+        if elsewhere := self._elsewhere(identity):
+            elsewhere.cancel(identity, str(error), partial(self._cancel_here, session, identity, error))
+        else:
+            self._cancel_here(session, identity, error)
+
+    def _cancel_here(self, session: str, identity: str, error: BaseException) -> None:
         call = self._get_or_make(identity, session)
         if call is not None:
             call.interrupt(error)
@@ -154,11 +208,15 @@ class Calls:
 
     def take(self, identity: str, number: int) -> list[torch.Tensor] | None:
         """The tensors of one of a call's events; None if they are gone."""
+        if elsewhere := self._elsewhere(identity):
+            return elsewhere.take(identity, number)
         call = self._get(identity)
         return None if call is None else call.events.take(number)
 
     def forget(self, identity: str) -> None:
         """Nobody asks for this call any more; it is forgotten when it has ended, at once if it has."""
+        if elsewhere := self._elsewhere(identity):
+            elsewhere.forget(identity)
         with self._lock:
             call = self._calls.pop(identity, None)
             self._remember(identity)

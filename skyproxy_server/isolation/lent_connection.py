@@ -85,13 +85,17 @@ class LentConnection:
                 self._timer.cancel()
             self._finish(slot)
             self._over.set()
+            if self._hello.role == OPERATIONS:
+                session.operations_ended(self._settings.call_grace_seconds)
             session.slots.give(slot)
             session.release()
 
     def _close(self, code_name: str, reason: str) -> None:
         """Have the process say goodbye, and wait until the connection is over, but not for ever."""
         self._session.close_connections(code_name, reason)
-        if not self._over.wait(2 * self._settings.close_timeout_seconds):
+        patience = 2 * self._settings.close_timeout_seconds
+        # With its token, a client's functions end, too.
+        if not self._over.wait(patience) or (code_name == "bad-token" and not self._session.ended.wait(patience)):
             self._session.kill(reason.rstrip(".") or "its connection was to be closed, and it did not answer")
 
     def _await_end(self, stream: PlainStream) -> None:

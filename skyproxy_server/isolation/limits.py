@@ -16,8 +16,15 @@ _OOM_SCORE = 600
 
 
 def are_sessions_separable() -> bool:
-    """Whether this system has what a process for each session needs."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    """Whether this system has what a process for each session needs; some sandboxes have only a part of Linux."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("skyproxy-probe"))
+    except OSError:
+        return False
+    return Path("/proc/self/task").is_dir()
 
 
 def _prctl(option: int, value: int | bytes) -> None:
@@ -83,6 +90,16 @@ def private_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
             if line.startswith(("Private_Dirty:", "Private_Clean:", "Private_Hugetlb:")):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process that no file backs; 0 where it has ended. What it shares with others counts, too."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
                 total += int(line.split()[1]) << 10
     return total
 

@@ -23,10 +23,11 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
 from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
-from skyproxy_server.isolation import limits
+from skyproxy_server.isolation import call_names, limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, mapped
 from skyproxy_server.isolation.uploads import SharedUploads
+from skyproxy_server.isolation.visits import Visitor, Visits
 from skyproxy_server.listener import Served
 from skyproxy_server.program_log import log_to_stderr
 from skyproxy_server.worker_session import WorkerHost
@@ -36,6 +37,8 @@ logger = logging.getLogger("skyproxy.server")
 _LOOK_SECONDS = 0.25
 _PAUSE_SECONDS = 0.002
 _CLOSE_PLUGINS_SECONDS = 0.5
+_CLEANUP_SECONDS = 30.0
+"""What interrupted functions get at least to clean up before their process ends."""
 
 
 class _BorrowedStream(PlainStream):
@@ -71,7 +74,13 @@ class SessionProcess:
         self._host = WorkerHost(
             devices=start["devices"], settings=SETTINGS, blobs=uploads, functions=start["functions"]
         )
+        self._visits: Visits | None = None
+        if self._host.calls is not None:
+            self._visits = self._host.calls.elsewhere = Visits(self._host.calls, control.send, SETTINGS)
+        self._visitors: set[Visitor] = set()
         self._operations_over = threading.Event()
+        self._over_since = 0.0
+        self._left_in_order = False
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._abandon_in_child)
@@ -81,13 +90,17 @@ class SessionProcess:
         self._control.abandon()
         if self._uploads is not None:
             self._uploads.abandon()
+        if self._visits is not None:
+            self._visits.abandon()
+        for visitor in list(self._visitors):
+            visitor.abandon()
         for transport in list(self._transports):
             transport.abandon()
 
     def run(self) -> None:
-        """Carry out orders until the session is over and no function of it runs; or the supervisor says so."""
+        """Carry out orders until the session is over and nobody comes back for its calls; or the supervisor says so."""
         begun = False
-        while not (self._operations_over.is_set() and not self._runs_functions()):
+        while not (self._operations_over.is_set() and not self._is_needed()):
             try:
                 order, descriptors = self._control.receive(self._patience(begun))
             except TimeoutError:
@@ -103,6 +116,8 @@ class SessionProcess:
                 self._control.send({"report": order["number"], **self._report()})
             elif order["order"] == "close":
                 self._close(order["code"], order["reason"])
+            elif order["order"] in ("has-call", "visit", "found"):
+                self._on_calls(order, descriptors)
         self._await_goodbyes()
 
     def _patience(self, begun: bool) -> float | None:
@@ -116,8 +131,42 @@ class SessionProcess:
         while self._transports and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
 
-    def _runs_functions(self) -> bool:
-        return self._host.calls is not None and self._host.calls.running > 0
+    def _is_needed(self) -> bool:
+        """Whether functions run, or results wait, that the client may still ask for from another session.
+
+        For as long as a worker keeps calls; then those that nobody listens to were interrupted, and get as long again.
+        """
+        calls = self._host.calls
+        if calls is None:
+            return False
+        over_seconds, grace_seconds = time.monotonic() - self._over_since, SETTINGS.call_grace_seconds
+        if over_seconds < grace_seconds:
+            return calls.running > 0 or calls.is_awaited(told=not self._left_in_order)
+        return calls.is_listened_to() or (calls.running > 0 and over_seconds < 2 * grace_seconds + _CLEANUP_SECONDS)
+
+    def _on_calls(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Another session of our client looks for a call, or was looked for."""
+        calls = self._host.calls
+        if calls is None or self._visits is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif order["order"] == "has-call":
+            mark = order["mark"]
+            own = next((name for name in calls.names() if call_names.mark(name) == mark), None)
+            answer = call_names.proof(own) if own is not None else b""
+            self._control.send({"has": order["search"], "proof": answer})
+        elif order["order"] == "found":
+            self._visits.found(order["find"], descriptors)
+        else:
+            visitor = Visitor(calls, order["mark"], descriptors, SETTINGS)
+            self._visitors.add(visitor)
+            threading.Thread(target=self._receive, args=(visitor,), name="skyproxy-visitor", daemon=True).start()
+
+    def _receive(self, visitor: Visitor) -> None:
+        try:
+            visitor.run()
+        finally:
+            self._visitors.discard(visitor)
 
     def _report(self) -> dict[str, Any]:
         activity = self._host.activity()
@@ -162,6 +211,8 @@ class SessionProcess:
             with self._lock:
                 self._transports.discard(transport)
             if role == OPERATIONS:
+                self._left_in_order = transport.connection.goodbye is not None
+                self._over_since = time.monotonic()
                 self._operations_over.set()
                 self._wake()
 

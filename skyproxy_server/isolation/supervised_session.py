@@ -7,7 +7,8 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
@@ -23,8 +24,9 @@ from skyproxy_server.isolation.uploads import UploadDesk
 
 logger = logging.getLogger("skyproxy.server")
 
-FORK_SECONDS = 10.0
+FORK_SECONDS = 30.0
 REAP_SECONDS = 5.0
+_HANG_SECONDS = 10.0
 
 
 class SupervisedSession:
@@ -49,6 +51,7 @@ class SupervisedSession:
         slots: Slots,
         uploads: tuple[Channel, UploadDesk] | None,
         on_end: Callable[[SupervisedSession], None],
+        on_message: Callable[[SupervisedSession, dict[str, Any]], bool],
     ) -> None:
         self.identity = identity
         self.client = client
@@ -63,6 +66,7 @@ class SupervisedSession:
         self._control = control
         self._uploads = uploads
         self._on_end = on_end
+        self._on_other = on_message
         self._why = ""
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
@@ -71,6 +75,8 @@ class SupervisedSession:
         self._roles: set[str] = set()
         self._begun = threading.Event()
         self._users = 1
+        self._is_over_told = False
+        self._watchdog: threading.Timer | None = None
         threading.Thread(target=self._watch, name=f"skyproxy-watch-{identity[:8]}", daemon=True).start()
 
     # --- connections ---------------------------------------------------------------------------------------------
@@ -110,6 +116,14 @@ class SupervisedSession:
             if hello.role == OPERATIONS:
                 self._begun.set()
 
+    def order(self, message: dict[str, Any], descriptors: Iterable[int] = ()) -> None:
+        """Send an order without waiting for room.
+
+        Raises:
+            ChannelClosedError: the process takes none any more.
+        """
+        self._control.send(message, list(descriptors), wait=False)
+
     def close_connections(self, code_name: str, reason: str) -> None:
         """Have the process say goodbye to its client."""
         with suppress(ChannelClosedError):
@@ -135,6 +149,20 @@ class SupervisedSession:
             )
             report = self._report
         return report if report is not None and report["report"] >= number else None
+
+    def operations_ended(self, grace_seconds: float) -> None:
+        """The session is over, whatever its process does; it may go on for so long, and then as long as it answers."""
+        with self._lock:
+            self.is_open = False
+            if self.ended.is_set() or self._watchdog is not None:
+                return
+            self._watchdog = threading.Timer(grace_seconds, self._end_if_hung)
+            self._watchdog.daemon = True
+            self._watchdog.start()
+
+    def _end_if_hung(self) -> None:
+        if self.answer(self.ask(), time.monotonic() + _HANG_SECONDS) is None:
+            self.kill("its client is gone, and it hangs")
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -183,18 +211,20 @@ class SupervisedSession:
         message, descriptors = self._control.receive(0)
         for descriptor in descriptors:
             os.close(descriptor)
-        if message.get("over") and self.is_open:
+        if message.get("over") and not self._is_over_told:
             with self._lock:
+                self._is_over_told = True
                 self.is_open = False
                 self.commands = int(message["commands"])
                 self.idle_seconds = float(message["idle_seconds"])
             self._control.send({"order": "wake"}, wait=False)
-        elif 0 < int(message["report"]) <= self._asked:
+            self._on_other(self, message)
+        elif 0 < int(message.get("report", 0)) <= self._asked:
             with self._answered:
                 self._report = message
                 self.commands = int(message["commands"])
                 self._answered.notify_all()
-        else:
+        elif not self._on_other(self, message):
             raise ValueError("a message that nobody asked for")
 
     def _reap(self) -> None:
@@ -208,6 +238,8 @@ class SupervisedSession:
             self.ending = Ending.of(result, self._why)
             self.is_open = False
             self.ended.set()
+            if self._watchdog is not None:
+                self._watchdog.cancel()
             self._answered.notify_all()
         self._control.close()
         if self._uploads is not None:

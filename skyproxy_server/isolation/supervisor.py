@@ -24,6 +24,7 @@ from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, Identity, client_of
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.isolation import limits
+from skyproxy_server.isolation.call_search import CallSearch
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.lent_connection import LentConnection
 from skyproxy_server.isolation.slots import Slots, mapped, new_memory
@@ -75,6 +76,7 @@ class ProcessHost:
         self._lock = threading.Lock()
         self._sessions: dict[str, SupervisedSession] = {}
         self._starting: list[Identity] = []
+        self._calls = CallSearch(self._others_of)
         self._commands_of_the_past = 0
         self._last_use = time.monotonic()
         self._devices: list[dict[str, Any]] = []
@@ -105,7 +107,8 @@ class ProcessHost:
         """
         client = client_of(transport)
         with self._lock:
-            others = [*self._starting, *(session.client for session in self._sessions.values())]
+            # Processes that are left of sessions that are over keep nobody out; they have a bound of their own.
+            others = [*self._starting, *(session.client for session in self._sessions.values() if session.is_open)]
             refuse_session(client, others, self._settings)
             self._starting.append(client)
             self._last_use = time.monotonic()
@@ -166,6 +169,7 @@ class ProcessHost:
             sessions = list(self._sessions.values())
             commands = self._commands_of_the_past
             idle = time.monotonic() - self._last_use
+        pids = [session.pid for session in sessions]
         asked = [(session, session.ask()) for session in sessions]
         deadline = time.monotonic() + _REPORT_SECONDS
         reports = [(session, session.answer(number, deadline)) for session, number in asked]
@@ -183,6 +187,8 @@ class ProcessHost:
                     used.setdefault((row["type"], row["index"]), []).append(row["used_memory_bytes"])
         return {
             "sessions": sum(session.is_open for session in sessions),
+            "processes": len(sessions),
+            "memory_bytes": sum(limits.resident_bytes(pid) for pid in (os.getpid(), self._template.pid, *pids)),
             "calls_running": calls,
             "idle_seconds": round(idle, 3),
             "commands": commands,
@@ -235,12 +241,41 @@ class ProcessHost:
             slots = Slots(mapped(memory))
             theirs.close()  # so that the channel ends where the process does not come up
             first, _ = control.receive(FORK_SECONDS)
-            session = SupervisedSession(identity, client, int(first["up"]), control, slots, uploads, self._forget)
+            session = SupervisedSession(
+                identity, client, int(first["up"]), control, slots, uploads, self._forget, self._on_message
+            )
             ours.pop_all()
         self._template.worked()
         with self._lock:
             self._sessions[identity] = session
         return session
+
+    def _on_message(self, session: SupervisedSession, message: dict[str, Any]) -> bool:
+        if "over" in message:
+            self._bound_lingering(session)
+            return True
+        return self._calls.on_message(session, message)
+
+    def _bound_lingering(self, session: SupervisedSession) -> None:
+        """End the processes that have been left the longest of a client who leaves more than it may have sessions."""
+        client = session.client
+        most = client.bounds.sessions
+        most = self._settings.max_sessions_per_client if most is None else most
+        with self._lock:
+            left = [other for other in self._sessions.values() if not other.is_open]  # in the order of their beginning
+        own = [other for other in left if other.client.name == client.name]
+        # Of this client's in any case: whoever leaves many takes nothing from others.
+        count = max(len(own) - most, len(left) - self._settings.max_sessions)
+        for other in own[: max(count, 0)]:
+            other.kill("its client has left too many functions and results behind")
+
+    def _others_of(self, session: SupervisedSession) -> list[SupervisedSession]:
+        """The sessions, those that are over included, whose calls a session's client may have."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        if not self._runs_functions(session.client):
+            return []
+        return [other for other in sessions if other is not session and other.client.name == session.client.name]
 
     def _forget(self, session: SupervisedSession) -> None:
         ending = session.ending
@@ -248,6 +283,7 @@ class ProcessHost:
             logger.error("session %s: its process %s", session.identity[:8], ending.how)
         else:
             logger.info("session %s closed", session.identity[:8])
+        self._calls.forget(session)
         with self._lock:
             self._sessions.pop(session.identity, None)
             self._commands_of_the_past += session.commands

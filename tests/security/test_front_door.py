@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_a_frame_of_many_lists_is_refused_before_it_is_decoded() -> None:
     frame = b"".join(bytes(piece) for piece in framing.encode(Batch(Sequence(1), stream), FRAME))
     with pytest.raises(ProtocolError, match="lists and tables"):
         framing.decode(frame, FRAME)
+
+
+@pytest.mark.parametrize("kind", [b"\xdd", b"\xdf"], ids=["list", "table"])
+@pytest.mark.parametrize("depth", [1, 1000])
+def test_lists_that_promise_more_than_any_message_has_are_refused_at_the_first(kind: bytes, depth: int) -> None:
+    promise = kind + (5_000_000).to_bytes(4, "big")
+    header = b"\x93\x01" + promise * depth + bytes(5_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=r"max_(array|map)_len"):
+            framing.decode(framing.PREFIX.pack(Batch.code, len(header)) + header, FRAME)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 25_000_000  # copies of the header; what one such list would take beside them is 40 MB
 
 
 def test_a_frame_of_many_numbers_is_none_of_them() -> None:
