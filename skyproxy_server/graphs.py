@@ -14,6 +14,7 @@ import torch
 
 from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import LimitExceededError, ProtocolError
+from skyproxy.protocol import commands
 from skyproxy_server.cuda_graphs import replayer_for
 from skyproxy_server.devices import Devices
 from skyproxy_server.failures import Failed, PoisonedError
@@ -90,7 +91,7 @@ class Graphs:
         if number in self._recordings:
             raise ProtocolError(f"graph {number} exists already")
         recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=self._devices.has_cuda))
-        for slot in recording.decode(self._ops.handlers, self._ops.signatures):
+        for slot in recording.decode(self._ops.handlers, self._ops.signatures, self._ops.widths):
             if slot in self._filled_by:
                 recording.dynamic.append(slot)
             else:
@@ -204,7 +205,8 @@ class Graphs:
                     if strict or isinstance(error, ProtocolError) or step is None or step.signature is None:
                         raise
                     expected = stream[step.position + 1] if step.checked else None
-                    self._values.poison(step.signature, stream, step.position + 2 * step.checked, error, expected)
+                    at = commands.op_at(stream, step.position)
+                    self._values.poison(step.signature, stream, at, error, expected)
         if intact and not recording.intact:
             recording.settle(ops.handlers, ops.signatures)
         elif not intact:
@@ -213,7 +215,7 @@ class Graphs:
 
     def _pass_gates(self, step: Step, stream: list[Any]) -> None:
         if step.signature is not None and self._values.gates:
-            self._values.pass_gates(step.signature, stream, step.position + 2 * step.checked)
+            self._values.pass_gates(step.signature, stream, commands.op_at(stream, step.position))
 
     def _publish(self, values: dict[int, Any], made: dict[int, Any]) -> None:
         """Puts results where the client finds them; in the old memory where somebody else looks at it."""

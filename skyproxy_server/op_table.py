@@ -21,6 +21,7 @@ class OpTable:
     Attributes:
         handlers: by a command's number, what runs it; None where a number means nothing.
         signatures: by an op's number, what is known of it.
+        widths: how many operands each command takes, by number.
     """
 
     def __init__(self, reports: Reports, random: RandomState, *, on_cpu: bool, max_signatures: int) -> None:
@@ -35,6 +36,7 @@ class OpTable:
         self._on_cpu = on_cpu
         self._max_signatures = max_signatures
         self.signatures: dict[int, Signature] = {}
+        self.widths = commands.width_table()
         self.handlers: list[Handler | None] = [None] * commands.FIRST_SIGNATURE
         self.handlers[commands.DEFINE] = self._define
 
@@ -48,6 +50,7 @@ class OpTable:
         if number == commands.FIRST_SIGNATURE:  # the client starts its table anew
             del self.handlers[commands.FIRST_SIGNATURE :]
             self.signatures.clear()
+            self.widths = commands.width_table()
         if number != len(self.handlers):
             raise ProtocolError(f"signature {number} is defined out of order, expected {len(self.handlers)}")
         if number - commands.FIRST_SIGNATURE >= self._max_signatures:
@@ -56,7 +59,7 @@ class OpTable:
         signature = kind(definition, on_cpu=self._on_cpu)
         if signature.draws:
             signature.handler = self._random.guarded(signature.handler)
-        self.signatures[number] = signature
+        self.signatures[number], self.widths[number] = signature, signature.width
         compiled = isinstance(signature, CompiledSignature)
         self.handlers.append(signature.handler if compiled else self.first_run(number, signature))
         return position + 3

@@ -11,6 +11,9 @@ from skyproxy.torch_modes import USUAL, Record
 from skyproxy_server.cuda_graphs import Replayer
 from skyproxy_server.signatures import Signature
 
+_BUILT_IN = frozenset({commands.RELEASE, commands.DO})
+"""The built-in commands that can be replayed."""
+
 
 class Step(NamedTuple):
     """One command of a recording.
@@ -53,7 +56,9 @@ class Recording:
         self.replayer: Replayer | None = None
         self.intact = False
 
-    def decode(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> list[int]:
+    def decode(
+        self, handlers: list[Handler | None], signatures: dict[int, Signature], widths: dict[int, int]
+    ) -> list[int]:
         """Fills in the steps.
 
         Returns:
@@ -62,19 +67,22 @@ class Recording:
         Raises:
             ProtocolError: the stream holds what cannot be replayed.
         """
-        stream, position = self.stream, 0
+        stream = self.stream
         made: set[int] = {0}
         outside: dict[int, None] = {}
-        while position < len(stream):
-            number = stream[position]
-            at = position + 2 if number == commands.EXPECT else position
-            handler = handlers[number] if isinstance(number, int) and 0 < number < len(handlers) else None
-            signature = signatures.get(stream[at]) if at < len(stream) else None
-            if handler is None or (signature is None and number not in (commands.RELEASE, commands.DO)):
-                raise ProtocolError(f"command {number!r:.40} at {position} of a captured stream cannot be replayed")
-            width = signature.width if signature is not None else commands.OPERANDS[number]
-            if at + width >= len(stream):
-                raise ProtocolError("a captured stream ends in the middle of a command")
+        begin: int | None = None  # of the EXPECT before
+        for at in commands.walk(stream, widths):
+            position, begin = at if begin is None else begin, None
+            number = stream[at]
+            if number == commands.EXPECT and position == at:
+                begin = at
+                continue
+            # Of a number that only equals one of ours, nothing is known.
+            handler = handlers[commands.EXPECT if position != at else number] if type(number) is int else None
+            signature = signatures.get(number)
+            recordable = signature is not None or (number in _BUILT_IN and position == at)
+            if handler is None or not recordable:
+                raise ProtocolError(f"command {number!r:.40} at {at} of a captured stream cannot be replayed")
             reads, fills = _slots_of(signature, stream, at)
             outside.update(dict.fromkeys(slot for slot in reads if slot not in made))
             made.update(fills)
@@ -82,7 +90,8 @@ class Recording:
                 # Looked up until the first success: a check may replace the handlers of the ops behind it.
                 handler = _looking_up(handlers)
             self.steps.append(Step(handler, position, signature, at != position))
-            position = at + 1 + width
+        if begin is not None:
+            raise ProtocolError("a captured stream ends with an EXPECT")
         return list(outside)
 
     def settle(self, handlers: list[Handler | None], signatures: dict[int, Signature]) -> None:
@@ -90,7 +99,7 @@ class Recording:
         self.intact = True
         for i, step in enumerate(self.steps):
             if step.signature is not None:
-                at = step.position + 2 * step.checked
+                at = commands.op_at(self.stream, step.position)
                 number = self.stream[at]
                 watched = step.signature.watch is not None or step.signature.warns
                 known = handlers[number] if watched and signatures.get(number) is step.signature else None

@@ -11,6 +11,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
+from skyproxy.protocol import commands
 from skyproxy.protocol.commands import Handler
 from skyproxy.torch_codec import Description
 from skyproxy_server.failures import Failed
@@ -37,17 +38,18 @@ class Verification:
 
         First what it reads, then what it fills and what it wrote.
         """
-        signature = self._ops.signatures.get(stream[position + 2])
+        at = commands.op_at(stream, position)
+        signature = self._ops.signatures.get(stream[at])
         if signature is None:
             raise ProtocolError("EXPECT must stand before an op")
-        return self._verified(signature, slots, stream, position + 2, stream[position + 1])
+        return self._verified(signature, slots, stream, at, stream[position + 1])
 
     def owe_check(self, signature: Signature, stream: list[Any], position: int) -> None:
         """Remember that the op behind the EXPECT at `position` failed, so that nothing was checked.
 
         The client will not say again what it expects: the next op with such inputs is checked in its place.
         """
-        described, at = stream[position + 1], position + 2
+        described, at = stream[position + 1], commands.op_at(stream, position)
         key = None
         with contextlib.suppress(ValueError, KeyError, TypeError):  # of a malformed description
             key = self._believed_key(signature, stream, at, described)

@@ -29,8 +29,10 @@ argument comes from: one of the marks below, or `[CONSTANT, tag, value]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
+
+from skyproxy.errors import ProtocolError
 
 DEFINE: Final = 1
 EXPECT: Final = 2
@@ -92,6 +94,49 @@ IGNORED: Final = "x"
 """Not kept: an alias of an argument that the client already holds. Takes no operand."""
 
 
+def takes_operand(template: Any) -> bool:
+    """Tell the templates that take an operand from those that say all by themselves."""
+    return bool(template != IGNORED and template[0] != CONSTANT)
+
+
+def operand_count(templates: Iterable[Any]) -> int:
+    """Return how many operands an op of these argument and output templates takes."""
+    return sum(map(takes_operand, templates))
+
+
+def width_table(ops: Mapping[int, int] | None = None) -> dict[int, int]:
+    """Return how many operands each command takes, by number: the built-in ones, and ops as they are defined."""
+    return {**OPERANDS, **(ops or {})}
+
+
+def walk(stream: list[Any], widths: Mapping[int, int], end: int | None = None) -> list[int]:
+    """Return the positions of all commands of a stream, in order; an EXPECT and the op behind it are two.
+
+    This alone knows where a command ends. It gives a list: a generator of numbers, positions and operands took half as
+    long again, and every batch is walked before it is sent.
+
+    Args:
+        stream: the commands.
+        widths: how many operands each of them takes, see `width_table`.
+        end: where they end; by default with the stream. Other threads may append to it meanwhile.
+
+    Raises:
+        ProtocolError: a number means nothing, or the stream ends in the middle of a command.
+    """
+    positions: list[int] = []
+    append = positions.append
+    position, count = 0, len(stream) if end is None else end
+    try:
+        while position < count:
+            append(position)
+            position += 1 + widths[stream[position]]
+    except (KeyError, TypeError):
+        raise ProtocolError(f"command {stream[position]!r:.40} at {position} was never defined") from None
+    if position != count:
+        raise ProtocolError(f"the stream ends in the middle of the command at {positions[-1]}")
+    return positions
+
+
 def op_at(stream: list[Any], position: int) -> int:
     """Return where the command proper stands: behind the EXPECT at `position`, or there itself."""
     return position + 1 + OPERANDS[EXPECT] if stream[position] == EXPECT else position
@@ -106,7 +151,8 @@ def execute(
 ) -> tuple[int, int, Exception | None]:
     """Run commands one after another until the stream ends, one fails, or there is reason to pause behind one.
 
-    This follows the handlers, which know their own widths: an op costs one look-up and one call.
+    The same steps as those of `walk`, but by the handlers, which know their own widths, so that an op costs one look-up
+    and one call. A property test holds the two against each other.
 
     Args:
         stream: the commands.

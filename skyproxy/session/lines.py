@@ -24,7 +24,7 @@ def find_line(sent: SentBatch, position: int, widths: dict[int, int]) -> tuple[C
     Args:
         sent: the batch.
         position: where in its stream the op's number stands.
-        widths: how many operands each of the session's signatures takes.
+        widths: how many operands each command takes, see `commands.width_table`.
     """
     stream, lines = sent.stream, sent.lines
     ordinals = op_ordinals(stream, widths)
@@ -44,14 +44,6 @@ def line_of(code: CodeType, offset: int) -> int:
 
 
 def op_ordinals(stream: list[Any], widths: dict[int, int]) -> dict[int, int]:
-    """For the position of each op in the stream, its number among the ops."""
-    ordinals: dict[int, int] = {}
-    position, count = 0, len(stream)
-    while position < count:
-        number = stream[position]
-        operands = commands.OPERANDS.get(number)
-        if operands is None:
-            ordinals[position] = len(ordinals)
-            operands = widths[number]
-        position += 1 + operands
-    return ordinals
+    """Return, for the position of each op in the stream, its number among the ops."""
+    ops = [at for at in commands.walk(stream, widths) if stream[at] >= commands.FIRST_SIGNATURE]
+    return {at: ordinal for ordinal, at in enumerate(ops)}

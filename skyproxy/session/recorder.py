@@ -53,7 +53,7 @@ class Recorder:
         free: slots that no tensor has, as a heap: the smallest is given out first. So what a loop records depends on
             which tensors live and on nothing else, and its batches come again.
         dirty: slots whose tensors died since the last batch, whether they were given out again or not.
-        widths: how many operands each op number that was defined takes.
+        widths: how many operands each command takes; ops are added as they are defined.
         limit: the length of `stream` from which the dispatcher calls `send_some`.
         hidden_writes: how often something was recorded that may write to values which it does not name as operands of
             an op: a replay, a compiled graph, a function.
@@ -80,7 +80,7 @@ class Recorder:
         self.lines: list[Any] = []
         self.dirty: list[int] = []
         self.free: list[int] = []
-        self.widths: dict[int, int] = {}
+        self.widths = commands.width_table()
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
@@ -301,12 +301,11 @@ class Recorder:
         Where lines and ops are out of step, because Ctrl-C struck between the two, all of it goes: what is recorded
         next is in step again, and no error names a wrong line.
         """
-        stream, widths, built_in = self.stream, self.widths, commands.OPERANDS
-        earliest, end = self.limit // 2, self.limit
+        stream, earliest, end = self.stream, self.limit // 2, self.limit
         whole = count, line_count, _ = len(stream), len(self.lines), len(self._buffers)
-        position = lines = buffers = number = 0
+        lines = buffers = number = 0
         best, smallest = whole, 1 << 32
-        while position < count:
+        for position in commands.walk(stream, self.widths, count):
             attached = number == commands.EXPECT  # which speaks of the command behind it
             number = stream[position]
             if earliest <= position < end and not attached:
@@ -314,13 +313,10 @@ class Recorder:
                 mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
                 if mixed < smallest:
                     best, smallest = (position, lines, buffers), mixed
-            width = built_in.get(number)
-            if width is None:
-                width = widths[number]
+            if number >= commands.FIRST_SIGNATURE:
                 lines += 2
             elif number == commands.UPLOAD:
                 buffers += 1
-            position += 1 + width
         return best if lines == line_count else whole
 
     @property

@@ -31,17 +31,13 @@ def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
         for i, item in enumerate(stream)
         if type(item) is float or (type(item) is list and item and type(item[0]) is float)
     ]
-    position, end, requests = 0, len(stream), []
-    while position < end:
-        number = stream[position]
-        width = commands.OPERANDS.get(number)
-        if width is None:
-            width = widths[number]
-        elif number in _REQUESTS:
-            requests.append(position + 1)
+    requests = []
+    for at in commands.walk(stream, widths):
+        number = stream[at]
+        if number < commands.FIRST_SIGNATURE and number in _REQUESTS:
+            requests.append(at + 1)
             if number == commands.FETCH:
-                requests.append(position + 3)
-        position += 1 + width
+                requests.append(at + 3)
     return sorted({*holes, *requests}) if requests else holes
 
 

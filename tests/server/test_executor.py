@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
@@ -330,3 +332,63 @@ def test_the_end_forgets_every_value(worker: Worker) -> None:
     worker.executor.end()
     assert worker.values == {}
     assert not worker.executor.state.values.gates
+
+
+# --- the grammar -----------------------------------------------------------------------------------------------------
+
+LOOKS = [fields(torch.zeros(2)), fields(torch.zeros(2))]
+COMMANDS = [
+    [RELU, 1, 10],
+    [RELU, 99, 11],  # fails: the slot holds nothing
+    [ADD_, 1, 2],  # fails: the shapes do not fit
+    [EMBED, 2, 3, 12],  # fails: the index is out of range
+    [EMPTY, [2], 13],
+    [commands.EXPECT, LOOKS, RELU, 1, 14],
+    [commands.EXPECT, [fields(torch.zeros(5))], RELU, 1, 15],  # fails: it has other sizes
+    [commands.RELEASE, [10, 13]],
+    [commands.FETCH, 7, 1, 0],
+    [commands.DESCRIBE, 8, [1], [2]],
+    [commands.CALL, 9, "item", [3]],
+    [commands.DO, "synchronize", []],
+    [commands.DO, "take_apart", [1, [2, 3, 4]]],
+]
+"""Commands of every kind but for those whose bytes come from elsewhere; some fail wherever they stand."""
+
+
+@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(COMMANDS), max_size=25))
+def test_a_batch_is_run_in_the_steps_of_the_walk_whatever_fails(written: list[list[Any]]) -> None:
+    worker = Worker()
+    worker.values.update({1: torch.ones(2), 2: torch.zeros(3, 2), 3: torch.tensor([9])})
+    stream = [item for command in written for item in command]
+    expected = commands.walk(stream, worker.executor.state.ops.widths)
+    behind_expect = {commands.op_at(stream, at) for at in expected if stream[at] == commands.EXPECT}
+    handlers, visited = worker.executor.state.ops.handlers, []
+
+    def noting(number: int) -> commands.Handler:
+        def handler(slots: dict[int, Any], stream: list[Any], position: int) -> int:
+            visited.append(position)
+            return own(slots, stream, position)
+
+        own = handlers[number]
+        assert own is not None
+        return handler
+
+    for number in {stream[at] for at in expected if at not in behind_expect}:
+        handlers[number] = noting(number)
+    gated = _gated_positions(worker)
+    worker.run(*stream)
+    assert sorted({*visited, *gated}) == [at for at in expected if at not in behind_expect]
+
+
+def _gated_positions(worker: Worker) -> list[int]:
+    """Note the positions that the executor looks at while a storage is not usable: such a command may not run."""
+    positions: list[int] = []
+    own = worker.executor._pass_gates
+
+    def noting(stream: list[Any], position: int) -> Exception | None:
+        positions.append(position)
+        return own(stream, position)
+
+    worker.executor._pass_gates = noting  # type: ignore[method-assign]
+    return positions

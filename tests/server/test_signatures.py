@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
+from skyproxy.protocol import commands
 from skyproxy.torch_codec import FORBIDDEN_OPS
 from skyproxy_server.signatures import Signature
 
@@ -118,3 +120,13 @@ def test_a_list_of_another_length_is_a_protocol_error() -> None:
     signature = Signature(["aten::split.Tensor", ["t", "v"], {}, ["N"]], on_cpu=True)
     with pytest.raises(ProtocolError, match="2 results"):
         signature.handler({1: torch.arange(4)}, [FIRST, 1, 2, [5]], 0)
+
+
+def test_what_the_client_counts_is_what_the_worker_reads() -> None:
+    """The width of a signature, over templates of every kind."""
+    definition = ["aten::add.Tensor", ["t", "t"], {"alpha": ["c", *torch_codec.encode_constant(2)]}, ["n"]]
+    in_place = ["aten::add_.Tensor", ["t", ["k", "float32"]], {}, ["x"]]
+    parts = ["aten::split.Tensor", ["t", "v"], {}, ["N"]]
+    for name, positional, keywords, outputs in (definition, in_place, parts):
+        signature = Signature([name, positional, keywords, outputs], on_cpu=True)
+        assert signature.width == commands.operand_count([*positional, *keywords.values(), *outputs])

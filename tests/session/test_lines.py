@@ -13,7 +13,7 @@ from skyproxy.session.lines import describe_line, line_of, op_ordinals
 from skyproxy.session.recorder import SentBatch
 
 A, B = commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 1
-WIDTHS = {A: 2, B: 0}
+WIDTHS = commands.width_table({A: 2, B: 0})
 
 
 def here() -> tuple[CodeType, int, int]:

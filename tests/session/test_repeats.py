@@ -16,7 +16,7 @@ from skyproxy.settings import Settings
 from skyproxy_server.named_batches import NamedBatches
 
 ADD, SCALE = 32, 33
-WIDTHS = {ADD: 3, SCALE: 3}
+WIDTHS = commands.width_table({ADD: 3, SCALE: 3})
 
 
 def step(rate: float, request: int = 0, ops: int = 10) -> list[Any]:

@@ -26,7 +26,7 @@ def test_a_structure_is_defined_once() -> None:
     numbers = [signatures.number(key, lambda key=key: [key], 2) for key in "abab"]  # type: ignore[misc]
     assert numbers == [FIRST, FIRST + 1, FIRST, FIRST + 1]
     assert recorder.stream == [commands.DEFINE, FIRST, ["a"], commands.DEFINE, FIRST + 1, ["b"]]
-    assert recorder.widths == {FIRST: 2, FIRST + 1: 2}
+    assert recorder.widths == commands.width_table({FIRST: 2, FIRST + 1: 2})
     assert (signatures.known("b"), signatures.known("c")) == (FIRST + 1, None)
     assert signatures.structures() == {FIRST: "a", FIRST + 1: "b"}
 

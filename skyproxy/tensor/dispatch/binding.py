@@ -8,6 +8,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
+from skyproxy.protocol import commands
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.generators import device_of, slot_of
@@ -96,7 +97,7 @@ class Call:
                 self._forget(handle)
             self.key.append(handle.meta)
             self.wire.append(handle.slot)
-            return "t"
+            return commands.TENSOR
         if isinstance(a, torch.Tensor):
             return self._take_host(a, is_written)
         if how == TENSORS and a is not None:
@@ -104,30 +105,30 @@ class Call:
         if how == GENERATOR and a is not None:
             self.key.append("generator")
             self.wire.append(slot_of(a, self.device))
-            return "t"
+            return commands.TENSOR
         if a is None and how == TENSOR:
             self.key.append(kind)
             self.wire.append(0)
-            return "t"
+            return commands.TENSOR
         if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
             constant = frozen(self._constant(a))
             self.key.append(tuple(a) if kind is list else a)
-            return ("c", *constant)
+            return (commands.CONSTANT, *constant)
         if how == NUMBER:
             value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
             # 1, True and 1.0 are equal as keys, but not as arguments of arange.
             typed = value if kind is int or a is None else (kind, value)
             self.key.append(tuple(value) if type(value) is list else typed)
             self.wire.append(value)
-            return "v"
+            return commands.VALUE
         if isinstance(a, list | tuple):
             value = [_number(item) for item in a]
             self.key.append(tuple(type(item) for item in value))
             self.wire.append(value)
-            return "v"
+            return commands.VALUE
         self.key.append(kind)
         self.wire.append(_number(a))
-        return "v"
+        return commands.VALUE
 
     def _forget(self, handle: Handle) -> None:
         meta: Any = handle.meta
@@ -149,13 +150,13 @@ class Call:
         if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
             self.key.append(("host", a.dtype, len(a)))
             self.wire.append(a.tolist())
-            return ("k", torch_codec.DTYPE_NAMES[a.dtype])
+            return (commands.HOST_SCALAR, torch_codec.DTYPE_NAMES[a.dtype])
         if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
             raise mixed_devices_error(self.plan.name, self.device.torch_device, a.device)
         name = torch_codec.DTYPE_NAMES[a.dtype]
         self.key.append(("host", name))
         self.wire.append(a.item())
-        return ("k", name)
+        return (commands.HOST_SCALAR, name)
 
     def _take_list(self, items: Any, is_written: bool) -> Any:
         slots: list[int] = []
@@ -174,7 +175,7 @@ class Call:
             looks.append(item._sky.meta)
         self.key.append(tuple(looks))
         self.wire.append(slots)
-        return "T"
+        return commands.TENSORS
 
     def _place_in_list(self, item: Any, is_written: bool) -> RemoteTensor:
         """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from skyproxy import torch_codec
 from skyproxy.collector import collector_paused
 from skyproxy.interrupts import raised_by_handler
+from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, Plan
@@ -57,8 +58,8 @@ class Output:
     @property
     def template(self) -> str:
         if self.meta is not None:
-            return "n"
-        return "N" if self.items is not None else "x"
+            return commands.NEW
+        return commands.NEW_LIST if self.items is not None else commands.IGNORED
 
 
 @dataclass(slots=True)
@@ -100,11 +101,11 @@ class Entry:
             has_tensors: whether there are tensors among the arguments.
         """
         if found is TARGET:
-            return Entry([Output(tensor=0)], [], simple=True, output_templates=["x"])
+            return Entry([Output(tensor=0)], [], simple=True, output_templates=[commands.IGNORED])
         if len(found) == 1 and type(found[0]) is tuple:  # most of them
             only, shares = found[0]
             if only is not None:
-                entry = Entry([Output(only, shares)], [], output_templates=["n"], made=[only])
+                entry = Entry([Output(only, shares)], [], output_templates=[commands.NEW], made=[only])
                 if has_tensors and only.plain and not shares:
                     entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
                 return entry

@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -152,22 +153,21 @@ def _write_down(device: SkyDevice, notes: _Notes, inputs: Sequence[int], result:
     places: dict[int, int] = {}
     sources = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
     parts: list[str] = []
-    position = 0
-    for begin in notes.begins:
-        number = stream[position] if position < len(stream) else 0
-        structure = structures.get(number)
-        if structure is None or begin - notes.start != position:
+    begins = commands.walk(stream, recorder.widths)
+    if begins != [begin - notes.start for begin in notes.begins]:
+        raise _NoRecipeError
+    for begin, end in pairwise([*begins, len(stream)]):
+        structure = structures.get(stream[begin])
+        if structure is None:
             raise _NoRecipeError
         _, arguments, keywords, outputs = structure
-        parts.append(str(number))
-        position += 1
-        for template in (*arguments, *(template for _, template in keywords), *outputs):
-            if template[0] == commands.CONSTANT or template == commands.IGNORED:
-                continue
-            parts.append(_operand(template, stream[position], sources, places))
-            position += 1
-    if position != len(stream):
-        raise _NoRecipeError
+        given = (*arguments, *(template for _, template in keywords), *outputs)
+        templates, operands = list(filter(commands.takes_operand, given)), stream[begin + 1 : end]
+        if len(templates) != len(operands):
+            raise _NoRecipeError
+        parts.append(str(stream[begin]))
+        for template, operand in zip(templates, operands, strict=True):
+            parts.append(_operand(template, operand, sources, places))
     results = result if isinstance(result, tuple) else (result,)
     filled = []
     for tensor in results:

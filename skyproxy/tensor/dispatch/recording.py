@@ -13,7 +13,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.interrupts import shielded
-from skyproxy.protocol.commands import EXPECT
+from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
@@ -120,7 +120,7 @@ def learn(
     for a, how in zip(args, plan.kinds, strict=False):
         if type(a) is RemoteTensor:
             looks.append(a._sky.meta)
-            templates.append("t")
+            templates.append(commands.TENSOR)
         else:
             looks.append(_look_and_template(a, how, templates, device))
     named: dict[str, Any] = {}
@@ -152,22 +152,19 @@ def learn(
     return entry
 
 
-_ONE_OPERAND = frozenset({"t", "T", "v"})
-
-
 def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice) -> Any:
     kind = type(a)
     if kind is RemoteTensor:
-        templates.append("t")
+        templates.append(commands.TENSOR)
         return a._sky.meta
     if how == TENSORS and kind is list:
-        templates.append("T")
+        templates.append(commands.TENSORS)
         return [None if item is None else item._sky.meta for item in a]
     if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
         constant = device.worker_device if kind is torch.device and a.type == "sky" else a
-        templates.append(("c", *frozen(torch_codec.encode_constant(constant))))
+        templates.append((commands.CONSTANT, *frozen(torch_codec.encode_constant(constant))))
     else:
-        templates.append("t" if a is None and how == TENSOR else "v")
+        templates.append(commands.TENSOR if a is None and how == TENSOR else commands.VALUE)
     return a
 
 
@@ -196,14 +193,10 @@ def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outp
     number = device.session.known_signature(structure)
     if number is not None:
         return number
-    operands = sum(template in _ONE_OPERAND for template in arguments)
-    operands += sum(template in _ONE_OPERAND for _, template in keywords)
-    # A host tensor's value travels as well.
-    operands += sum(template[0] == "k" for template in (*arguments, *(t for _, t in keywords)))
     return device.session.signature(
         structure,
         lambda: [name, [_thawed(t) for t in arguments], {key: _thawed(t) for key, t in keywords}, list(outputs)],
-        operands + sum(template in ("n", "N") for template in outputs),
+        commands.operand_count((*arguments, *(template for _, template in keywords), *outputs)),
     )
 
 
@@ -223,7 +216,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     device = call.device
     wire = [entry.number, *call.wire]
     if expected:
-        wire = [EXPECT, inference.expectation(entry, call.key), *wire]
+        wire = [commands.EXPECT, inference.expectation(entry, call.key), *wire]
     results: list[Any] = []
     for output in entry.outputs:
         if output.argument is not None:
@@ -294,7 +287,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     plan, device = call.plan, call.device
     call = _on_their_own(call, inference.written_tensors(call))
     asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
-    asked.output_templates = ["x" if argument is not None else "n" for argument in plan.returns]
+    asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in plan.returns]
     handles = [device.new_handle(None) for argument in plan.returns if argument is None]
     command = [_signature(call, asked), *call.wire, *(h.slot for h in handles)]
     if record is not None:
@@ -307,7 +300,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     inputs = [tensor._sky.slot for tensor in call.tensors]
     written = inference.written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
-    rows = device.session.request(plan.name, lambda number: (7, number, slots, inputs))
+    rows = device.session.request(plan.name, lambda number: (commands.DESCRIBE, number, slots, inputs))
     found = iter([_answered(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):

@@ -1,0 +1,88 @@
+"""The flat stream of commands has one grammar, and one place that knows it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OWNER = "skyproxy/protocol/commands.py"
+SOURCES = sorted(path for package in ("skyproxy", "skyproxy_server") for path in (ROOT / package).rglob("*.py"))
+assert len(SOURCES) > 100
+
+
+def walkers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The places that step through a stream of commands by themselves: line, and what they do there."""
+    for node in ast.walk(tree):
+        looked_up = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_widths(node.value)
+        if looked_up or (isinstance(node, ast.Call) and _is_look_up(node.func)):
+            yield node.lineno, "asks how many operands a command takes"
+        elif isinstance(node, ast.While) and _steps_through_stream(node):
+            yield node.lineno, "steps through a stream"
+
+
+def _is_widths(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name == "OPERANDS" or (name == "widths" and isinstance(node, ast.Attribute))
+
+
+def _is_look_up(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in ("get", "__getitem__") and _is_widths(node.value)
+
+
+def _steps_through_stream(loop: ast.While) -> bool:
+    """Whether the loop changes a name by which it takes items out of a stream."""
+    changed = {
+        target.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and (node.value.id if isinstance(node.value, ast.Name) else node.value.attr) == "stream"
+        and isinstance(node.slice, ast.Name)
+        and node.slice.id in changed
+        for node in ast.walk(loop)
+    )
+
+
+def test_the_grammar_of_commands_is_walked_in_one_place() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": what
+        for path in SOURCES
+        if path != ROOT / OWNER
+        for line, what in walkers_in(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert not found, f"these know where a command ends, and should use `commands.walk`: {found}"
+
+
+def test_the_owner_walks_it_twice() -> None:
+    """Once by widths, once by the handlers, which a property test holds against each other."""
+    tree = ast.parse((ROOT / OWNER).read_text(encoding="utf-8"))
+    walking = [
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(node, ast.While) and _steps_through_stream(node) for node in ast.walk(function))
+    ]
+    assert walking == ["walk", "execute"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while position < end:\n    position += 1 + width_of(stream[position])",
+        "while p < len(self.stream):\n    number = self.stream[p]\n    p = p + 1 + known[number]",
+        "width = commands.OPERANDS.get(number)",
+        "width = commands.OPERANDS[number]",
+        "at += recorder.widths[number]",
+    ],
+)
+def test_a_walker_of_ones_own_is_found(text: str) -> None:
+    assert list(walkers_in(ast.parse(text)))
