@@ -160,6 +160,7 @@ imports: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/check_docs.py
+	$(BIN)/python docs/write_patches_reference.py --check
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,12 +7,13 @@ imported too, in either order; the other public names load on first use.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.collector import collector_paused
-from skyproxy.import_watcher import when_imported
+from skyproxy.import_watcher import forget_all, when_imported
 
 if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
@@ -106,7 +107,7 @@ _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
 _WITHOUT_DEVICE = ("integrations", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
-__all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__"])
+__all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
 
 
 def __getattr__(name: str) -> Any:
@@ -153,9 +154,6 @@ def _open_saved() -> Node | None:
     return node
 
 
-when_imported("torch", lambda torch: _load_device())
-
-
 def _complete_with(name: str) -> Callable[[ModuleType], object]:
     """What calls our module of this name with one that was imported."""
 
@@ -166,5 +164,50 @@ def _complete_with(name: str) -> Callable[[ModuleType], object]:
     return complete
 
 
-when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
-when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
+def install() -> None:
+    """Register the `sky` device again after `uninstall`. Importing this package does so; idempotent.
+
+    Raises:
+        ConfigurationError: if this torch is not supported, or another backend is registered already.
+
+    Example:
+        ```python
+        skyproxy.uninstall()
+        skyproxy.install()
+        print(torch.ones(2, device="sky:0").sum().item())
+        ```
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    when_imported("torch", lambda torch: _load_device())
+    when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
+    when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
+
+
+def uninstall() -> list[str]:
+    """End all sessions, and put back what skyproxy has replaced in PyTorch, in other libraries and in Python.
+
+    Returns:
+        What stays until the process ends, by dotted name: PyTorch cannot take back the name of a device, nor that it is
+        an accelerator. docs/reference/patches.md tells of each.
+
+    Example:
+        ```python
+        for place in skyproxy.uninstall():
+            print(place, "stays until the process ends")
+        ```
+    """
+    global _installed
+    _installed = False
+    forget_all()
+    nodes: Any = sys.modules.get("skyproxy.nodes")
+    if nodes is not None:
+        nodes.reset()
+    activation: Any = sys.modules.get("skyproxy.tensor.activation")
+    return [patch.place for patch in activation.deactivate()] if activation is not None else []
+
+
+_installed = False
+install()

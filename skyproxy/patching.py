@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -139,6 +139,18 @@ def append(owner: Any, name: str, item: Any, *, why: str, test: str, when: When 
         registered(f"{_label(owner)}.{name}", lambda: items.remove(item), why=why, test=test, when=when)
 
 
+def enter(owner: Any, name: str, key: str, value: Any, *, why: str, test: str, when: When = When.IMPORT) -> None:
+    """Enter a value under a new key in the dict that is the attribute.
+
+    Raises:
+        ConfigurationError: if `owner` has no such dict.
+    """
+    require(owner, name)
+    table: dict[str, Any] = getattr(owner, name)
+    table[key] = value
+    registered(f"{_label(owner)}.{name}[{key!r}]", lambda: table.pop(key, None), why=why, test=test, when=when)
+
+
 def replace_everywhere(name: str, plain: Any, new: Any, *, why: str, test: str, when: When = When.IMPORT) -> None:
     """Replace a function in every loaded module that has it under this name.
 
@@ -168,7 +180,7 @@ def registered(
 
 
 @contextlib.contextmanager
-def noting(owners: Iterable[Any], *, why: str, test: str, when: When = When.IMPORT) -> Iterator[None]:
+def noting(owners: Iterable[Any], *, why: str, test: str, when: When = When.IMPORT, stays: str = "") -> Iterator[None]:
     """List the attributes that a function of PyTorch sets on one of `owners` inside the `with` block."""
     before = [(owner, dict(vars(owner))) for owner in owners]
     yield
@@ -177,7 +189,7 @@ def noting(owners: Iterable[Any], *, why: str, test: str, when: When = When.IMPO
             original = had.get(name, ABSENT)
             if original is not value:
                 place = f"{_label(owner)}.{name}"
-                _note(Patch(place, owner, name, original, value, _caller(), when, why, test))
+                _note(Patch(place, owner, name, original, value, _caller(), when, why, test, stays=stays))
 
 
 def require(owner: Any, *names: str, label: str = "") -> None:
@@ -218,10 +230,14 @@ def undo(patch: Patch) -> bool:
         return True
 
 
-def undo_all() -> list[Patch]:
-    """Restore what was before every replacement, the last one first; return those that could not be undone."""
+def undo_all(but: Container[When] = ()) -> list[Patch]:
+    """Restore what was before every replacement, the last one first; return those that could not be undone.
+
+    Args:
+        but: the moments whose replacements stay.
+    """
     with _lock:
-        return [patch for patch in reversed(list(PATCHES)) if not undo(patch)]
+        return [patch for patch in reversed(list(PATCHES)) if patch.when not in but and not undo(patch)]
 
 
 def _set(
@@ -247,8 +263,6 @@ def _set(
 
 def _note(patch: Patch) -> None:
     with _lock:
-        # Some of what stays is made anew after `undo_all`: the later one is the one in force.
-        PATCHES[:] = [old for old in PATCHES if not (old.stays and old.place == patch.place)]
         PATCHES.append(patch)
 
 

@@ -143,12 +143,21 @@ def test_what_a_function_of_the_library_sets_is_listed_and_undone(library: Any) 
     assert not hasattr(Derived, "more")
 
 
-def test_what_stays_is_told_and_listed_once_when_it_is_made_anew(library: Any) -> None:
-    for _ in range(2):
-        patch = patching.replace(library, "answer", len, stays="for ever", **REASON)
-        assert patching.undo_all() == [patch]
-    assert [patch] == patching.PATCHES
-    assert library.answer is len
+def test_what_stays_is_told_and_stays_on_the_list(library: Any) -> None:
+    patch = patching.replace(library, "answer", len, stays="for ever", **REASON)
+    other = patching.add(library, "more", len, when=patching.When.WORKER, **REASON)
+    assert patching.undo_all(but=[patching.When.WORKER]) == [patch]
+    assert [patch, other] == patching.PATCHES
+    assert (library.answer, library.more) == (len, len)
+
+
+def test_an_entry_of_a_table_is_taken_out(library: Any) -> None:
+    library.table = {"a": 1}
+    patching.enter(library, "table", "b", 2, **REASON)
+    assert library.table == {"a": 1, "b": 2}
+    assert [patch.place for patch in patching.PATCHES] == ["library.table['b']"]
+    patching.undo_all()
+    assert library.table == {"a": 1}
 
 
 def test_an_undoing_of_its_own_takes_the_place_of_setting_the_attribute(library: Any) -> None:

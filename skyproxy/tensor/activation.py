@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from skyproxy import patching
+
 _lock = threading.Lock()
 _active = False
 
@@ -82,3 +84,14 @@ def activate() -> None:
         graph_capture.install()
         dynamo.install()
         _active = True
+
+
+def deactivate() -> list[patching.Patch]:
+    """Undo what `activate`, and what came with first use, replaced; return what cannot be undone. Sessions are over.
+
+    A worker that shares the process keeps what it replaced for itself.
+    """
+    global _active
+    with _lock:
+        _active = False
+        return patching.undo_all(but=[patching.When.WORKER, patching.When.QUIET])

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 
 _DEFAULT_SEED = 67280421310721  # what PyTorch gives a new generator
@@ -215,9 +215,13 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch's generators lack a method that ours have.
     """
-    missing = [name for name in _METHODS if not hasattr(_plain_generator, name)]
-    if missing:
-        raise ConfigurationError(f"torch {torch.__version__} has no torch.Generator.{missing[0]}")
+    patching.require(_plain_generator, *_METHODS)
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     Generator.__doc__ = _plain_generator.__doc__
-    torch.Generator = Generator  # type: ignore[misc,assignment]
+    patching.replace(
+        torch,
+        "Generator",
+        Generator,
+        why="`torch.Generator('sky')` would ask for a generator that each device must have in C++",
+        test="tests/tensor/core/test_generators.py::test_a_seeded_generator_draws_what_the_worker_draws_locally",
+    )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from skyproxy import torch_codec
+from skyproxy import patching, torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import plain_meta
@@ -365,9 +365,12 @@ def install() -> None:
     recording.wrap_described[torch_codec.NESTED] = RemoteNestedTensor.holding
     library = torch.library.Library("aten", "IMPL")
     library.impl("_nested_tensor_from_tensor_list", _from_list_here, "CPU")
-    _keep.append(library)
+    patching.registered(
+        "kernel of `aten::_nested_tensor_from_tensor_list` for the CPU",
+        library._destroy,
+        why="a nested tensor for a worker is made of components on the CPU, which would make it one of the CPU",
+        test="tests/tensor/ops/test_nested_tensors.py::test_an_operation_gives_what_it_gives_on_the_cpu",
+    )
 
-
-_keep: list[Any] = []
 
 __all__ = ["RemoteNestedTensor"]

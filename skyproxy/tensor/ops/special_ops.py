@@ -12,6 +12,7 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental import proxy_tensor
 
+from skyproxy import patching
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
 from skyproxy.tensor.core.transfers import upload
@@ -310,12 +311,14 @@ for _name, _function in _COMPOSITES.items():
 
 
 def install(library: torch.library.Library) -> None:
-    """Puts our composites in the place of PyTorch's, and makes factories of sparse tensors ours too.
-
-    Tracing (`make_fx`, `torch.func.linearize`) takes remote tensors as it takes plain ones: what it does not know it
-    leaves out of its graph.
-    """
-    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)
+    """Put our composites in the place of PyTorch's, and make factories of sparse tensors ours too."""
+    patching.replace(
+        proxy_tensor,
+        "HANDLED_TYPES",
+        (*proxy_tensor.HANDLED_TYPES, RemoteTensor),
+        why="tracing (`make_fx`, `torch.func.linearize`) leaves tensors of other classes out of its graph",
+        test="tests/tensor/torch_api/test_autograd.py::test_function_transforms",
+    )
     for name, function in _COMPOSITES.items():
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.torch_api import sky_module, streams
@@ -19,6 +20,7 @@ from skyproxy.tensor.torch_api import sky_module, streams
 _keep: list[torch.library.Library] = []
 _other_accelerator = torch._C._accelerator_getAccelerator()
 """This machine's own one; asked for before PyTorch knows our device, which it prefers to all others."""
+_STAYS = "in C++, the name of the device makes it the accelerator of this machine, used or not; and a name stays"
 _NO_ACCELERATOR = "Cannot access accelerator device when none is available."
 
 
@@ -51,6 +53,13 @@ def _install_pinning() -> None:
         library.impl("is_pinned", _is_pinned, "CPU", allow_override=True)
         library.impl("_pin_memory", _pin_memory, "CPU", allow_override=True)
     _keep.append(library)
+    patching.registered(
+        "kernels of `aten::is_pinned` and `aten::_pin_memory` for the CPU",
+        None,
+        why="PyTorch asks its accelerator for pinned memory, and would find ours without an allocator for it",
+        test="tests/tensor/torch_api/test_accelerator.py::test_pinning_works_without_cuda_and_without_warnings",
+        stays=_STAYS,
+    )
 
 
 # --- torch.accelerator -----------------------------------------------------------------------------------------------
@@ -150,16 +159,27 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch asks for them elsewhere.
     """
+    if _keep:
+        return  # it stayed
     accelerator = torch._C._accelerator_getAccelerator()
     if accelerator.type != "sky":
         raise ConfigurationError(f"torch takes {accelerator} for this machine's accelerator, not sky")
-    required = ("_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice")
-    missing = [name for name in required if not hasattr(torch._C, name)]
-    if missing:
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy replaces")
-    for name, function in _ACCELERATOR.items():
+    patching.require(
+        torch._C, "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice"
+    )
+    answers = {
+        **{name: _once_used(name, ours, getattr(torch._C, name, None)) for name, ours in _ACCELERATOR.items()},
+        "_accelerator_getAccelerator": _accelerator,
+        "_get_accelerator": lambda: _accelerator() or torch.device("cpu"),
+    }
+    for name, answer in answers.items():
         if hasattr(torch._C, name):
-            setattr(torch._C, name, _once_used(name, function, getattr(torch._C, name)))
-    torch._C._accelerator_getAccelerator = _accelerator
-    torch._C._get_accelerator = lambda: _accelerator() or torch.device("cpu")
+            patching.replace(
+                torch._C,
+                name,
+                answer,
+                why="`torch.accelerator` speaks for `sky` once it is in use, and for this machine's own device before",
+                test="tests/tensor/torch_api/test_accelerator.py::test_sky_is_the_accelerator",
+                stays=_STAYS,
+            )
     _install_pinning()

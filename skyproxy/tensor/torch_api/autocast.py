@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
 
@@ -272,13 +273,24 @@ def install() -> None:
     for name in {**on_cuda, **on_cpu}:
         kernel = _by_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
         library.impl(name, kernel, _KEY, with_keyset=True)
-    _keep.extend((others, library))
-    if not hasattr(torch, "clear_autocast_cache"):
-        raise ConfigurationError(f"torch {torch.__version__} has no torch.clear_autocast_cache")
-    clear = torch.clear_autocast_cache
+    patching.registered(
+        "kernels of `aten` for autocast of the device",
+        lambda: [made._destroy() for made in (others, library)],
+        why="each operation is cast as the worker's own autocast would",
+        test="tests/tensor/torch_api/test_autocast.py::test_matrix_products_are_computed_in_low_precision",
+    )
+    patching.wrap(
+        torch,
+        "clear_autocast_cache",
+        _clearing_ours,
+        why="casts of weights are cached here, and are to be forgotten where PyTorch forgets its own",
+        test="tests/tensor/torch_api/test_autocast.py::test_a_weight_that_changed_is_cast_anew_in_the_next_region",
+    )
 
+
+def _clearing_ours(clear: Callable[[], None]) -> Callable[[], None]:
     def clear_autocast_cache() -> None:
         _cache.casts.clear()
         clear()
 
-    torch.clear_autocast_cache = clear_autocast_cache
+    return clear_autocast_cache

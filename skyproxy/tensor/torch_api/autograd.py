@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_parked_error
 from skyproxy.tensor.core.devices import DEVICES
 
@@ -65,7 +66,14 @@ def install_engine() -> None:
     install_signal_guard()
     variable = torch.autograd.variable.Variable
     if not isinstance(variable._execution_engine, EngineOnCallingThread):
-        variable._execution_engine = EngineOnCallingThread(variable._execution_engine)  # type: ignore[assignment]
+        patching.wrap(
+            variable,
+            "_execution_engine",
+            EngineOnCallingThread,
+            why="on the engine's own threads, backward on `sky:1` aborts the process",
+            test="tests/tensor/torch_api/test_autograd_engine.py::test_backward_runs_on_the_thread_that_calls_it",
+            when=patching.When.FIRST_DEVICE,
+        )
 
 
 def install() -> None:

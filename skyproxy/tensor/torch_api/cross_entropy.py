@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 
 _LEAST_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
@@ -49,10 +49,11 @@ def install() -> None:
     """
     global _plain_adjust
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None:
-        return
-    if not hasattr(options, "_adjust"):
-        raise ConfigurationError(f"torch {torch.__version__} has no LinearCrossEntropyOptions._adjust")
-    if options._adjust is not _adjust:
-        _plain_adjust = options._adjust
-        options._adjust = _adjust
+    if options is not None:
+        _plain_adjust = patching.wrap(
+            options,
+            "_adjust",
+            lambda plain: _adjust,
+            why="chunks and precision are chosen by the type of the device: it must be that of the one behind `sky:k`",
+            test="tests/tensor/torch_api/test_cross_entropy.py::test_a_worker_with_cuda_is_asked_for_its_own_capability",
+        )

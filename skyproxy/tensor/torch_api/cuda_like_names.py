@@ -1,5 +1,4 @@
-"""Names that code written for `torch.cuda` expects: `torch.sky.amp`, `FloatTensor` and its like, `default_generators`,
-and `.sky()` and `.is_sky` of storages."""
+"""Names that code written for `torch.cuda` expects: `torch.sky.amp`, `FloatTensor`, `default_generators` and so on."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import DefaultGenerator
 from skyproxy.tensor.torch_api import sky_module
@@ -95,30 +95,17 @@ def _amp() -> types.ModuleType:
     return module
 
 
-def _is_sky(self: Any) -> bool:
-    """Whether the storage is on a remote device."""
-    return bool(self.device.type == "sky")
-
-
-def _untyped_to_sky(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:
-    """The storage itself if it is on that device, else a copy of its bytes there."""
-    target = DEVICES.of(device).torch_device
-    if self.device == target:
-        return self
-    source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)  # type: ignore[call-overload]
-    return source.to(target, non_blocking=non_blocking).untyped_storage()
-
-
-def _typed_to_sky(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """The storage itself if it is on that device, else a copy of its elements there."""
-    untyped = _untyped_to_sky(self._untyped_storage, device, non_blocking)
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=self.dtype, _internal=True)
-
-
 def install() -> None:
-    """Puts these names into `torch.sky` and onto PyTorch's storages."""
+    """Put these names into `torch.sky`."""
     amp = _amp()
-    sys.modules["torch.sky.amp"] = amp
+    patching.enter(
+        sys,
+        "modules",
+        "torch.sky.amp",
+        amp,
+        why="`import torch.sky.amp`",
+        test="tests/tensor/torch_api/test_cuda_like_names.py::test_mixed_precision_is_where_cuda_has_it",
+    )
     kinds = {
         # The name with its module, which is what `Tensor.type` reads.
         name: _TensorType(
@@ -127,6 +114,3 @@ def install() -> None:
         for name, dtype in _LEGACY_DTYPES.items()
     }
     sky_module.MODULE.__dict__.update(amp=amp, default_generators=_DefaultGenerators(), **kinds)
-    for storage, move in ((torch.storage._StorageBase, _untyped_to_sky), (torch.storage.TypedStorage, _typed_to_sky)):
-        storage.is_sky = property(_is_sky)
-        storage.sky = move

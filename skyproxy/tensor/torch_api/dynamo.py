@@ -14,48 +14,108 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.import_watcher import when_imported
+from skyproxy.patching import When
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
 from skyproxy.tensor.torch_api import sky_module
 
+_TESTS = "tests/tensor/programs/test_compile.py"
+
 
 def _teach(dynamo: Any) -> None:
     """Patches Dynamo; called once, when it has been imported."""
     builder = importlib.import_module("torch._dynamo.variables.builder")
-    if not hasattr(builder, "infer_subclass_type") or not hasattr(builder.VariableBuilder, "_wrap"):
-        raise ConfigurationError(f"torch {torch.__version__} has another Dynamo than skyproxy knows")
-    wrap, infer = builder.VariableBuilder._wrap, builder.infer_subclass_type
+    for owner, name, make in (
+        (builder.VariableBuilder, "_wrap", _wrapping_remote),
+        (builder, "infer_subclass_type", _inferring_remote),
+    ):
+        patching.wrap(
+            owner,
+            name,
+            make,
+            why="Dynamo takes a remote tensor for a plain one, not for a class that it should trace",
+            test=f"{_TESTS}::test_a_training_step_is_one_graph_and_few_commands",
+            when=When.DYNAMO,
+        )
+    patching.replace(
+        importlib.import_module("torch._subclasses.fake_tensor"),
+        "_is_privateuse1_backend_available",
+        lambda: False,  # asked for nothing but this, and only on machines without an accelerator of their own
+        why="`torch.tensor(1.0, device='sky')` in traced code would make a tensor on the worker while it is traced",
+        test=f"{_TESTS}::test_nested_functions_and_closures",
+        when=When.DYNAMO,
+    )
+    _run_higher_order_ops()
+    dynamo.register_backend(compiler.sky_backend, name="sky")
+    backends = importlib.import_module("torch._dynamo.backends.registry")
+    patching.registered(
+        "torch._dynamo.register_backend",
+        lambda: [table.pop("sky", None) for table in (backends._COMPILER_FNS, backends._BACKENDS)],
+        why='`torch.compile(..., backend="sky")`',
+        test=f"{_TESTS}::test_training_is_bit_equal_to_local_cpu",
+        when=When.DYNAMO,
+    )
+    _leave_out_own_frames()
 
+
+def _leave_out_own_frames() -> None:
+    """Keep Dynamo from compiling what we do on the way: it is called with each frame that Python begins."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    before = len(rules.SKIP_DIRS)
+    rules.add("skyproxy")
+    # But for what we put around the user's functions: that is to be looked through.
+    inlined = Path(memoized_calls.__file__).as_posix()
+    rules.get_mod_inlinelist().add(inlined)
+
+    def undo() -> None:
+        for name in rules.SKIP_DIRS[before:]:
+            if Path(name).name.startswith("skyproxy"):
+                rules.SKIP_DIRS.remove(name)
+        rules._recompile_re()
+        rules.get_mod_inlinelist().discard(inlined)
+
+    patching.registered(
+        "torch._dynamo.trace_rules.add",
+        undo,
+        why="Dynamo would trace our own code, and looks through what is put around functions of the user",
+        test="tests/integrations/test_generate_ahead.py::test_a_model_is_still_compiled_as_one_graph",
+        when=When.DYNAMO,
+    )
+
+
+def _wrapping_remote(wrap: Any) -> Any:
     def wrap_remote(self: Any, value: Any) -> Any:
         return self.wrap_tensor(value) if type(value) is RemoteTensor else wrap(self, value)
 
+    return wrap_remote
+
+
+def _inferring_remote(infer: Any) -> Any:
     def infer_remote(value: Any) -> Any:
         return None if type(value) is RemoteTensor else infer(value)
 
-    builder.VariableBuilder._wrap = wrap_remote
-    builder.infer_subclass_type = infer_remote
-    # Else `torch.tensor(1.0, device="sky")` in traced code would make a tensor on the worker while it is traced. Asked
-    # for nothing but this, and only on machines without an accelerator of their own.
-    importlib.import_module("torch._subclasses.fake_tensor")._is_privateuse1_backend_available = lambda: False
-    _run_higher_order_ops()
-    dynamo.register_backend(compiler.sky_backend, name="sky")
-    # Dynamo is called with each frame that Python begins, ours among them: what we do on the way is not to be compiled.
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    rules.add("skyproxy")
-    # But for what we put around the user's functions: that is to be looked through.
-    rules.get_mod_inlinelist().add(Path(memoized_calls.__file__).as_posix())
+    return infer_remote
 
 
 def _run_higher_order_ops() -> None:
     """Lets `torch.cond` and its like run on remote tensors, by their ordinary kernels: Python that calls ops."""
     key = torch._C.DispatchKey.CompositeExplicitAutograd
+    ours: list[Any] = []
     for op in list(torch._ops._higher_order_ops.values()):
         kernel = op.py_kernels.get(key)
         if kernel is not None and RemoteTensor not in op.python_key_table:
             op.py_impl(RemoteTensor)(kernel)
+            ours.append(op.python_key_table)
+    patching.registered(
+        "kernels of `torch.cond` and its like",
+        lambda: [table.pop(RemoteTensor, None) for table in ours],
+        why="they run on remote tensors as on plain ones, by the kernels that call ops",
+        test=f"{_TESTS}::test_conditions_on_values_are_run_op_by_op",
+        when=When.DYNAMO,
+    )
 
 
 def _admit_to_flex_attention(module: Any) -> None:
@@ -64,16 +124,23 @@ def _admit_to_flex_attention(module: Any) -> None:
     Raises:
         ConfigurationError: this torch checks devices in another way.
     """
-    check = getattr(module, "_validate_device", None)
-    if check is None:
-        raise ConfigurationError(f"torch {torch.__version__} has no _validate_device in {module.__name__}")
+    patching.wrap(
+        module,
+        "_validate_device",
+        _admitting_sky,
+        why="`flex_attention` has a list of devices; it is made of ordinary ops",
+        test="tests/tensor/ops/test_flex_attention.py::test_the_result_is_that_of_the_cpu",
+        when=When.FLEX_ATTENTION,
+    )
 
+
+def _admitting_sky(check: Any) -> Any:
     @functools.wraps(check)
     def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if query.device.type != "sky":
             check(query, key, value)
 
-    module._validate_device = validate_device
+    return validate_device
 
 
 def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
@@ -98,11 +165,14 @@ def install() -> None:
         ConfigurationError: this torch compiles in another way.
     """
     global _plain_compile_fx
-    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if wrapper is None:
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._TorchCompileInductorWrapper")
-    _plain_compile_fx = wrapper.__call__
-    wrapper.__call__ = _compile_fx
+    patching.require(torch, "_TorchCompileInductorWrapper")
+    _plain_compile_fx = patching.wrap(
+        torch._TorchCompileInductorWrapper,
+        "__call__",
+        lambda plain: _compile_fx,
+        why="plain `torch.compile` of a graph with remote tensors compiles it on the worker",
+        test=f"{_TESTS}::test_plain_torch_compile_comes_to_us",
+    )
     RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce
     sky_module.MODULE.__dict__.update(compile_report=compiler.compile_report)
     when_imported("torch._dynamo", _teach)

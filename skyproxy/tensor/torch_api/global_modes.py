@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.torch_modes import MODES, Record, note_flush_denormal, record_of, values_in_force
 
+_WHY = "the workers and what is remembered of operations follow each mode, in order with the operations around it"
+_TEST = "tests/tensor/torch_api/test_global_modes.py::test_a_mode_is_in_force_on_every_worker_once_it_is_set"
+_WHEN = patching.When.FIRST_DEVICE
 _lock = threading.RLock()
 _values: dict[str, Any] = {}
 """The modes of this process, as far as the devices were told; empty before the first device."""
@@ -65,7 +68,7 @@ def _followed(name: str, setter: Callable[..., Any]) -> Callable[..., Any]:
             note_flush_denormal(bool(result) and bool(args[0] if args else kwargs["mode"]))
         with _lock:
             now = {mode.name: mode.read() for mode in rows}
-            if any(_values[key] != value for key, value in now.items()):
+            if _values and any(_values[key] != value for key, value in now.items()):
                 _values.update(now)
                 _tell(DEVICES.alive())
         return result
@@ -74,28 +77,31 @@ def _followed(name: str, setter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
-    """Replaces every function of PyTorch that sets a mode.
+    """Replace every function of PyTorch that sets a mode.
 
     Raises:
-        ConfigurationError: this torch has not all of them.
+        ConfigurationError: if this torch has not all of them.
     """
     names = dict.fromkeys(name for mode in MODES.values() for name in mode.setters)
-    missing = [name for name in names if not hasattr(torch._C, name)]
-    if missing:
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._C.{missing[0]}, which skyproxy follows")
+    patching.require(torch._C, *names)
     followed: dict[int, Callable[..., Any]] = {}
     for name in names:
         original = getattr(torch._C, name)
         followed[id(original)] = replacement = _followed(name, original)
-        setattr(torch._C, name, replacement)
-        if getattr(torch, name, None) is original:
-            setattr(torch, name, replacement)
+        for owner in (torch._C, torch):
+            if getattr(owner, name, None) is original:
+                _replace(owner, name, replacement)
     # `torch.backends.cudnn.benchmark = True` and its like keep the functions that they call.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.backends"):
-            for attribute in vars(type(module)).values():
-                if isinstance(attribute, torch.backends.ContextProp):
-                    attribute.setter = followed.get(id(attribute.setter), attribute.setter)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torch.backends"):
+            for name, attribute in vars(type(module)).items():
+                if isinstance(attribute, torch.backends.ContextProp) and id(attribute.setter) in followed:
+                    _replace(attribute, "setter", followed[id(attribute.setter)], label=f"{module_name}.{name}")
+    patching.registered("what the devices were told of modes", _values.clear, why=_WHY, test=_TEST, when=_WHEN)
+
+
+def _replace(owner: Any, name: str, replacement: Any, label: str = "") -> None:
+    patching.replace(owner, name, replacement, label=label, why=_WHY, test=_TEST, when=_WHEN)
 
 
 def install() -> None:

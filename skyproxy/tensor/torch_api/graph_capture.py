@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from skyproxy.errors import CaptureError, ConfigurationError
+from skyproxy import patching
+from skyproxy.errors import CaptureError
 from skyproxy.tensor.dispatch.capture import is_capturing
 from skyproxy.tensor.programs.graphed_callables import make_graphed_callables
 from skyproxy.tensor.programs.graphs import (
@@ -51,7 +52,12 @@ def install() -> None:
         is_current_stream_capturing=is_current_stream_capturing,
         make_graphed_callables=make_graphed_callables,
     )
-    name = next((name for name in _HEALTH_CHECKS if hasattr(Optimizer, name)), None)
-    if name is None:
-        raise ConfigurationError(f"torch {torch.__version__} has no Optimizer.{_HEALTH_CHECKS[0]}")
-    setattr(Optimizer, name, _check_optimizer(getattr(Optimizer, name)))
+    # A hook before each step (`register_optimizer_step_pre_hook`) would be traced into every compiled step.
+    name = next((name for name in _HEALTH_CHECKS if hasattr(Optimizer, name)), _HEALTH_CHECKS[0])
+    patching.wrap(
+        Optimizer,
+        name,
+        _check_optimizer,
+        why="an optimizer that cannot be captured in a graph says so, as it does for CUDA",
+        test="tests/tensor/programs/test_graphs.py::test_an_optimizer_that_would_be_frozen_is_refused",
+    )

@@ -13,7 +13,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.transfers import together
 from skyproxy.settings import SETTINGS
@@ -232,17 +232,30 @@ def install() -> None:
         ConfigurationError: this torch lacks one of the places to do so.
     """
     global _plain_apply, _plain_parallel
-    lists = [getattr(place, "_foreach_supported_types", None) for place in (optimizer_module, _foreach_utils)]
-    if None in lists or not hasattr(torch.nn.Module, "_apply"):
-        raise ConfigurationError(f"torch {torch.__version__} lacks Module._apply or _foreach_supported_types")
-    for kinds in lists:
-        if RemoteTensor not in kinds:
-            kinds.append(RemoteTensor)
-    if torch.nn.Module._apply is not _apply:
-        _plain_apply = torch.nn.Module._apply
-        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
-        _plain_parallel = torch.nn.DataParallel.__init__
-        torch.nn.DataParallel.__init__ = _init_parallel  # type: ignore[method-assign]
-        _Uninitialized.materialize = _materialize  # type: ignore[method-assign]
-        for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
-            kind.__new__ = _born_lazy(kind.__new__)  # type: ignore[method-assign]
+    for place in (optimizer_module, _foreach_utils):
+        patching.append(
+            place,
+            "_foreach_supported_types",
+            RemoteTensor,
+            why="optimizers take one op for all parameters only where the class of each is on this list",
+            test="tests/tensor/torch_api/test_optimizers.py::test_an_optimizer_step_costs_few_operations",
+        )
+    _plain_apply = patching.wrap(
+        torch.nn.Module,
+        "_apply",
+        lambda plain: _apply,
+        why="a whole module travels at once, tied weights stay tied, and an interrupt leaves it as it was",
+        test="tests/tensor/torch_api/test_modules.py::test_parameters_stay_the_same_objects_on_any_journey",
+    )
+    _plain_parallel = patching.wrap(
+        torch.nn.DataParallel,
+        "__init__",
+        lambda plain: _init_parallel,
+        why="it would spread a module over workers, which share no memory",
+        test="tests/tensor/torch_api/test_training_tools.py::test_data_parallel_hands_its_input_to_the_module",
+    )
+    lazy = "a lazy parameter for a worker stays here until it knows its shape"
+    test = "tests/tensor/torch_api/test_modules.py::test_lazy_modules_take_shape_on_the_worker"
+    patching.replace(_Uninitialized, "materialize", _materialize, why=lazy, test=test)
+    for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+        patching.wrap(kind, "__new__", _born_lazy, why=lazy, test=test)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import _utils
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
@@ -20,6 +20,7 @@ from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, ado
 from skyproxy.tensor.core.storage import SkyStorage, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
+_IN_BLOCKS = "tensors are fetched in blocks before they are written, not with one round trip each"
 _compressed = (torch.sparse_csr, torch.sparse_bsr)
 
 
@@ -190,11 +191,22 @@ def _patch_safetensors() -> None:
     except ImportError:
         return
     plain = safetensors.safe_open
-    opening = _opening(plain)
-    _replace_everywhere("safe_open", plain, opening)
+    patching.replace_everywhere(
+        "safe_open",
+        plain,
+        _opening(plain),
+        why="safetensors knows devices by a list of names that ours is not in",
+        test="tests/tensor/torch_api/test_serialization.py::test_safetensors_open_lazily_on_a_worker",
+    )
     for name in ("save", "save_file"):
         plain = getattr(safetensors.torch, name)
-        _replace_everywhere(name, plain, _saving_tensors(plain))
+        patching.replace_everywhere(
+            name,
+            plain,
+            _saving_tensors(plain),
+            why=_IN_BLOCKS,
+            test="tests/tensor/core/test_prefetching.py::test_safetensors_are_written_in_blocks",
+        )
 
 
 def _saving_tensors(save: Any) -> Any:
@@ -208,31 +220,48 @@ def _saving_tensors(save: Any) -> Any:
     return save_in_blocks
 
 
-def _replace_everywhere(name: str, plain: Any, ours: Any) -> None:
-    """Those who import a function later take it from its package; some have taken it before."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is plain:
-            setattr(module, name, ours)
-
-
 def install() -> None:
     """Teaches PyTorch to save, load and copy remote tensors.
 
     Raises:
         ConfigurationError: this torch writes tensors in another way.
     """
-    needed = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "set_tensor_metadata")
-    missing = [name for name in needed if not hasattr(_utils, name)]
-    if missing or not hasattr(torch._C, "_set_tensor_metadata") or not hasattr(torch, "_storage_classes"):
-        raise ConfigurationError(f"torch {torch.__version__} has no torch._utils.{missing}, which skyproxy uses")
+    patching.require(_utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+    patching.require(torch._C, "_set_tensor_metadata")
+    patching.require(torch, "_storage_classes")
     torch.serialization.register_package(_PRIORITY, _tag, _restore)  # type: ignore[no-untyped-call]
+    packages: Any = torch.serialization._package_registry
+    patching.registered(
+        "torch.serialization._package_registry",
+        lambda: packages.remove((_PRIORITY, _tag, _restore)),
+        why="`torch.save` and `torch.load` ask there where a storage belongs",
+        test="tests/tensor/torch_api/test_serialization.py::test_a_file_loads_where_map_location_says",
+    )
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
-    # PyTorch finds the storages to save by this function, and writes down the name that their class has in torch.
-    torch.is_storage = _is_storage  # type: ignore[assignment]
+    patching.replace(
+        torch,
+        "is_storage",
+        _is_storage,
+        why="`torch.save` finds the storages to write by this function, and it compares exact classes",
+        test="tests/tensor/torch_api/test_serialization.py::test_a_storage_can_be_saved_by_itself",
+    )
+    # `torch.save` writes down the name that the class of a storage has in torch.
     SkyStorage.__module__ = "torch.storage"
     SkyStorage.__name__ = SkyStorage.__qualname__ = "UntypedStorage"
-    _utils.set_tensor_metadata = _set_tensor_metadata
-    _replace_everywhere("save", torch.serialization.save, _saving(torch.serialization.save))
+    patching.replace(
+        _utils,
+        "set_tensor_metadata",
+        _set_tensor_metadata,
+        why="PyTorch's own calls a function that each device must have in C++",
+        test="tests/tensor/torch_api/test_serialization.py::test_the_conjugate_bit_of_a_file_reaches_the_worker",
+    )
+    patching.replace_everywhere(
+        "save",
+        torch.serialization.save,
+        _saving(torch.serialization.save),
+        why=_IN_BLOCKS,
+        test="tests/tensor/core/test_prefetching.py::test_a_checkpoint_is_saved_in_blocks",
+    )
     _patch_safetensors()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.prefetching import READER, InTurn
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -226,6 +227,18 @@ def _in_turn(state_dict: Any) -> Any:
 
 def install() -> None:
     """Gives modules a `load_into`, for those that come back from a worker, and watches who copies a state dict."""
-    torch.nn.Module.state_dict = _in_turn(torch.nn.Module.state_dict)  # type: ignore[method-assign]
+    patching.wrap(
+        torch.nn.Module,
+        "state_dict",
+        _in_turn,
+        why="a loop that copies a state dict to the CPU, value by value, is read ahead in blocks",
+        test="tests/tensor/core/test_prefetching.py::test_a_loop_over_a_state_dict_comes_in_blocks",
+    )
     if not hasattr(torch.nn.Module, "load_into"):
-        torch.nn.Module.load_into = _module_load_into  # type: ignore[assignment]
+        patching.add(
+            torch.nn.Module,
+            "load_into",
+            _module_load_into,
+            why="a module that comes back from a function takes the weights that are already on the worker",
+            test="tests/loading/test_load_into.py::test_a_remote_module_fills_a_skeleton",
+        )

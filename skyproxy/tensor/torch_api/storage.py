@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -101,14 +101,29 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch's tensors lack one of them.
     """
-    if "_new_wrapped_storage" not in vars(torch.TypedStorage) or not hasattr(
-        torch._C, "_construct_storage_from_data_pointer"
-    ):
-        raise ConfigurationError(f"torch {torch.__version__} makes storages in another way than skyproxy knows")
-    torch.UntypedStorage.__new__ = staticmethod(_new_storage)  # type: ignore[method-assign,assignment]
-    torch.UntypedStorage.copy_ = _copy_into  # type: ignore[method-assign]
-    torch.TypedStorage._new_wrapped_storage = _new_wrapped_storage  # type: ignore[method-assign]
+    patching.require(torch._C, "_construct_storage_from_data_pointer")
+    patching.require(torch.Tensor, *_METHODS)
+    tests = "tests/tensor/core/test_storage.py"
+    patching.replace(
+        torch.UntypedStorage,
+        "__new__",
+        staticmethod(_new_storage),
+        why="PyTorch's constructor would allocate through an allocator that a Python device does not have, and crash",
+        test=f"{tests}::test_a_storage_is_made_as_on_the_cpu",
+    )
+    patching.replace(
+        torch.UntypedStorage,
+        "copy_",
+        _copy_into,
+        why="bytes of a remote storage are copied by the worker",
+        test=f"{tests}::test_bytes_go_from_storage_to_storage_whatever_the_device",
+    )
+    patching.replace(
+        torch.TypedStorage,
+        "_new_wrapped_storage",
+        _new_wrapped_storage,
+        why="PyTorch's own takes no subclass of `UntypedStorage`, and remote storages are of one",
+        test=f"{tests}::test_a_storage_is_made_as_on_the_cpu",
+    )
     for name, function in _METHODS.items():
-        if not hasattr(torch.Tensor, name):
-            raise ConfigurationError(f"torch {torch.__version__} has no Tensor.{name}, which skyproxy replaces")
         setattr(RemoteTensor, name, function)

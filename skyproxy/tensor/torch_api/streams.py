@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES, Handle
 from skyproxy.tensor.torch_api import sky_module
@@ -273,7 +274,13 @@ def install() -> None:
         raise ConfigurationError(f"torch {torch.__version__} makes streams in another way: {error}") from error
     for name, stand_in in (("Stream", StreamStandIn), ("Event", EventStandIn)):
         stand_in.__module__, stand_in.__qualname__, stand_in.__name__ = "torch", name, name
-        setattr(torch, name, stand_in)
+        patching.replace(
+            torch,
+            name,
+            stand_in,
+            why="a stream or an event of `sky` is one of the worker, with a number of its own",
+            test="tests/tensor/torch_api/test_streams.py::test_every_new_stream_and_event_has_a_number_of_its_own",
+        )
     sky_module.MODULE.__dict__.update(
         Event=Event,
         Stream=Stream,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor
 
 _disabled = torch._C._disabled_torch_function_impl
@@ -116,7 +116,13 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch's tensors have no subclasses as skyproxy knows them.
     """
-    if not hasattr(torch.Tensor, "as_subclass") or not hasattr(torch._tensor, "_rebuild_from_type_v2"):
-        raise ConfigurationError(f"torch {torch.__version__} makes subclasses in another way than skyproxy knows")
+    patching.require(torch.Tensor, "as_subclass")
+    patching.require(torch._tensor, "_rebuild_from_type_v2")
     RemoteTensor.as_subclass = as_subclass  # type: ignore[method-assign,assignment]
-    torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign,assignment]
+    patching.replace(
+        torch.Tensor,
+        "_make_subclass",
+        staticmethod(_make_subclass),
+        why="PyTorch's own aborts where the class and the tensor both have Python dispatch",
+        test="tests/tensor/torch_api/test_subclasses.py::test_a_subclass_keeps_its_methods_and_attributes",
+    )

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import _tensor_str
 
-from skyproxy.errors import ConfigurationError
+from skyproxy import patching
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, TensorBase, adopt
 from skyproxy.tensor.core.transfers import download
 
@@ -191,13 +191,8 @@ def install() -> None:
     Raises:
         ConfigurationError: this torch prints tensors in another way.
     """
-    missing = [name for name in _REPR_PARTS if not hasattr(_tensor_str, name)]
-    if missing:
-        raise ConfigurationError(
-            f"torch {torch.__version__} has no torch._tensor_str.{missing[0]}, which skyproxy uses"
-        )
-    if not hasattr(TensorBase, "data") or not hasattr(torch._C, "_swap_tensor_impl"):
-        raise ConfigurationError(f"torch {torch.__version__} cannot exchange tensors, which Module.to needs")
+    patching.require(_tensor_str, *_REPR_PARTS)
+    patching.require(torch._C, "_swap_tensor_impl")
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
     RemoteTensor._repr_mimebundle_ = _mimebundle
     RemoteTensor.__format__ = _format  # type: ignore[method-assign]
@@ -206,5 +201,19 @@ def install() -> None:
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_c_exchange_api__ = None
-    torch.to_dlpack = torch.utils.dlpack.to_dlpack = torch._C._to_dlpack = _guarded(torch._C._to_dlpack)
-    torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[assignment]
+    guarded = _guarded(torch._C._to_dlpack)
+    for owner in (torch, torch.utils.dlpack):
+        patching.replace(
+            owner,
+            "to_dlpack",
+            guarded,
+            why="PyTorch's exporter does not ask the tensor, and would hand out an address that is none",
+            test="tests/tensor/torch_api/test_tensor_methods.py::test_dlpack_is_refused_with_a_way_out",
+        )
+    patching.replace(
+        torch.Tensor,
+        "data",
+        property(_get_data, _set_data),
+        why="`p.data = q` moves a parameter to another device without another object, as `Module.to` does",
+        test="tests/tensor/torch_api/test_tensor_methods.py::test_data_moves_a_parameter_to_the_worker_and_back",
+    )
