@@ -42,7 +42,13 @@ class ConfigurationError(SkyproxyError, ValueError):
 
 
 class ConnectError(SkyproxyError, ConnectionError):
-    """No session with a worker came about."""
+    """No session with a worker came about.
+
+    Attributes:
+        code_name: what the worker called the reason, see `CLOSE_CODES`; empty where it said none.
+    """
+
+    code_name: str = ""
 
 
 class AuthenticationError(ConnectError):

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
+from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError, SkyproxyError
 from skyproxy.functions.runner import Runner
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.session.local_worker import LocalWorker
+from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
@@ -364,17 +365,21 @@ def _connect(
             f"no token for {url}. Pass token=..., or set SKYPROXY_TOKEN; the worker was started with --token-file."
         )
 
-    def open_connection(role: str, session: str) -> tuple[Transport, Welcome]:
+    # Of a worker that this process has started, a connection breaks only when one of the two ends.
+    grace_seconds = int(SETTINGS.reconnect_seconds) if SETTINGS.reconnect and worker is None else 0
+
+    def open_connection(role: str, session: str, secret: bytes = b"", received: int = 0) -> tuple[Transport, Welcome]:
         nonlocal token, ssl_context
+        hello = Hello(list(SUPPORTED), role, session, software(torch.__version__), grace_seconds, secret, received)
         try:
-            return _open(url, token or "", ssl_context, server_name, insecure, role, session)
+            return _open(url, token or "", ssl_context, server_name, insecure, hello)
         except ConnectError:
             if renew is None or not session:
                 raise
             # A session lasts longer than a token or a certificate may.
             fresh, certificate = renew()
             trusted = client_context(certificate) if certificate is not None else ssl_context
-            opened = _open(url, fresh, trusted, server_name, insecure, role, session)
+            opened = _open(url, fresh, trusted, server_name, insecure, hello)
             token, ssl_context = fresh, trusted
             return opened
 
@@ -389,9 +394,22 @@ def _connect(
     def open_functions() -> Transport:
         return open_connection("functions", welcome.session)[0]
 
-    session = Session(operations, bulk, welcome, SETTINGS)
+    def reopen(role: str, received: int) -> tuple[Transport, Welcome]:
+        try:
+            return open_connection(role, welcome.session, welcome.secret, received if role == "operations" else 0)
+        except ConnectError:
+            raise
+        except (SkyproxyError, OSError) as problem:  # of `renew`, which asks others
+            raise ConnectError(str(problem)) from problem
+
+    reconnector: Reconnector | None = None
+    if grace_seconds and welcome.secret:
+        reconnector = Reconnector(reopen, url, min(grace_seconds, welcome.limits.get("grace_seconds", 0)))
+    session = Session(operations, bulk, welcome, SETTINGS, reconnector=reconnector)
     if explain_end is not None:
         session.explain_end = explain_end
+        if reconnector is not None:
+            reconnector.explain_end = explain_end
     node = Node(
         url, source, session, worker, on_close, open_functions, shares_files=shares_files, trust_worker=trust_worker
     )
@@ -405,12 +423,10 @@ def _open(
     ssl_context: ssl.SSLContext | None,
     server_name: str | None,
     insecure: bool,
-    role: str,
-    session: str,
+    hello: Hello,
 ) -> tuple[Transport, Welcome]:
     from skyproxy.transport.websocket import connect_websocket
 
-    hello = Hello(list(SUPPORTED), role, session, software(torch.__version__))
     return connect_websocket(
         url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name, insecure=insecure
     )

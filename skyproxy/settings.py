@@ -100,6 +100,18 @@ class Settings:
     """How often a silent bulk connection is asked whether the worker still lives."""
     liveness_timeout_seconds: float = 30.0
     """A worker that answered nothing for this long is lost."""
+    reconnect: bool = False
+    """Whether a session with a worker elsewhere outlives its connections: they are made anew when they break."""
+    reconnect_seconds: float = 600.0
+    """How long a client tries to get a broken connection back."""
+    silence_seconds: float = 10.0
+    """A connection that answered nothing for this long is taken for broken, where it can be made anew."""
+    session_grace_seconds: float = 600.0
+    """How long a worker keeps a session without a connection, if its client asks for it. 0: not at all."""
+    max_detached_sessions: int = 16
+    """Sessions without a connection that one worker keeps; when one more breaks, the oldest of them ends."""
+    max_kept_answer_bytes: int = 64 << 20
+    """What a worker keeps of answers that a session's client has not told to have."""
     close_timeout_seconds: float = 1.0
     rank_start_timeout_seconds: float = 600.0
     """How long the ranks of a pool may take to set up their plugins, before those that are missing are named."""

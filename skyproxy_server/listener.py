@@ -62,6 +62,13 @@ class SessionHost(Protocol):
             LimitExceededError: there are too many sessions.
         """
 
+    def resume_session(self, hello: Hello, transport: Transport) -> Served:
+        """Give a session another operations connection, for its own one broke.
+
+        Raises:
+            LookupError: there is no such session, or the client may not have it.
+        """
+
     def join_bulk(self, session_id: str, transport: Transport) -> Served:
         """Gives a session its bulk connection.
 
@@ -275,7 +282,9 @@ class Listener:
             if self._draining:
                 transport.close("shutdown", "The worker is shutting down.")
                 return
-            if hello.role == OPERATIONS:
+            if hello.role == OPERATIONS and hello.session:
+                served = self._host.resume_session(hello, transport)
+            elif hello.role == OPERATIONS:
                 served = self._host.open_session(hello, transport)
             elif hello.role == BULK:
                 served = self._host.join_bulk(hello.session, transport)

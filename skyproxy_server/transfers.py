@@ -8,6 +8,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,7 +19,9 @@ from skyproxy.protocol.messages import (
     CancelTransfer,
     Challenge,
     Chunk,
+    Continue,
     Known,
+    Landed,
     Message,
     Offer,
     PackedChunk,
@@ -35,6 +38,10 @@ _MOST_CHALLENGES = 65_536
 _MOST_UNANNOUNCED = 65_536
 """Transfers whose pieces came before the command that says what they are for."""
 _REMEMBERED_CANCELS = 1000
+_REMEMBERED_ARRIVALS = 65_536
+"""Uploads that are complete, of which the client may not know; it waits for far fewer."""
+_TOLD_EVERY_BYTES = 4 << 20
+"""How often a client that keeps what the worker may not have is told of an upload's progress."""
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
 
 
@@ -143,11 +150,19 @@ class TransferCancelledError(RuntimeError):
 
 
 class Departure:
-    """Bytes that go to the client, in pieces."""
+    """Bytes that go to the client, in pieces.
+
+    Attributes:
+        offset: where to begin; the client has what is before it.
+        begun: whether a piece has left.
+    """
+
+    begun = False
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
         self.tensor = tensor
+        self.offset = 0
         self._done = threading.Event()
 
     def finished(self) -> bool:
@@ -166,7 +181,10 @@ class Transfers:
 
     Attributes:
         blobs: where uploads are kept; None for a worker that keeps none.
+        lasting: whether the bulk connection may be replaced when it breaks.
     """
+
+    lasting = False
 
     def __init__(
         self,
@@ -203,6 +221,9 @@ class Transfers:
         self._cancelled: dict[int, str] = {}
         self._lock = threading.Lock()
         self._departures: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
+        self._leaving: dict[int, Departure] = {}
+        self._complete: dict[int, int] = {}
+        self._is_detached = False
         self._ended = False
 
     def arrival(self, number: int, byte_count: int) -> Arrival:
@@ -235,7 +256,13 @@ class Transfers:
         """Starts to send the bytes of a dense tensor."""
         self._staging.leave(tensor)
         departure = Departure(number, tensor)
-        self._departures.put(departure)
+        with self._lock:
+            if self._ended:
+                departure.end()
+            elif self.lasting:
+                self._leaving[number] = departure
+            if not self._is_detached:
+                self._departures.put(departure)
         return departure
 
     def _of_chunk(self, chunk: Chunk | PackedChunk) -> Arrival:
@@ -280,8 +307,14 @@ class Transfers:
             message = transport.recv()
             if isinstance(message, Chunk):
                 self.on_chunk(message)
+                self._tell(transport, message)
             elif isinstance(message, PackedChunk):
                 self.on_packed_chunk(message)
+                self._tell(transport, message)
+            elif isinstance(message, Landed):
+                self.on_landed(message)
+            elif isinstance(message, Continue):
+                self.on_continue(transport, message)
             elif isinstance(message, CancelTransfer):
                 self.on_cancel(message)
             elif isinstance(message, Offer):
@@ -296,6 +329,65 @@ class Transfers:
                 transport.send(Known(message.transfer, self.on_proof(message)))
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
+
+    # --- a bulk connection that is replaced --------------------------------------------------------------------------
+
+    def _tell(self, transport: Transport, chunk: Chunk | PackedChunk) -> None:
+        """Tell the client how far an upload is: sometimes, and at its end."""
+        if not self.lasting:
+            return
+        size = chunk.raw_bytes if isinstance(chunk, PackedChunk) else len(chunk.buffers[0])
+        end = chunk.offset + size
+        if end >= chunk.total_bytes or end // _TOLD_EVERY_BYTES != chunk.offset // _TOLD_EVERY_BYTES:
+            transport.send(Landed(chunk.transfer, self._landed_bytes(chunk.transfer)))
+
+    def _landed_bytes(self, number: int) -> int:
+        with self._lock:
+            arrival = self._arrivals.get(number)
+            if number in self._complete or arrival is None:
+                return self._complete.get(number, 0)
+            return arrival.byte_count - max(arrival.missing, 0)
+
+    def on_landed(self, message: Landed) -> None:
+        """The client has a download, or knows that it failed."""
+        with self._lock:
+            departure = self._leaving.pop(message.transfer, None)
+        if departure is not None:
+            departure.end()
+
+    def on_continue(self, transport: Transport, message: Continue) -> None:
+        """Go on with what the connection before this one did not finish.
+
+        Raises:
+            ProtocolError: the session's connections are not replaced, or the client has more than was sent.
+        """
+        if not self.lasting or len(message.uploads) > _REMEMBERED_ARRIVALS:
+            raise ProtocolError("this session ends with its connection, or so many uploads were never begun")
+        self._challenged.clear()
+        for number in message.uploads:
+            transport.send(Landed(number, self._landed_bytes(number)))
+        over: list[Departure] = []
+        with self._lock:
+            self._is_detached = False
+            for departure in list(self._leaving.values()):
+                offset = message.downloads.get(departure.number)
+                if offset is not None and 0 <= offset <= departure.tensor.nbytes:
+                    departure.offset = offset
+                elif departure.begun or offset is not None:
+                    over.append(self._leaving.pop(departure.number))
+                    continue
+                self._departures.put(departure)
+        for departure in over:
+            departure.end()
+
+    def detach(self) -> None:
+        """The bulk connection broke; its sending thread ends, and the next one begins with nothing to do."""
+        with self._lock:
+            before, self._departures = self._departures, queue.SimpleQueue()
+            self._is_detached = True
+        before.put(None)
+
+    # --- offers ------------------------------------------------------------------------------------------------------
 
     def challenge(self, offer: Offer) -> bytes:
         """Return a nonce where the client must show that it has what it offers; else nothing.
@@ -401,6 +493,10 @@ class Transfers:
         self._moved()
         with self._lock:
             arrival.count(byte_count)
+            if self.lasting and arrival.missing <= 0:
+                if len(self._complete) >= _REMEMBERED_ARRIVALS:
+                    self._complete.pop(next(iter(self._complete)))
+                self._complete[number] = arrival.byte_count
             self._tidy(number, arrival)
 
     def on_cancel(self, message: CancelTransfer) -> None:
@@ -417,22 +513,38 @@ class Transfers:
                 self._cancelled[message.transfer] = message.reason
 
     def send(self, transport: Transport) -> None:
-        """Writes departures until `end`."""
+        """Writes departures until `end`, or until the connection breaks."""
+        self.sender(transport)()
+
+    def sender(self, transport: Transport) -> Callable[[], None]:
+        """Return what writes departures to a connection that begins now."""
+        return partial(self._send_from, self._departures, transport)
+
+    def _send_from(self, departures: queue.SimpleQueue[Departure | None], transport: Transport) -> None:
         writer = ChunkWriter(transport)
-        while (departure := self._departures.get()) is not None:
+        while (departure := departures.get()) is not None:
             try:
-                tensor, offset = departure.tensor, 0
-                for piece in self._staging.pieces(tensor):
-                    writer.send(departure.number, offset, tensor.nbytes, piece, tensor.element_size())
-                    offset += len(piece)
-                    self._moved()
+                self._send_one(transport, writer, departure)
             except SessionLostError:
+                if self.lasting:
+                    return  # the client asks for it again
                 self.end()
-            except RuntimeError as error:  # the device is in trouble; whoever asked for the values learns of it
-                with contextlib.suppress(SessionLostError):
-                    transport.send(CancelTransfer(departure.number, f"the values could not be read: {error!r:.500}"))
             finally:
-                departure.end()
+                if not self.lasting:
+                    departure.end()
+
+    def _send_one(self, transport: Transport, writer: ChunkWriter, departure: Departure) -> None:
+        tensor, offset = departure.tensor, 0
+        try:
+            for piece in self._staging.pieces(tensor):
+                if offset >= departure.offset:
+                    writer.send(departure.number, offset, tensor.nbytes, piece, tensor.element_size())
+                    departure.begun = True
+                    self._moved()
+                offset += len(piece)
+        except RuntimeError as error:  # the device is in trouble; whoever asked for the values learns of it
+            with contextlib.suppress(SessionLostError):
+                transport.send(CancelTransfer(departure.number, f"the values could not be read: {error!r:.500}"))
 
     def end(self) -> None:
         """The bulk connection is gone: nobody waits any longer."""
@@ -440,7 +552,8 @@ class Transfers:
             self._ended = True
             for arrival in self._arrivals.values():
                 arrival.fail(RuntimeError("the bulk connection ended"))
-        pending: list[Departure] = []
+            pending: list[Departure] = list(self._leaving.values())
+            self._leaving.clear()
         while True:
             try:
                 departure = self._departures.get_nowait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hmac
 import logging
 import secrets
 import threading
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.protocol.connection import State
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.torch_versions import software
@@ -26,6 +29,7 @@ from skyproxy_server.foreign_memory import only_one_session
 from skyproxy_server.functions import controls, output, terminal
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
+from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
@@ -41,6 +45,7 @@ class WorkerSession:
 
     Attributes:
         client: whose it is.
+        lasting: its operations connection, where that may be replaced; else None.
         calls: where its functions run; None for a client that may run none.
     """
 
@@ -53,10 +58,15 @@ class WorkerSession:
         blobs: Uploads | None = None,
         calls: Calls | None = None,
         identity: str = "",
+        grace_seconds: float = 0.0,
+        on_detach: Callable[[], object] = lambda: None,
     ) -> None:
         self.identity = identity or secrets.token_hex(16)
         self.client = client_of(transport)
-        self._transport = transport
+        self.lasting: LastingTransport | None = None
+        if grace_seconds > 0:
+            self.lasting = LastingTransport(transport, grace_seconds, settings.max_kept_answer_bytes, on_detach)
+        self._transport = transport = self.lasting or transport
         self._activity = activity
         self._transfers = Transfers(
             settings.chunk_bytes,
@@ -66,11 +76,14 @@ class WorkerSession:
             owner="" if self.client.name == OWNER.name else self.client.name,
             most_blob_bytes=self.client.bounds.blob_bytes,
         )
+        self._transfers.lasting = self.lasting is not None
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self.calls = calls
         self._executing = 0
         self._bulk: Transport | None = None
+        self._bulk_running = threading.Lock()
+        self._taking_bulk = threading.Lock()
         self._functions: FunctionsConnection | None = None
         self._ended = False
 
@@ -80,16 +93,28 @@ class WorkerSession:
         return bool(self._executing)
 
     @property
+    def is_detached(self) -> bool:
+        """Whether it has no operations connection now, and is kept for a while."""
+        return self.lasting is not None and self.lasting.detached_at is not None
+
+    @property
     def commands_done(self) -> int:
         """How many commands were executed, up to the latest whole batch."""
         return self._executor.commands_done
 
-    def take_bulk(self, transport: Transport) -> bool:
-        """Whether the session had no bulk connection yet; now it has this one."""
-        if self._bulk is not None:
-            return False
-        self._bulk = transport
-        return True
+    def knows(self, secret: bytes) -> bool:
+        """Return whether this is the secret of a session that may be taken up, in a time that tells nothing of it."""
+        own = self.lasting.secret if self.lasting is not None else b""
+        return hmac.compare_digest(own, secret) and bool(own)
+
+    def take_bulk(self, transport: Transport, secret: bytes = b"") -> bool:
+        """Attach the bulk connection; return False if one is attached, and the secret does not allow another."""
+        with self._taking_bulk:
+            before = self._bulk
+            if before is not None and not (self.knows(secret) and before.cut()):
+                return False
+            self._bulk = transport
+            return True
 
     def take_functions(self, connection: FunctionsConnection) -> None:
         """From now on this is the session's functions connection; the one before, if any, is over."""
@@ -145,21 +170,31 @@ class WorkerSession:
 
     def run_bulk(self, transport: Transport) -> None:
         """Moves the session's large tensors. Runs on the bulk connection's thread, and one more for sending."""
+        with self._bulk_running:  # the one before was cut, and its threads are about to end
+            self._run_bulk(transport)
+
+    def _run_bulk(self, transport: Transport) -> None:
         sender = threading.Thread(
-            target=self._transfers.send, args=(transport,), name=f"skyproxy-bulk-{self.identity[:8]}", daemon=True
+            target=self._transfers.sender(transport), name=f"skyproxy-bulk-{self.identity[:8]}", daemon=True
         )
         sender.start()
+        is_over = True
         try:
             self._transfers.receive(transport, lambda: {"executing": self._executing})
         except SessionLostError:
-            pass
+            is_over = self.lasting is None or transport.was_closed or transport.connection.state is State.ENDED
         except ProtocolError as error:
             logger.warning("bulk connection of session %s ended: %s", self.identity[:8], error)
             transport.close("protocol", str(error))
         finally:
-            self._transfers.end()
+            if is_over:
+                self._transfers.end()
+            else:
+                transport.cut()
+                self._transfers.detach()
             sender.join(5.0)
-            self._transport.close("done", "the bulk connection ended")
+            if is_over:
+                self._transport.close("done", "the bulk connection ended")
 
     def end(self) -> None:
         """Forgets every value. The session's calls go on for a while."""
@@ -177,16 +212,42 @@ class WorkerSession:
 class _Operations:
     """The operations connection of a session, as the listener runs it."""
 
-    def __init__(self, welcome: Welcome, session: WorkerSession, forget: Callable[[], None]) -> None:
+    def __init__(self, welcome: Welcome, session: WorkerSession, link: Transport, forget: Callable[[], None]) -> None:
         self.welcome = welcome
         self._session = session
+        self._link = link
         self._forget = forget
 
     def run(self) -> None:
+        lasting = self._session.lasting
+        if lasting is None:
+            self._run()
+            return
+        # A thread of its own, for it outlives this connection.
+        threading.Thread(target=self._run, name=f"skyproxy-session-{self._session.identity[:8]}", daemon=True).start()
+        lasting.wait_while_used(self._link)
+
+    def _run(self) -> None:
         try:
             self._session.run()
         finally:
             self._forget()
+
+
+class _Resumed:
+    """A further operations connection of a session, as the listener runs it."""
+
+    def __init__(self, welcome: Welcome, lasting: LastingTransport, link: Transport, attempt: int) -> None:
+        self.welcome = welcome
+        self._lasting = lasting
+        self._link = link
+        self._attempt = attempt
+
+    def run(self) -> None:
+        hello = self._link.connection.hello
+        assert hello is not None, "the listener has read it"
+        if self._lasting.attach(self._link, self._attempt, hello.received):
+            self._lasting.wait_while_used(self._link)
 
 
 class _Bulk:
@@ -265,16 +326,60 @@ class WorkerHost:
         """
         client = client_of(transport)
         calls = self.calls if client.may(FUNCTIONS) else None
-        session = WorkerSession(transport, self._devices, self._settings, self._activity, self._blobs, calls, identity)
+        session = WorkerSession(
+            transport,
+            self._devices,
+            self._settings,
+            self._activity,
+            self._blobs,
+            calls,
+            identity,
+            grace_seconds=min(hello.grace_seconds, self._settings.session_grace_seconds),
+            on_detach=self._limit_detached,
+        )
         with self._lock:
-            refuse_session(client, [other.client for other in self._sessions.values()], self._settings)
+            # Those without a connection have a bound of their own.
+            others = [other.client for other in self._sessions.values() if not other.is_detached]
+            refuse_session(client, others, self._settings)
             self._sessions[session.identity] = session
             self._sessions_ever += 1
             only_one_session(self._sessions_ever == 1 and calls is not None)
         self._activity.touch()
         logger.info("session %s opened by %s", session.identity[:8], hello.software)
         audit.note(client, "session-begin", session=session.identity[:8])
-        return _Operations(self._welcome(session), session, lambda: self._forget(session.identity))
+        welcome = self._welcome(session)
+        if session.lasting is not None:
+            welcome = dataclasses.replace(welcome, secret=session.lasting.secret)
+        return _Operations(welcome, session, transport, lambda: self._forget(session.identity))
+
+    def resume_session(self, hello: Hello, transport: Transport) -> _Resumed:
+        """Take up a session whose operations connection broke; one that still seems to work is cut.
+
+        Raises:
+            LookupError: there is no such session, or the client does not show that it is its own. Which of the two, is
+                not told.
+        """
+        with self._lock:
+            session = self._own_session(hello.session, transport)
+        if session is None or session.lasting is None or not session.knows(hello.secret):
+            audit.note(client_of(transport), "refused", reason="no such session to take up", session=hello.session[:8])
+            raise LookupError("no session of this name, or not this client's")
+        attempt, received = session.lasting.prepare()
+        logger.info("session %s is taken up again", session.identity[:8])
+        welcome = dataclasses.replace(self._welcome(session), received=received)
+        return _Resumed(welcome, session.lasting, transport, attempt)
+
+    def _limit_detached(self) -> None:
+        """End the session that is longest without a connection, where too many are."""
+        with self._lock:
+            detached = [
+                (session.lasting.detached_at, session.lasting)
+                for session in self._sessions.values()
+                if session.lasting is not None and session.lasting.detached_at is not None
+            ]
+        detached.sort(key=lambda entry: entry[0])
+        for _, lasting in detached[: max(len(detached) - self._settings.max_detached_sessions, 0)]:
+            lasting.expire()
 
     def join_bulk(self, session_id: str, transport: Transport) -> _Bulk:
         """Gives a session its bulk connection.
@@ -284,8 +389,9 @@ class WorkerHost:
         """
         with self._lock:
             session = self._own_session(session_id, transport)
-            if session is None or not session.take_bulk(transport):
-                raise LookupError("no session of this name waits for a bulk connection")
+        hello = transport.connection.hello
+        if session is None or not session.take_bulk(transport, hello.secret if hello is not None else b""):
+            raise LookupError("no session of this name waits for a bulk connection")
         return _Bulk(self._welcome(session), session, transport)
 
     def activity(self) -> dict[str, Any]:
@@ -295,7 +401,7 @@ class WorkerHost:
             commands = self._commands_of_the_past + sum(session.commands_done for session in sessions)
         idle = 0.0 if any(session.executing for session in sessions) else self._activity.idle_seconds
         return {
-            "sessions": len(sessions),
+            "sessions": sum(not session.is_detached for session in sessions),
             "calls_running": self._activity.calls_running,
             "idle_seconds": round(idle, 3),
             "commands": commands,
@@ -326,6 +432,8 @@ class WorkerHost:
         limits = {"functions": int(session.calls is not None)}
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
+        if session.lasting is not None:
+            limits["grace_seconds"] = int(session.lasting.grace_seconds)
         return Welcome(0, session.identity, self._software, self._devices, limits)
 
     def _forget(self, identity: str) -> None:

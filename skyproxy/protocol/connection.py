@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from skyproxy.errors import CLOSE_CODES, ProtocolError
 from skyproxy.protocol.digests import DIGEST_BYTES
 from skyproxy.protocol.messages import (
+    ANSWERS,
     BATCHES,
     BULK,
     CALL_EVENTS,
@@ -26,14 +28,17 @@ from skyproxy.protocol.messages import (
     Chunk,
     Goodbye,
     Hello,
+    Landed,
     Message,
     Offer,
     PackedChunk,
+    Received,
     Sequence,
     Welcome,
 )
 
 ROLES = (OPERATIONS, BULK, FUNCTIONS)
+MAX_SECRET_BYTES = 64
 
 
 class State(enum.Enum):
@@ -57,6 +62,20 @@ class SentBatch(NamedTuple):
     sequence: int
     total_bytes: int
     message: Message | None = None
+
+
+class KeptAnswer(NamedTuple):
+    """An answer that the client has not told to have.
+
+    Attributes:
+        number: counted from 1.
+        total_bytes: the bytes of all answers up to and including it.
+        message: the answer, in memory of its own.
+    """
+
+    number: int
+    total_bytes: int
+    message: Message | None
 
 
 def _allowed(role: str, kind: str) -> frozenset[type[Message]]:
@@ -88,6 +107,7 @@ class Connection:
         hello: the client's `Hello`, once it was sent or received.
         welcome: the worker's `Welcome`, likewise.
         goodbye: what the peer said last, or None.
+        last_answer: on a worker, the newest answer that was sent.
     """
 
     def __init__(self, role: str) -> None:
@@ -100,6 +120,10 @@ class Connection:
         # From the last acknowledged batch to the newest, never empty. Because every figure below comes from this one
         # queue, appending to it is all that it takes to commit a batch, and an interrupt cannot leave them at odds.
         self._batches: deque[SentBatch] = deque([SentBatch(0, 0)])
+        self.last_answer: Message | None = None
+        self._keeps = False
+        # The last entry that is not kept any more, and those behind it: as with the batches, never empty.
+        self._answers: deque[KeptAnswer] = deque([KeptAnswer(0, 0, None)])
         self._may_send = _BEFORE_OPEN[role, State.NEW]
         self._may_receive = _BEFORE_OPEN[self._peer, State.NEW]
 
@@ -122,6 +146,74 @@ class Connection:
     def unacked_bytes(self) -> int:
         """The size of all batches that were not acknowledged yet."""
         return self._batches[-1].total_bytes - self._batches[0].total_bytes
+
+    @property
+    def answers(self) -> int:
+        """How many answers the worker sent, or the client received."""
+        return self._answers[-1].number
+
+    @property
+    def kept_bytes(self) -> int:
+        """The size of all answers that are kept."""
+        return self._answers[-1].total_bytes - self._answers[0].total_bytes
+
+    # --- a session that outlives its connection ----------------------------------------------------------------------
+
+    def keep_answers(self) -> None:
+        """Keep what a worker answers until the client says that it came."""
+        self._keeps = True
+
+    def drop_answers(self) -> None:
+        """Keep no answer any longer; the session can then not be taken up again."""
+        self._keeps = False
+        self._answers = deque([self._answers[-1]._replace(message=None)])
+
+    def continue_from(self, before: Connection, received: int) -> list[Message]:
+        """Take over where a connection of the same session broke; that one is not used any more.
+
+        Args:
+            before: the broken connection.
+            received: how far the peer has come: the number of the last batch, or answer, that it has.
+
+        Returns:
+            What the peer has not received, to be sent first, in order.
+
+        Raises:
+            ProtocolError: the peer has more than was sent, or has less than it had told.
+        """
+        if self.state is not State.OPEN or self.kind != OPERATIONS or before.state is State.ENDED:
+            raise ProtocolError("Only an operations connection that was never ended can be taken up again.")
+        first, last = before._answers[0].number, before.answers
+        if self.role == CLIENT:
+            first, last = int(before.acked_sequence), int(before.last_sequence)
+        if not first <= received <= last:
+            raise ProtocolError(f"The {self._peer} goes on behind {received}, and that can only be {first} to {last}.")
+        self._batches, self._answers = before._batches, before._answers
+        self._keeps, self.last_answer = before._keeps, before.last_answer
+        if self.role == CLIENT:
+            return [batch.message for batch in self._batches if batch.sequence > received and batch.message is not None]
+        self._forget_answers(received)
+        return [answer.message for answer in self._answers if answer.number > received and answer.message is not None]
+
+    def _forget_answers(self, count: int) -> None:
+        answers = self._answers
+        while answers[0].number < count:
+            answers.popleft()
+
+    def _note_answer(self, entry: tuple[Message, int]) -> None:
+        message, frame_bytes = entry
+        newest = self._answers[-1]
+        if not self._keeps:
+            self._answers[-1] = KeptAnswer(newest.number + 1, newest.total_bytes, None)
+            return
+        self.last_answer = message
+        if getattr(message, "buffers", ()):
+            # The bytes are borrowed, perhaps from a tensor that the next operation changes.
+            kept = tuple(bytes(item) for item in message.buffers)  # type: ignore[attr-defined]
+            message = dataclasses.replace(message, buffers=kept)  # type: ignore[call-arg]
+        self._answers.append(KeptAnswer(newest.number + 1, newest.total_bytes + frame_bytes, message))
+
+    # --- one message -------------------------------------------------------------------------------------------------
 
     def on_send(self, message: Message, frame_bytes: int = 0) -> None:
         """Takes note of a message that is about to be sent.
@@ -158,6 +250,8 @@ class Connection:
                     return None
                 raise ProtocolError(f"Batch {sequence} cannot follow batch {newest.sequence}.")
             return self._batches.append, SentBatch(sequence, newest.total_bytes + frame_bytes, message)
+        if kind in ANSWERS:
+            return self._note_answer, (message, frame_bytes)
         self._check(message)
         return self._note_sent, message
 
@@ -177,11 +271,16 @@ class Connection:
                 raise ProtocolError(f"Batch {sequence} came after batch {newest.sequence}; none may be missing.")
             self._batches.append(SentBatch(sequence, newest.total_bytes + frame_bytes))
             return
+        if kind in ANSWERS:
+            self._answers[-1] = KeptAnswer(self._answers[-1].number + 1, 0, None)
+            return
         # A newer peer may give reasons that we do not know; its Goodbye is welcome all the same.
         if kind is not Goodbye:
             self._check(message)
         if isinstance(message, Ack):
             self._forget(message)
+        elif isinstance(message, Received):
+            self._forget_answers(message.count)
         elif isinstance(message, Goodbye):
             self.goodbye = message
             self.state = State.ENDED
@@ -244,10 +343,15 @@ class Connection:
 def _check_hello(connection: Connection, message: Hello) -> None:
     if message.role not in ROLES:
         raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {', '.join(ROLES)} exist.")
-    if bool(message.session) == (message.role == OPERATIONS):
+    if not message.session and message.role != OPERATIONS:
+        raise ProtocolError(f"Hello for {message.role} names no session; all but {OPERATIONS} must name one.")
+    if message.role == OPERATIONS and bool(message.session) != bool(message.secret):
         raise ProtocolError(
-            f"Hello for {message.role} names the session {message.session!r:.80}; all but {OPERATIONS} must name one."
+            f"Hello for {OPERATIONS} names the session {message.session!r:.80}: a secret takes one up again, "
+            "and none opens one."
         )
+    if message.grace_seconds < 0 or message.received < 0 or len(message.secret) > MAX_SECRET_BYTES:
+        raise ProtocolError("Hello has a negative number, or a secret that is none.")
 
 
 def _check_welcome(connection: Connection, message: Welcome) -> None:
@@ -265,6 +369,17 @@ def _check_ack(connection: Connection, message: Ack) -> None:
             f"Ack {message.sequence} is not between the last one, {connection.acked_sequence}, "
             f"and the newest batch, {connection.last_sequence}."
         )
+
+
+def _check_received(connection: Connection, message: Received) -> None:
+    first = connection._answers[0].number if connection.role == WORKER else 0
+    if not first <= message.count <= connection.answers:
+        raise ProtocolError(f"Received {message.count} is not between the last one and answer {connection.answers}.")
+
+
+def _check_landed(connection: Connection, message: Landed) -> None:
+    if message.byte_count < 0:
+        raise ProtocolError(f"Landed says that {message.byte_count} bytes of transfer {message.transfer} came.")
 
 
 def _check_chunk(connection: Connection, message: Chunk) -> None:
@@ -321,6 +436,8 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Hello: _check_hello,
     Welcome: _check_welcome,
     Ack: _check_ack,
+    Received: _check_received,
+    Landed: _check_landed,
     Chunk: _check_chunk,
     PackedChunk: _check_packed_chunk,
     Offer: _check_offer,

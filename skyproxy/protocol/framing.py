@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -37,7 +37,7 @@ _MIN_INT = -(2**63)
 class _Layout:
     """How one message class travels: its fields in order, and the check that each must pass on arrival."""
 
-    __slots__ = ("checks", "count", "has_buffers", "message_type", "names", "values")
+    __slots__ = ("checks", "count", "defaults", "has_buffers", "message_type", "names", "values")
 
     def __init__(self, message_type: type[Message]) -> None:
         names = [item.name for item in fields(message_type)]
@@ -48,6 +48,9 @@ class _Layout:
             assert names.pop() == "buffers", "buffers travel behind the other fields"
         self.names = names
         self.count = len(names) + self.has_buffers
+        # Fields at the end that have a default need not travel: they were added, and others may not know them.
+        defaults = [item.default for item in fields(message_type) if item.default is not MISSING]
+        self.defaults: tuple[Any, ...] = () if self.has_buffers else tuple(defaults)
         self.checks = [_check_for(hints[name]) for name in names]
         getter = attrgetter(*names)
         self.values: Callable[[Message], tuple[Any, ...]] = getter if len(names) > 1 else lambda m: (getter(m),)
@@ -112,6 +115,8 @@ def encode(message: Message, max_frame_bytes: int) -> list[Buffer]:
             size += sum(lengths)
         else:
             values += ((),)
+    elif layout.defaults and values[-len(layout.defaults) :] == layout.defaults:
+        values = values[: -len(layout.defaults)]
     try:
         header = _PACKERS.pack(values)
     except (TypeError, OverflowError):
@@ -305,6 +310,8 @@ def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
         raise _error(layout, f"its header is not msgpack that we understand ({reason})") from exc
     if type(values) is not list:
         raise _error(layout, f"its header is a {type(values).__name__}, not a list of fields")
+    if layout.defaults and len(values) == layout.count - len(layout.defaults):
+        values += layout.defaults
     if len(values) != layout.count:
         raise _error(layout, f"it came with {len(values)} fields and has {layout.count}")
     return values

@@ -49,8 +49,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """The first message on a connection. `session` is empty on an operations connection, and names the session that
-    a bulk or functions connection joins."""
+    """The first message on a connection. `session` names the session that a bulk or functions connection joins, or that
+    an operations connection takes up again after it broke; it is empty on one that opens a session."""
 
     code: ClassVar[int] = 1
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
@@ -61,6 +61,12 @@ class Hello(Message):
     session: str
     software: dict[str, str]
     """Names and versions for people and for checks: "skyproxy", "python", "torch"."""
+    grace_seconds: int = 0
+    """How long the worker shall keep the session when its connection breaks; 0: not at all."""
+    secret: bytes = field(default=b"", repr=False)
+    """That of the `Welcome` which opened the session, where its connection is replaced."""
+    received: int = 0
+    """Answers that came on the operations connection before it broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,10 @@ class Welcome(Message):
     devices: list[dict[str, Any]]
     """One row a device: "type", "index", "name", "total_memory_bytes", ...; the preferred one first."""
     limits: dict[str, int]
+    secret: bytes = field(default=b"", repr=False)
+    """What proves who may take the session up again; empty where nobody can."""
+    received: int = 0
+    """The newest batch that came before the connection broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,19 @@ class Warned(Message):
     place: dict[str, int]
 
 
+ANSWERS: tuple[type[Message], ...] = (Reply, Failure, Warned)
+"""What a worker says once, and says again after a broken connection: counted on both sides, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Message):
+    """The first `count` answers of the session have come, and need not be kept any longer."""
+
+    code: ClassVar[int] = 27
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk(Message):
     """A piece of a large tensor, in either direction: `buffers[0]` belongs at byte `offset` of `total_bytes`.
@@ -230,6 +253,35 @@ class CancelTransfer(Message):
     roles: ClassVar[frozenset[str]] = frozenset({BULK})
     transfer: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Landed(Message):
+    """The first `byte_count` bytes of a transfer have arrived, or it failed and is over: then there are none.
+
+    Only in sessions that outlive their connections.
+    """
+
+    code: ClassVar[int] = 28
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
+    transfer: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continue(Message):
+    """The first message on a bulk connection that replaces a broken one.
+
+    `uploads` are those that the client knows no end of: a `Landed` answers each, and says where to go on. `downloads`
+    has, for those that the client still waits for, how many bytes it has; the others are over.
+    """
+
+    code: ClassVar[int] = 29
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
+    uploads: list[int]
+    downloads: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,9 +463,12 @@ MESSAGES: dict[int, type[Message]] = {
         Reply,
         Failure,
         Warned,
+        Received,
         Chunk,
         PackedChunk,
         CancelTransfer,
+        Landed,
+        Continue,
         Offer,
         Known,
         Challenge,

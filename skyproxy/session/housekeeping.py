@@ -11,11 +11,12 @@ from typing import Protocol
 
 from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Ping, Pong
-from skyproxy.session.liveness import Liveness
+from skyproxy.session.liveness import Liveness, StalledOperations
+from skyproxy.session.reconnecting import Outage
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.transfers import Uploads
 from skyproxy.settings import Settings
-from skyproxy.transport.base import Transport
+from skyproxy.transport.base import LinkDownError, Transport
 
 logger = logging.getLogger("skyproxy.session")
 
@@ -51,6 +52,7 @@ class Housekeeping:
         bulk: Transport,
         settings: Settings,
         end: Callable[[str], object],
+        outage: Outage | None = None,
     ) -> None:
         """Args:
         recorder: whose commands are sent when they lie around.
@@ -58,6 +60,7 @@ class Housekeeping:
         operations, bulk: the session's connections.
         settings: intervals.
         end: ends the session, for a reason.
+        outage: where broken connections are made anew: tells whether any is. Then a silent one is cut, for that.
         """
         self.auxiliary: list[AuxiliaryConnection] = []
         self.last_heard = time.monotonic()
@@ -69,6 +72,9 @@ class Housekeeping:
         self._interval = settings.ping_interval_seconds
         self._patience = settings.liveness_timeout_seconds
         self._end = end
+        self._outage = outage
+        self._silence = Liveness(settings.silence_seconds, max(self._interval, 1.0), self.last_heard)
+        self._stalled = StalledOperations()
         self._stop = threading.Event()
         self._asked_at = (0, 0.0)
         self._round_trips_seconds: deque[float] = deque(maxlen=2)
@@ -88,6 +94,12 @@ class Housekeeping:
         if pong.number == number:
             self._round_trips_seconds.append(time.monotonic() - asked_at)
             self.round_trip_seconds = min(self._round_trips_seconds)
+        if self._outage is not None and not self._outage.is_going_on:
+            connection, received = self._operations.connection, self._operations.bytes_received
+            is_idle = not pong.load.get("executing", 0)
+            if self._stalled.is_stalled(is_idle, connection.acked_sequence, connection.unacked_bytes, received):
+                logger.debug("skyproxy: an idle worker does not answer on the operations connection; it is cut")
+                self._operations.cut()
 
     def run(self) -> None:
         """Send what lies around unsent, ask a silent worker whether it lives, give up on a dead one; until `stop`.
@@ -102,12 +114,26 @@ class Housekeeping:
                 now = time.monotonic()
                 self._ping(now)
                 self._keep_alive(now)
-                if self._liveness.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
-                    self._end(f"the worker answered nothing for {self._patience:g} s")
+                self._look_for_signs(now)
+            except LinkDownError:
+                logger.debug("skyproxy: no ping, for the connection is broken")
             except SessionLostError as error:
                 self._end(str(error))
             except Exception:  # a failed flush is the recorder's to report, at the next wait
                 logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
+
+    def _look_for_signs(self, now: float) -> None:
+        """Give up on a worker that answers nothing; or cut its connections, where they are made anew."""
+        if self._outage is not None:
+            if self._outage.is_going_on:
+                self.last_heard = now
+            if self._silence.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
+                logger.debug("skyproxy: a silent worker's connections are cut")
+                self.last_heard = now
+                self._operations.cut()
+                self._bulk.cut()
+        elif self._liveness.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
+            self._end(f"the worker answered nothing for {self._patience:g} s")
 
     def _flush_stale(self) -> None:
         """Send commands that have been waiting for a while.

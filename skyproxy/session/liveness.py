@@ -1,4 +1,4 @@
-"""Decides from a clock whether a silent worker counts as gone."""
+"""Decides from a clock, and from answers, whether a silent worker or connection counts as gone."""
 
 from __future__ import annotations
 
@@ -34,3 +34,35 @@ class Liveness:
             self._listening_since = now
         self._looked_at = now
         return now - max(last_sign, self._listening_since) > self._patience
+
+
+_STALLED_ANSWERS = 3
+_SMALL_BYTES = 64 << 10
+"""What passes through any link between three heartbeats; more may still be on its way."""
+
+
+class StalledOperations:
+    """Recognizes an operations connection that broke without a sign: the bulk connection says that the worker does
+    nothing, heartbeat after heartbeat, and what was sent to it is not executed."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before = (-1, -1)
+
+    def is_stalled(self, is_idle: bool, acked_sequence: int, unacked_bytes: int, bytes_received: int) -> bool:
+        """Take note of a heartbeat's answer; return whether the connection must be broken.
+
+        Args:
+            is_idle: whether the worker executes nothing.
+            acked_sequence: the newest batch that it has executed.
+            unacked_bytes: the size of those that it has not.
+            bytes_received: what has come on the operations connection in all.
+        """
+        state = (acked_sequence, bytes_received)
+        waits = is_idle and 0 < unacked_bytes <= _SMALL_BYTES and state == self._before
+        self._before = state
+        self._count = self._count + 1 if waits else 0
+        if self._count < _STALLED_ANSWERS:
+            return False
+        self._count = 0
+        return True

@@ -21,6 +21,7 @@ from skyproxy.protocol.messages import (
     Failure,
     Goodbye,
     Known,
+    Landed,
     Message,
     NamedBatch,
     PackedChunk,
@@ -33,6 +34,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.offers import Offers
+from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
 from skyproxy.session.transfers import Uploads
@@ -62,8 +64,21 @@ class Session(Requests):
         welcome: Welcome,
         settings: Settings,
         on_end: Callable[[], None] = lambda: None,
+        reconnector: Reconnector | None = None,
     ) -> None:
+        """Args:
+        operations, bulk: its connections.
+        welcome: what the worker said.
+        settings: limits and intervals.
+        on_end: called when the session is over.
+        reconnector: makes the connections anew when they break; None: the session ends with the first that does.
+        """
         self.welcome = welcome
+        self._reconnector = reconnector
+        if reconnector is not None:
+            operations = ReconnectingOperations(operations, reconnector, settings)
+            bulk = ReconnectingBulk(bulk, reconnector)
+            bulk.on_back = self._on_bulk_back
         self._operations = operations
         self._bulk = bulk
         self._on_end = on_end
@@ -77,9 +92,18 @@ class Session(Requests):
         super().__init__(
             settings,
             Recorder(self._send_batch, self._unacked, settings, self._wait_for_outcome),
-            Uploads(bulk, settings.chunk_bytes, settings.show_progress, offers),
+            Uploads(
+                bulk.link if isinstance(bulk, ReconnectingBulk) else bulk,
+                settings.chunk_bytes,
+                settings.show_progress,
+                offers,
+                lasting=reconnector is not None,
+            ),
         )
-        self._housekeeping = Housekeeping(self.recorder, self._uploads, operations, bulk, settings, self._end)
+        if reconnector is not None:
+            self._downloads.confirm = bulk.post
+        outage = reconnector.outage if reconnector is not None else None
+        self._housekeeping = Housekeeping(self.recorder, self._uploads, operations, bulk, settings, self._end, outage)
         self.auxiliary = self._housekeeping.auxiliary
         self._closing = False
         self._end_lock = threading.Lock()
@@ -172,11 +196,15 @@ class Session(Requests):
             CancelTransfer: self._downloads.on_cancel,
             Known: self._uploads.on_known,
             Challenge: self._uploads.on_known,
-            Ping: lambda message: self._bulk.send(Pong(message.number)),
+            Landed: self._uploads.on_landed,
+            Ping: lambda message: self._bulk.post(Pong(message.number)),
             Pong: self._housekeeping.on_pong,
             Goodbye: self._on_goodbye,
         }
         self._read(self._bulk, handlers)
+
+    def _on_bulk_back(self, link: Transport) -> None:
+        self._uploads.go_on(link, self._downloads.landed_bytes())
 
     def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
         try:

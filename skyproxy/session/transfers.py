@@ -14,7 +14,18 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import RemoteError, SessionLostError
-from skyproxy.protocol.messages import CancelTransfer, Challenge, Chunk, Known, Message, Offer, PackedChunk, Proof
+from skyproxy.protocol.messages import (
+    CancelTransfer,
+    Challenge,
+    Chunk,
+    Continue,
+    Known,
+    Landed,
+    Message,
+    Offer,
+    PackedChunk,
+    Proof,
+)
 from skyproxy.session.offers import Offers, Plan
 from skyproxy.session.progress import Watch
 from skyproxy.session.trace import SessionTrace
@@ -24,6 +35,13 @@ from skyproxy.transport.packing import ChunkWriter, unpack
 
 _WAITING_BYTES = 64 << 20
 """What a group of uploads may hold in memory before it waits for the first of them."""
+_RETAINED_BYTES = 32 << 20
+"""Bytes of uploads that were written, of which the worker has not told yet that they came: copies, so that the program
+can go on. Beyond that, an upload ends when the worker has it."""
+_CONFIRMED_WITHIN_SECONDS = 0.005
+"""Where the worker is near, its word comes sooner than a copy is made."""
+_AWAITED_EVERY = 64
+_REMEMBERED_CANCELS = 1000
 
 
 class Downloads:
@@ -32,10 +50,12 @@ class Downloads:
     Attributes:
         packed_chunks: how many came compressed.
         trace: where the time of each is noted, else None.
+        confirm: tells the worker how much of a transfer has come, where it wants to know that.
     """
 
     def __init__(self, waiters: Waiters) -> None:
         self.packed_chunks = 0
+        self.confirm: Callable[[Landed], object] = lambda message: None
         self.trace: SessionTrace | None = None
         self._waiters = waiters
         self._open: dict[int, tuple[torch.Tensor, memoryview]] = {}
@@ -60,6 +80,12 @@ class Downloads:
 
     def on_chunk(self, chunk: Chunk) -> None:
         self._landed(chunk.transfer, len(chunk.buffers[0]))
+        self._confirm_unknown(chunk)
+
+    def _confirm_unknown(self, chunk: Chunk | PackedChunk) -> None:
+        """Tell the worker that a transfer which it sends once more is here already."""
+        if chunk.transfer not in self._open:
+            self.confirm(Landed(chunk.transfer, chunk.total_bytes))
 
     def on_packed_chunk(self, chunk: PackedChunk) -> None:
         """A piece that came compressed.
@@ -70,23 +96,30 @@ class Downloads:
         self.packed_chunks += 1
         entry = self._open.get(chunk.transfer)
         if entry is None:
+            self._confirm_unknown(chunk)
             return
         raw = unpack(chunk)
         if chunk.total_bytes == len(entry[1]):  # then it fits; the connection has looked at that
             entry[1][chunk.offset : chunk.offset + len(raw)] = raw
         self._landed(chunk.transfer, len(raw))
+        self._confirm_unknown(chunk)
 
     def _landed(self, number: int, byte_count: int) -> None:
         if number not in self._open:
             return
         self._missing[number] -= byte_count
         if self._missing[number] <= 0:
+            total = len(self._open[number][1])
             if self.trace is not None:
-                self.trace.download_ends(number, len(self._open[number][1]))
+                self.trace.download_ends(number, total)
             self.forget(number)
             waiter = self._waiters.take(number)
             if waiter is not None:
                 waiter.set(None)
+
+    def landed_bytes(self) -> dict[int, int]:
+        """How much of each transfer that is not complete has come."""
+        return {number: len(view) - self._missing.get(number, 0) for number, (_, view) in list(self._open.items())}
 
     def missing_bytes(self, target: object) -> int:
         """What has not come yet of the transfer that lands in this tensor."""
@@ -97,6 +130,7 @@ class Downloads:
 
     def on_cancel(self, message: CancelTransfer) -> None:
         self.forget(message.transfer)
+        self.confirm(Landed(message.transfer, 0))
         waiter = self._waiters.take(message.transfer)
         if waiter is not None:
             waiter.fail(RemoteError(message.reason))
@@ -108,7 +142,23 @@ class Downloads:
 
 
 class _Job:
-    __slots__ = ("cancelled", "done", "keep_alive", "sent_bytes", "together", "transfer", "view", "width")
+    __slots__ = (
+        "again",
+        "asked",
+        "begun",
+        "cancelled",
+        "confirmed",
+        "done",
+        "keep_alive",
+        "offered",
+        "retained",
+        "sent_bytes",
+        "together",
+        "total",
+        "transfer",
+        "view",
+        "width",
+    )
 
     def __init__(self, transfer: int, view: memoryview, width: int, keep_alive: object, together: bool) -> None:
         self.transfer, self.view, self.width, self.keep_alive = transfer, view, width, keep_alive
@@ -116,6 +166,16 @@ class _Job:
         self.done = Waiter()
         self.cancelled = False
         self.sent_bytes = 0
+        self.total = len(view)
+        # Of a session that outlives its connections: the bytes that the worker told to have; the size of the copy that
+        # `view` has become; whether the worker is being asked how far it is, and has said so; whether what precedes the
+        # chunks was said.
+        self.confirmed = 0
+        self.retained = 0
+        self.asked = False
+        self.again = False
+        self.begun = False
+        self.offered = False
 
 
 class Group:
@@ -227,23 +287,36 @@ class Uploads:
         last_progress: when the last chunk left, on the clock of `time.monotonic`.
         offers: decides which uploads the worker is asked about.
         trace: where the time of each is noted, else None.
+        lasting: whether the connection is made anew when it breaks. Then an upload is kept until the worker has it.
     """
 
     def __init__(
-        self, transport: Transport, chunk_bytes: int, show_progress: bool = False, offers: Offers | None = None
+        self,
+        transport: Transport,
+        chunk_bytes: int,
+        show_progress: bool = False,
+        offers: Offers | None = None,
+        *,
+        lasting: bool = False,
     ) -> None:
+        self.lasting = lasting
+        self._unconfirmed: dict[int, _Job] = {}
+        self._cancelled: deque[int] = deque(maxlen=_REMEMBERED_CANCELS)
+        self._retained_bytes = 0
+        self._is_near = True
+        self._since_awaited = 0
         self.busy = False
         self.trace: SessionTrace | None = None
         self.offers = offers or Offers(0, keeps=False, had_blobs=False)
         self.writer = ChunkWriter(transport)
         self._show_progress = show_progress
         self.last_progress = 0.0
-        self._transport = transport
+        self._transport = self._link = transport
         self._chunk_bytes = chunk_bytes
         self._jobs: queue.SimpleQueue[_Job | Known | Challenge | None] = queue.SimpleQueue()
         self._asked: dict[int, _Job] = {}
         self._ended: SessionLostError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def send(
         self, transfer: int, view: memoryview, width: int, keep_alive: Any, announce: Callable[[], object]
@@ -285,37 +358,149 @@ class Uploads:
         """The writing thread."""
         while (item := self._jobs.get()) is not None:
             self._attend_to(item)
-        for job in self._asked.values():
+        for job in (*self._asked.values(), *self._unconfirmed.values()):
             job.done.fail(self._ended or SessionLostError("the session ended"))
         self.offers.end()
 
     def _attend_to(self, item: _Job | Known | Challenge) -> None:
         asked = self._asked.pop(item.transfer, None)
         job = item if isinstance(item, _Job) else asked
-        if job is None or job.done.done:
+        if job is None or (job.done.done and not job.again):
             return  # it comes a second time, because its sender was interrupted
+        if item is job and job.begun and not job.again and not job.cancelled:
+            return  # it went on already
         self.last_progress = time.monotonic()
         self.busy = True
         try:
-            if isinstance(item, Known):
-                self.offers.answered(len(job.view), item.known)
-                if item.known:
-                    job.sent_bytes = len(job.view)
-                    job.done.set(None)
-                    return
-            elif isinstance(item, Challenge):
-                self._asked[job.transfer] = job
-                self._transport.send(Proof(job.transfer, self.offers.proof(job.view, item.nonce)))
-                return
-            elif self._ask(job):
-                return
-            self._write(job)
-            job.done.set(None)
+            if self.lasting:
+                self._attend_while_linked(job, item)
+            else:
+                self._carry_on(job, item)
         except Exception as error:
             self._asked.pop(job.transfer, None)
-            job.done.fail(self._ended or error)
+            self._forget(job)
+            self._settle(job, self._ended or error)
         finally:
             self.busy = False
+
+    def _carry_on(self, job: _Job, item: _Job | Known | Challenge) -> None:
+        """Do the next thing for an upload."""
+        if isinstance(item, Known):
+            self.offers.answered(job.total, item.known)
+            if item.known:
+                job.sent_bytes = job.total
+                self._forget(job)
+                self._settle(job)
+                return
+        elif isinstance(item, Challenge):
+            self._asked[job.transfer] = job
+            self._link.send(Proof(job.transfer, self.offers.proof(job.view, item.nonce)))
+            return
+        elif not job.offered and self._ask(job):
+            return
+        self._write(job)
+
+    # --- a connection that is made anew ------------------------------------------------------------------------------
+
+    def _attend_while_linked(self, job: _Job, item: _Job | Known | Challenge) -> None:
+        """The same on the connection that there is now. If it breaks, the upload waits for the next one."""
+        while True:
+            with self._lock:
+                if job.asked:  # the answer says how to go on
+                    return
+                if self._ended is not None:
+                    raise SessionLostError(str(self._ended)) from self._ended
+                self._unconfirmed[job.transfer] = job
+                job.again, job.begun = False, True
+                # What is written goes to this connection and to none that comes later, which goes on elsewhere.
+                link = self._link = self._transport
+                self.writer.use(link)
+            try:
+                self._carry_on(job, item)
+                return
+            except SessionLostError:
+                # Where nobody asked and there is another link, the old one was broken before the first byte.
+                if self._goes_on_later(job, link):
+                    return
+
+    def _goes_on_later(self, job: _Job, link: Transport) -> bool:
+        """Return whether the worker is asked about an upload, or will be on the next connection."""
+        with self._lock:
+            return job.asked or self._transport is link
+
+    def go_on(self, link: Transport, downloads: dict[int, int]) -> None:
+        """Use another connection from now on, and ask the worker what it has; called by the reading thread.
+
+        Args:
+            link: the connection.
+            downloads: what has come of those that are not complete.
+        """
+        with self._lock:
+            self._transport = link
+            for job in self._unconfirmed.values():
+                job.asked = True
+            uploads, cancelled = list(self._unconfirmed), list(self._cancelled)
+        with contextlib.suppress(SessionLostError):  # it broke already; whoever reads it finds that out
+            link.send(Continue(uploads, downloads))
+            for transfer in cancelled:
+                link.send(CancelTransfer(transfer, "the upload was interrupted"))
+
+    def on_landed(self, message: Landed) -> None:
+        """The worker has so much of an upload; called by the reading thread."""
+        with self._lock:
+            job = self._unconfirmed.get(message.transfer)
+            if job is None:
+                return
+            job.confirmed = max(job.confirmed, min(message.byte_count, job.total))
+            was_asked, job.asked = job.asked, False
+            is_whole = job.confirmed >= job.total
+            job.again = job.again or was_asked
+            self._asked.pop(message.transfer, None)
+        if is_whole:
+            self._forget(job)
+            job.sent_bytes = job.total
+            self._settle(job)
+        elif was_asked:
+            self._jobs.put(job)
+
+    def _forget(self, job: _Job) -> None:
+        with self._lock:
+            if self._unconfirmed.pop(job.transfer, None) is not None:
+                self._retained_bytes -= job.retained
+                job.retained = 0
+
+    def _written(self, job: _Job) -> None:
+        """All bytes of an upload have left: let the program go on as soon as they need not be read again."""
+        if not self.lasting:
+            self._settle(job)
+            return
+        if job.together or job.done.done:
+            return  # a group waits for all of its uploads in the end
+        self._since_awaited += 1
+        if self._is_near or self._since_awaited >= _AWAITED_EVERY:
+            self._since_awaited = 0
+            self._is_near = job.done.done_within(_CONFIRMED_WITHIN_SECONDS)
+            if self._is_near:
+                return
+        with self._lock:
+            start = job.confirmed
+            rest = job.total - start
+            if job.transfer not in self._unconfirmed or self._retained_bytes + rest > _RETAINED_BYTES:
+                return  # its end comes with the worker's word
+            job.view = memoryview(bytes(job.view[start - (job.total - len(job.view)) :]))
+            job.retained, job.keep_alive = rest, None
+            self._retained_bytes += rest
+        self._settle(job)
+
+    def _settle(self, job: _Job, error: BaseException | None = None) -> None:
+        """Let whoever waits for an upload go on; two threads may find at a time that it can."""
+        with self._lock:
+            if error is None:
+                job.done.set(None)
+            else:
+                job.done.fail(error)
+
+    # --- questions and bytes -----------------------------------------------------------------------------------------
 
     def on_known(self, message: Known | Challenge) -> None:
         """The worker's answer; called by the reading thread."""
@@ -323,30 +508,36 @@ class Uploads:
 
     def _ask(self, job: _Job) -> bool:
         """Says what precedes the chunks; whether that is a question, whose answer decides."""
+        job.offered = True
         plan = Plan.PLAIN if job.cancelled else self.offers.plan(len(job.view), job.together)
         if plan is Plan.PLAIN:
             return False
         digest = self.offers.digest(job.view) if plan is Plan.ASK else b""
         if digest:
             self._asked[job.transfer] = job
-        self._transport.send(Offer(job.transfer, len(job.view), digest))
+        self._link.send(Offer(job.transfer, len(job.view), digest))
         return bool(digest)
 
     def _write(self, job: _Job) -> None:
-        total = len(job.view)
+        total = job.total
         started_ns = time.time_ns()
-        for offset in range(0, total, self._chunk_bytes):
+        base = total - len(job.view)  # what the worker is known to have, and we have not any more
+        for offset in range(job.confirmed if self.lasting else 0, total, self._chunk_bytes):
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
-            if job.cancelled:
-                self._transport.send(CancelTransfer(job.transfer, "the upload was interrupted"))
+            if job.cancelled and not job.done.done:
+                self._link.send(CancelTransfer(job.transfer, "the upload was interrupted"))
+                self._cancelled.append(job.transfer)
+                self._forget(job)
+                self._settle(job)
                 return
-            piece = job.view[offset : offset + self._chunk_bytes]
+            piece = job.view[offset - base : offset - base + self._chunk_bytes]
             self.writer.send(job.transfer, offset, total, piece, job.width)
             job.sent_bytes = offset + len(piece)
             self.last_progress = time.monotonic()
         if self.trace is not None:
             self.trace.add("upload", job.transfer, started_ns, total)
+        self._written(job)
 
     def end(self, error: SessionLostError) -> None:
         """Fails what waits and ends the thread."""

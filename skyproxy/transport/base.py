@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from skyproxy.errors import SessionLostError
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Message
 
@@ -14,6 +15,10 @@ PayloadSink = Callable[[Message], memoryview | None]
 It is asked for messages with exactly one buffer that is not empty, before that buffer is read (`message.buffers` is
 empty then). It returns memory that is at least as long, of which the first bytes are used, or None for fresh memory.
 """
+
+
+class LinkDownError(SessionLostError):
+    """A connection broke that is being made anew; what was to be sent is not lost, and is its sender's to keep."""
 
 
 class Transport(Protocol):
@@ -42,6 +47,25 @@ class Transport(Protocol):
             SessionLostError: the connection is gone, with the peer's reason where it gave one.
             ProtocolError: the peer broke the rules; the connection was closed with that reason.
         """
+
+    def post(self, message: Message) -> None:
+        """Leaves a short message, other than a batch, to be sent soon; never blocks. A broken connection drops it."""
+
+    def repeat(self, message: Message) -> None:
+        """Sends a message that an earlier connection of the session took note of already; never blocks."""
+
+    def cut(self) -> bool:
+        """Ends the connection without a word, as if the network had.
+
+        Returns:
+            Whether no other thread is in `send` or `recv` any more: then nothing changes `connection` from here.
+        """
+        ...
+
+    @property
+    def was_closed(self) -> bool:
+        """Whether it was ended on purpose, by `close`."""
+        ...
 
     def keep_alive(self) -> None:
         """Sends a few bytes without meaning, so that no proxy on the way takes a silent connection for a dead one.

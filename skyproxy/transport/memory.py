@@ -54,6 +54,8 @@ class _Pipe:
 class MemoryTransport(Transport):
     """One end of a pair; see `memory_transport_pair`."""
 
+    was_closed: bool = False
+
     def __init__(self, role: str, incoming: _Pipe, outgoing: _Pipe, settings: Settings) -> None:
         self._connection = Connection(role)
         self._incoming = incoming
@@ -79,6 +81,13 @@ class MemoryTransport(Transport):
             commit, entry = step
             commit(entry)
             self._bytes_sent += len(frame)
+
+    def post(self, message: Message) -> None:
+        self._connection.on_send(message)
+        self._outgoing.put(b"".join(framing.encode(message, self._settings.max_frame_bytes)))
+
+    def repeat(self, message: Message) -> None:
+        self._outgoing.put(b"".join(framing.encode(message, self._settings.max_frame_bytes)))
 
     def recv(self, timeout_seconds: float | None = None) -> Message:
         if self._closed:
@@ -127,7 +136,15 @@ class MemoryTransport(Transport):
     def abandon(self) -> None:
         self._closed = True
 
+    def cut(self) -> bool:
+        self._closed = True
+        self._outgoing.close()
+        self._incoming.close()
+        with self._sending:
+            return True
+
     def close(self, code_name: str = "done", reason: str = "") -> None:
+        self.was_closed = True
         if self._closed:
             return
         self._closed = True

@@ -211,6 +211,20 @@ class Outbox:
         self.nudge()
         return last.done.acquire(timeout=timeout_seconds) and self.error is None
 
+    def fence(self, error: OSError, timeout_seconds: float) -> bool:
+        """Take no more frames and drop those that wait; return whether no thread is writing any more.
+
+        The stream was shut down, so no writer waits in it.
+        """
+        self.abort(error)
+        if not self._lock.acquire(timeout=timeout_seconds):
+            return False
+        try:
+            self._fail(error)
+        finally:
+            self._lock.release()
+        return True
+
     def abort(self, error: OSError) -> None:
         """Takes no more frames; `stop` then drops those that wait."""
         self.error = self.error or error

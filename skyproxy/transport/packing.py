@@ -113,6 +113,10 @@ class ChunkWriter:
         self._window_seconds = 0.0
         self._slow: list[float] = []
 
+    def use(self, transport: Transport) -> None:
+        """Go on with another connection."""
+        self._transport = transport
+
     def send(self, transfer: int, offset: int, total_bytes: int, piece: memoryview, width: int) -> None:
         """Sends one piece.
 

@@ -273,7 +273,9 @@ def _turned_away(address: _Address, goodbye: Goodbye | None, lost: SessionLostEr
     if goodbye.code_name == "bad-token":
         return AuthenticationError(f"The worker at {address.shown} refused the token. {text}")
     hints = {"too-many-sessions": "End another session, or use another worker.", "shutdown": "Use another worker."}
-    return _failure(address, text, hints.get(goodbye.code_name, "See the worker's log."))
+    error = _failure(address, text, hints.get(goodbye.code_name, "See the worker's log."))
+    error.code_name = goodbye.code_name
+    return error
 
 
 def _failure(address: _Address, reason: str, hint: str) -> ConnectError:

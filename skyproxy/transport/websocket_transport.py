@@ -29,6 +29,8 @@ _KEPT_SCRATCH_BYTES = 4 << 20
 _WAITING_PONGS = 16
 _REASON_BYTES = 512
 _RETIRE_SECONDS = 0.5
+_CUT_SECONDS = 20.0
+"""What a thread may take to leave a stream that was shut down under it: nothing, but machines are busy."""
 
 
 class WebSocketTransport(Transport):
@@ -36,9 +38,11 @@ class WebSocketTransport(Transport):
 
     Attributes:
         identity: who is at the other end, on a worker: what its listener knows of the client's token.
+        was_closed: whether it was ended on purpose, by `close`.
     """
 
     identity: Any = None
+    was_closed: bool = False
 
     def __init__(
         self,
@@ -102,6 +106,16 @@ class WebSocketTransport(Transport):
             if raised_by_handler(exc):
                 raise
             raise self._lost(exc) from exc
+
+    def post(self, message: Message) -> None:
+        if self._closed or self._ended is not None or self._outbox.error is not None:
+            return
+        parts = framing.encode(message, self._settings.max_frame_bytes)
+        self._connection.on_send(message)
+        self._outbox.post(self._frame(parts))
+
+    def repeat(self, message: Message) -> None:
+        self._outbox.post(self._frame(framing.encode(message, self._settings.max_frame_bytes)))
 
     def _frame(self, parts: list[Buffer]) -> Frame:
         size = sum(map(len, parts)) if len(parts) > 1 else len(parts[0])
@@ -261,6 +275,7 @@ class WebSocketTransport(Transport):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, code_name: str = "done", reason: str = "") -> None:
+        self.was_closed = True
         borrower = self._borrower
         if borrower is not None:
             borrower(code_name, reason)
@@ -268,6 +283,22 @@ class WebSocketTransport(Transport):
         self._end(code_name, reason)
         # Another thread may be at it already. Its socket must not be taken from it before the goodbye is out.
         self._finished.wait(2 * self._settings.close_timeout_seconds + 1.0)
+
+    def cut(self) -> bool:
+        self._closed = True
+        self._stream.shutdown()
+        if not self._outbox.fence(ConnectionAbortedError("the connection was cut"), _CUT_SECONDS):
+            return False
+        if not self._reading.acquire(timeout=_CUT_SECONDS):
+            return False
+        self._reading.release()
+        if self._closing.acquire(blocking=False):
+            try:
+                self._outbox.stop(_RETIRE_SECONDS)
+                self._stream.close()
+            finally:
+                self._finished.set()
+        return True
 
     def _end(self, code_name: str, reason: str) -> None:
         if not self._closing.acquire(blocking=False):

@@ -122,6 +122,14 @@ class ProcessHost:
         logger.info("session %s opened by %s, in process %d", session.identity[:8], hello.software, session.pid)
         return self._lent(session, hello, transport)
 
+    def resume_session(self, hello: Hello, transport: Transport) -> LentConnection:
+        """Refuse: a session with a process of its own ends with its operations connection.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError("sessions with processes are not taken up again")
+
     def join_bulk(self, session_id: str, transport: Transport) -> LentConnection:
         """Give a session its bulk connection.
 

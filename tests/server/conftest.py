@@ -53,6 +53,9 @@ class EchoHost:
         self.sessions[session.welcome.session] = session
         return session
 
+    def resume_session(self, hello: Hello, transport: Transport) -> EchoSession:
+        raise LookupError("echo sessions end with their connection")
+
     def join_bulk(self, session_id: str, transport: Transport) -> EchoSession:
         self.sessions[session_id]
         return EchoSession(session_id, transport)

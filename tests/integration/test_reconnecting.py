@@ -1,0 +1,248 @@
+"""Sessions whose connections break at any byte: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trustme
+
+import skyproxy
+from skyproxy import nodes
+from skyproxy.errors import SessionLostError
+from skyproxy.session import reconnecting
+from skyproxy.settings import SETTINGS
+from tests.integration.broken_connections import check_same, move, train
+from tests.integration.chaos_proxy import ChaosProxy, chaos_proxy
+from tests.integration.programs import wait_for, worker
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
+
+LASTING = dataclasses.replace(SETTINGS, reconnect=True, reconnect_seconds=60.0, chunk_bytes=64 << 10)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
+    """The port and the token of a worker."""
+    with worker(tmp_path_factory.mktemp("worker")) as (url, token):
+        yield int(url.rpartition(":")[2]), token
+
+
+@pytest.fixture
+def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SETTINGS", LASTING)
+
+
+Connect = Callable[[ChaosProxy], skyproxy.Node]
+
+
+@pytest.fixture
+def connect(sky: str, served: tuple[int, str], lasting: None) -> Iterator[Connect]:
+    """Connects through a proxy; the devices of other tests come first and keep their numbers."""
+    made: list[skyproxy.Node] = []
+
+    def through(proxy: ChaosProxy) -> skyproxy.Node:
+        made.append(skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=served[1]))
+        return made[-1]
+
+    yield through
+    for node in made:
+        node.close()
+
+
+def check_training(connect: Connect, port: int, seed: int, steps: int) -> None:
+    with chaos_proxy(port, seed) as proxy:
+        node = connect(proxy)
+        expected = train(node.devices[0], steps)
+        proxy.cut_after(1, 200_000, cuts=20)
+        proxy.cut()
+        assert proxy.cuts >= 2
+        check_same(expected, train(node.devices[0], steps))
+        assert node.alive
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_training_over_a_connection_that_breaks_is_exact(connect: Connect, served: tuple[int, str], seed: int) -> None:
+    check_training(connect, served[0], seed, steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_long_training_over_a_connection_that_breaks_is_exact(
+    connect: Connect, served: tuple[int, str], seed: int
+) -> None:
+    check_training(connect, served[0], seed, steps=60)
+
+
+@contextlib.contextmanager
+def tls_worker(folder: Path, authority: trustme.CA) -> Iterator[tuple[int, str]]:
+    """The port and a token of a worker with a certificate."""
+    certificate = authority.issue_cert("127.0.0.1")
+    chain, key = folder / "chain.pem", folder / "key.pem"
+    chain.write_bytes(b"".join(item.bytes() for item in certificate.cert_chain_pems))
+    key.write_bytes(certificate.private_key_pem.bytes())
+    key.chmod(0o600)
+    with worker(folder, "--tls-cert", str(chain), "--tls-key", str(key)) as (url, token):
+        yield int(url.rpartition(":")[2]), token
+
+
+def test_training_over_tls_with_a_token_of_its_own(
+    sky: str, lasting: None, tmp_path: Path, authority: trustme.CA
+) -> None:
+    with tls_worker(tmp_path, authority) as (port, token), chaos_proxy(port, 7) as proxy:
+        certificate = authority.cert_pem.bytes().decode()
+        with skyproxy.connect(f"wss://127.0.0.1:{proxy.port}", token=token, certificate=certificate) as node:
+            expected = train(node.devices[0], steps=12)
+            proxy.cut_after(5_000, 200_000, cuts=6)
+            proxy.cut()
+            check_same(expected, train(node.devices[0], steps=12))
+            assert proxy.cuts >= 2
+
+
+def test_each_operation_is_executed_once(connect: Connect, served: tuple[int, str]) -> None:
+    with chaos_proxy(served[0], 11) as proxy:
+        device = connect(proxy).devices[0]
+        total = torch.zeros((), device=device)
+        proxy.cut_after(1, 3_000, cuts=12)
+        for number in range(10):
+            proxy.cut()
+            for _ in range(300):
+                total.add_(1)
+            assert total.item() == 300 * (number + 1)
+        assert proxy.cuts >= 2
+
+
+def test_large_transfers_arrive_whole(connect: Connect, served: tuple[int, str]) -> None:
+    with chaos_proxy(served[0], 5) as proxy:
+        node = connect(proxy)
+        torch.ones(2, device=node.devices[0]).cpu()
+        proxy.cut_after(1 << 20, 6 << 20, cuts=6)
+        proxy.cut()
+        move(node.devices[0], 24 << 20, seed=3)
+        assert proxy.cuts >= 3
+
+
+def test_a_function_goes_on_over_a_broken_connection(connect: Connect, served: tuple[int, str], tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+
+    def wait(path: str) -> int:
+        import pathlib
+        import time
+
+        while not pathlib.Path(path).exists():
+            time.sleep(0.01)
+        return 7
+
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        x = torch.ones(3, device=node.devices[0])
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.append(node.run(wait, str(go_on))))
+        thread.start()
+        assert (x + 1).tolist() == [2, 2, 2]
+        proxy.cut()
+        go_on.touch()
+        thread.join(60)
+        assert results == [7]
+        assert (x + 1).tolist() == [2, 2, 2]
+
+
+def test_a_connection_that_says_nothing_any_more_is_replaced(
+    connect: Connect, served: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cable is pulled out: no side is told."""
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(LASTING, ping_interval_seconds=0.1, silence_seconds=0.5))
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        x = torch.ones(3, device=node.devices[0])
+        assert x.sum().item() == 3
+        proxy.stall()
+        assert (x + 1).sum().item() == 6
+        assert node.alive
+
+
+def test_waiting_says_why_and_goes_on(
+    connect: Connect, served: tuple[int, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnecting, "_QUIET_SECONDS", 0.01)
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        x = torch.ones(3, device=node.devices[0])
+        assert x.sum().item() == 3
+        proxy.turn_away(True)
+        proxy.cut()
+        text = ""
+
+        def told() -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return "is broken" in text
+
+        wait_for(told, "the line")
+        assert f"ws://127.0.0.1:{proxy.port}" in text
+        assert "up to 60 s" in text
+        assert served[1] not in text
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            x.sum().item()
+        timer.join()
+        proxy.turn_away(False)
+        assert (x + 1).sum().item() == 6
+
+        def told_again() -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return "nothing was lost" in text  # once the last of the connections is back
+
+        wait_for(told_again, "the second line")
+        assert text.count("skyproxy:") == 2
+
+
+def test_without_the_setting_a_broken_connection_ends_the_session(sky: str, served: tuple[int, str]) -> None:
+    with chaos_proxy(served[0]) as proxy:
+        with skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=served[1]) as node:
+            x = torch.ones(3, device=node.devices[0])
+            assert x.sum().item() == 3
+            proxy.cut()
+            with pytest.raises(SessionLostError):
+                x.sum().item()
+
+
+def test_a_worker_that_was_killed_ends_the_session_at_once(sky: str, lasting: None, tmp_path: Path) -> None:
+    with worker(tmp_path) as (url, token), skyproxy.connect(url, token=token) as node:
+        x = torch.ones(3, device=node.devices[0])
+        os.kill(node.run(os.getpid), signal.SIGKILL)
+        with pytest.raises(SessionLostError):
+            while True:  # it may answer once more before it dies
+                x.sum().item()
+
+
+def test_nothing_is_left_behind(connect: Connect, served: tuple[int, str]) -> None:
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        x = torch.ones(3, device=node.devices[0])
+
+        def cut_and_use() -> None:
+            proxy.cut()
+            assert (x + 1).sum().item() == 6
+            assert node._session._reconnector is not None
+            outage = node._session._reconnector.outage
+            wait_for(lambda: not outage.is_going_on, "the connections are back")
+
+        def own_threads() -> list[str]:
+            return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("skyproxy"))
+
+        assert (x + 1).sum().item() == 6
+        threads, handles = own_threads(), node._session.recorder.handles
+        for _ in range(10):
+            cut_and_use()
+        wait_for(lambda: own_threads() == threads, "the threads of broken connections end")
+        assert node._session.recorder.handles == handles
