@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36  # of <linux/prctl.h>
+_PR_SET_NO_NEW_PRIVS = 38
 _OOM_SCORE = 600
 """Added to a session's badness: where memory ends, the kernel takes the largest session and not the supervisor."""
 
@@ -48,6 +49,11 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
+def gain_no_privileges() -> None:
+    """From now on, nothing that this process or a descendant starts has more rights than it, as `sudo` would."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def adopt_orphans() -> None:

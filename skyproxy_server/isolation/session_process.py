@@ -252,6 +252,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     try:
         limits.end_with(start["supervisor"])
         limits.hide_memory()
+        limits.gain_no_privileges()
         limits.adopt_orphans()
         limits.be_first_to_go()
         limits.set_name(f"skyproxy-{start['session'][:6]}")

@@ -191,6 +191,15 @@ def test_the_token_is_nowhere_in_a_session(worker: Worker, sessions) -> None:
     assert node.run(lambda: b"SKYPROXY_TOKEN" in Path("/proc/self/environ").read_bytes()) is False
 
 
+def test_what_a_session_starts_gains_no_privileges(worker: Worker, sessions) -> None:
+    def flags() -> list[str]:
+        child = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True)
+        texts = (Path("/proc/self/status").read_text(), child.stdout)
+        return [line for text in texts for line in text.splitlines() if line.startswith("NoNewPrivs")]
+
+    assert sessions().run(flags) == ["NoNewPrivs:\t1"] * 2
+
+
 # --- the supervisor --------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +401,7 @@ def test_sigterm_says_goodbye_and_ends_everything(tmp_path: Path) -> None:
         worker.end()
 
 
+@pytest.mark.timeout(400)  # it loads torch twice
 def test_a_template_that_was_killed_is_started_again(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     try:
@@ -401,7 +411,7 @@ def test_a_template_that_was_killed_is_started_again(tmp_path: Path) -> None:
             os.kill(template, signal.SIGKILL)
             assert tensor.sum().item() == 3
             # It loads torch anew, which on a busy machine takes longer than a client waits for its greeting.
-            with wait_for(lambda: _connected(worker), "sessions can be started again", 100) as other:
+            with wait_for(lambda: _connected(worker), "sessions can be started again", 200) as other:
                 assert ones(other, 2).sum().item() == 2
             assert tensor.sum().item() == 3
     finally:
