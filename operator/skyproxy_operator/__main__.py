@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clusterwide=arguments.all_namespaces,
             namespaces=arguments.namespace,
             standalone=True,
+            memo=kopf.Memo(namespaces=tuple(arguments.namespace)),
             # Else kopf asks for the user's name, and the image need not know the user that it runs as.
             identity=kopf_identity(),
         )

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -19,11 +19,13 @@ import aiohttp
 from skyproxy.kubernetes.versions import check_version
 from skyproxy_operator.causes import Cause, refusal_cause
 from skyproxy_operator.metrics import METRICS
-from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL, FIELD_MANAGER, PLURAL
+from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, PLURAL
 
 Object = dict[str, Any]
 
 logger = logging.getLogger("skyproxy.operator")
+
+_PAGE = 500
 
 _PLURALS = {
     "BackendTLSPolicy": "backendtlspolicies",
@@ -77,12 +79,37 @@ def path_of(api_version: str, kind: str, namespace: str | None, name: str | None
     return root + "/".join([api_version, *(quote(piece, safe="") for piece in (*pieces, *((part,) if part else ())))])
 
 
+def refusal(what: str, status: int, text: bytes) -> ApiError:
+    """The error that an answer of the server with such a status is."""
+    try:
+        answer: Any = json.loads(text)
+    except ValueError:
+        answer = {"message": text[:500].decode("utf-8", "replace")}
+    answer = answer if isinstance(answer, dict) else {}
+    message = str(answer.get("message") or f"HTTP {status}")
+    return ApiError(what, status, str(answer.get("reason", "")), message)
+
+
+def version_of(item: Mapping[str, Any]) -> int:
+    """Return the resourceVersion of an object or a list as the number that it is.
+
+    Raises:
+        ApiError: it is none, so that nothing can be said about what is newer.
+    """
+    text = str((item.get("metadata") or {}).get("resourceVersion", ""))
+    if not (text.isascii() and text.isdigit()):
+        raise ApiError("resourceVersion", 0, "Unordered", f"the API server's resourceVersion {text!r} is no number")
+    return int(text)
+
+
 class Cluster:
     """A connection to the API server; `connect` makes one, and `close` ends it."""
 
     def __init__(self, client: Any, timeout_seconds: float) -> None:
         self._client = client
         self._timeout_seconds = timeout_seconds
+        self.wrote: Callable[[Object], None] = lambda _: None
+        """Told of each object that a write of ours left behind."""
 
     @classmethod
     async def connect(cls, timeout_seconds: float) -> Cluster:
@@ -119,40 +146,51 @@ class Cluster:
         Raises:
             ApiError: the server refused it, or did not answer in time.
         """
-        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": FIELD_MANAGER}
-        parameters = list((query or {}).items())
-        client = self._client
-        await client.update_params_for_auth(headers, parameters, ["BearerToken"])
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                response = await client.rest_client.request(
-                    method,
-                    client.configuration.host + path,
-                    query_params=parameters,
-                    headers=headers,
-                    body=body,
-                    _preload_content=False,
-                )
+                response = await self._send(method, path, query, body, content_type, None)
                 try:
                     text = await response.read()
                 finally:
                     response.release()
         except TimeoutError:
-            METRICS.requests.add(1, method=method, status="timeout")
+            METRICS.requests.labels(method=method, status="timeout").inc()
             message = f"the API server did not answer within {self._timeout_seconds:g} s"
             raise ApiError(what, 0, "Timeout", message) from None
         except (aiohttp.ClientError, OSError) as exc:
-            METRICS.requests.add(1, method=method, status="error")
+            METRICS.requests.labels(method=method, status="error").inc()
             raise ApiError(what, 0, "Unreachable", f"the API server cannot be reached: {exc}") from exc
-        METRICS.requests.add(1, method=method, status=str(response.status))
+        METRICS.requests.labels(method=method, status=str(response.status)).inc()
         try:
             answer: Object = json.loads(text)
         except ValueError:
             answer = {"message": text[:500].decode("utf-8", "replace")}
         if not 200 <= response.status <= 299:
-            message = str(answer.get("message") or response.reason)
-            raise ApiError(what, response.status, str(answer.get("reason", "")), message)
+            raise refusal(what, response.status, text)
         return answer
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Object | None,
+        content_type: str,
+        limits: aiohttp.ClientTimeout | None,
+    ) -> Any:
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": FIELD_MANAGER}
+        parameters = list((query or {}).items())
+        client = self._client
+        await client.update_params_for_auth(headers, parameters, ["BearerToken"])
+        return await client.rest_client.request(
+            method,
+            client.configuration.host + path,
+            query_params=parameters,
+            headers=headers,
+            body=body,
+            _preload_content=False,
+            _request_timeout=limits,
+        )
 
     async def check_version(self) -> None:
         """Find out whether we can work on this cluster; where it does not tell its version, we try.
@@ -185,10 +223,78 @@ class Cluster:
         answer = await self.request("GET", path_of(api_version, kind, namespace), what=f"list of {kind}", query=query)
         return [{"apiVersion": api_version, "kind": kind, **item} for item in answer.get("items") or ()]
 
+    async def list_version(
+        self, api_version: str, kind: str, namespace: str | None, query: Mapping[str, str]
+    ) -> tuple[list[Object], int]:
+        """All objects of a kind that a query chooses, and the version of the cluster that they were read at.
+
+        Raises:
+            ApiError: see `request`; 410: it took so long that the server has forgotten that version.
+        """
+        items: list[Object] = []
+        parameters = {**query, "limit": str(_PAGE)}
+        while True:
+            answer = await self.request(
+                "GET", path_of(api_version, kind, namespace), what=f"list of {kind}", query=parameters
+            )
+            items += [{"apiVersion": api_version, "kind": kind, **item} for item in answer.get("items") or ()]
+            metadata = answer["metadata"]
+            if not metadata.get("continue"):
+                return items, version_of(answer)
+            parameters["continue"] = metadata["continue"]
+
+    async def watch(
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str | None,
+        query: Mapping[str, str],
+        *,
+        silence_seconds: float,
+        opened: Callable[[], None],
+    ) -> AsyncGenerator[Object, None]:
+        """The changes of a kind, until the server ends the stream or is silent for too long.
+
+        Args:
+            api_version: of the objects.
+            kind: theirs.
+            namespace: where; None for everywhere.
+            query: which of them, and from which version on.
+            silence_seconds: after which it ends, for the connection may be lost.
+            opened: called when the server has agreed.
+
+        Raises:
+            ApiError: the server refused it; with status 0, the connection was lost.
+        """
+        what, path = f"watch of {kind}", path_of(api_version, kind, namespace)
+        query = {**query, "watch": "true", "allowWatchBookmarks": "true"}
+        has_opened = False
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_seconds, sock_read=silence_seconds)
+        try:
+            response = await self._send("GET", path, query, None, "application/json", limits)
+            try:
+                METRICS.requests.labels(method="WATCH", status=str(response.status)).inc()
+                if response.status != 200:
+                    raise refusal(what, response.status, await response.read())
+                has_opened = True
+                opened()
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        yield json.loads(line)
+            finally:
+                response.close()
+        except TimeoutError:
+            if not has_opened:
+                raise ApiError(what, 0, "Timeout", "the API server did not answer in time") from None
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
+            raise ApiError(what, 0, "Unreachable", f"the connection was lost: {exc}") from exc
+
     async def apply(self, wanted: Object) -> Object:
         """Server-side apply: creates an object, or changes what we say of it."""
         metadata = wanted["metadata"]
-        return await self.request(
+        return await self._write(
             "PATCH",
             path_of(wanted["apiVersion"], wanted["kind"], metadata["namespace"], metadata["name"]),
             what=f"{wanted['kind']} {metadata['name']}",
@@ -201,7 +307,7 @@ class Cluster:
         """Creates an object; False where there is one of that name already."""
         metadata = wanted["metadata"]
         try:
-            await self.request(
+            await self._write(
                 "POST",
                 path_of(wanted["apiVersion"], wanted["kind"], metadata["namespace"]),
                 what=f"{wanted['kind']} {metadata['name']}",
@@ -225,7 +331,7 @@ class Cluster:
         metadata = item["metadata"]
         options = {"gracePeriodSeconds": 0} if force else {}
         try:
-            await self.request(
+            await self._write(
                 "DELETE",
                 path_of(item["apiVersion"], item["kind"], metadata["namespace"], metadata["name"]),
                 what=f"{item['kind']} {metadata['name']}",
@@ -242,15 +348,13 @@ class Cluster:
             if exc.status not in (404, 409):
                 raise
 
+    async def _write(self, method: str, path: str, **more: Any) -> Object:
+        answer = await self.request(method, path, **more)
+        if answer.get("kind") not in (None, "Status"):
+            self.wrote(answer)
+        return answer
+
     # --- what belongs to Computes ------------------------------------------------------------------------------------
-
-    async def compute(self, namespace: str, name: str) -> Object | None:
-        """A Compute; None where there is none."""
-        return await self.read(API_VERSION, "Compute", namespace, name)
-
-    async def pods(self, namespace: str, compute: str) -> list[Object]:
-        """All pods that bear a Compute's label."""
-        return await self.list_all("v1", "Pod", namespace, {"labelSelector": f"{COMPUTE_LABEL}={compute}"})
 
     async def events(self, namespace: str, pod: Object) -> list[Object]:
         """The events about a pod, oldest first."""
@@ -263,7 +367,7 @@ class Cluster:
         """Changes a Compute's status; one that is gone is fine."""
         metadata = compute["metadata"]
         try:
-            await self.request(
+            await self._write(
                 "PATCH",
                 path_of(API_VERSION, "Compute", metadata["namespace"], metadata["name"], "status"),
                 what=f"status of Compute {metadata['name']}",

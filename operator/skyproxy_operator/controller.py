@@ -13,10 +13,12 @@ from typing import Any
 
 from skyproxy_operator import status as state
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, namespace_cause
+from skyproxy_operator.child_reconciler import ChildReconciler, ChildStatus
 from skyproxy_operator.cluster import ApiError, Cluster
+from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.decisions import (
     Announcement,
-    Picture,
+    ObservedState,
     Plan,
     decide,
     namespace_is_going,
@@ -24,14 +26,13 @@ from skyproxy_operator.decisions import (
     owned,
     refuse,
 )
-from skyproxy_operator.family import Family, FamilyKeeper
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import TOKEN_REFUSED, Prober
 from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds
-from skyproxy_operator.work_queue import WorkQueue
+from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
@@ -43,8 +44,21 @@ logger = logging.getLogger("skyproxy.operator")
 _FIRST_RETRY_SECONDS = 0.5
 _MAX_RETRY_SECONDS = 60.0
 _LEFTOVER_SECONDS = 1.0
+_PATIENCE_SECONDS = 20.0
+"""For how long a watch may be lost before nothing is decided any more."""
+_FIRST_EVENTS_SECONDS = 10.0
+_MAX_EVENTS_SECONDS = 300.0
 _SILENT_PROBES = 3
 """A worker that has not answered that often in a row is worth a word; one that computes may miss a question."""
+
+
+@dataclass(frozen=True)
+class _Events:
+    """What was told about a pod, and when to ask again, in the time of `time.monotonic`."""
+
+    ask_at: float
+    pause_seconds: float = 15.0
+    found: Sequence[Object] = ()
 
 
 @dataclass
@@ -59,6 +73,7 @@ class _Memory:
         probe_at: when its workers are asked again, in the time of `time.monotonic`.
         unanswered: how often in a row not all of its workers answered.
         silence: why one of them did not, the last time.
+        events: those about pods that wait on their machine, by the pod's uid.
     """
 
     uid: str = ""
@@ -68,6 +83,7 @@ class _Memory:
     probe_at: float = 0.0
     unanswered: int = 0
     silence: Report = field(default_factory=Report)
+    events: Mapping[str, _Events] = field(default_factory=dict)
 
 
 def _utc_now() -> datetime.datetime:
@@ -80,49 +96,64 @@ class Controller:
     def __init__(
         self,
         cluster: Cluster,
+        view: ClusterView,
         prober: Prober,
         options: Options,
         clock: Callable[[], datetime.datetime] = _utc_now,
     ) -> None:
         self.queue: WorkQueue[Key] = WorkQueue()
         self._cluster = cluster
+        self._view = view
         self._prober = prober
         self._options = options
         self._clock = clock
-        self._families = FamilyKeeper(cluster, options)
+        self._children = ChildReconciler(cluster, view, options)
         self._memories: dict[Key, _Memory] = {}
+        self._new_since: dict[Key, float] = {}
+        self._running = False
         METRICS.computes.read = self._count_phases
-        METRICS.queued.read = lambda: {"": len(self.queue)}
+        METRICS.queued.set_function(lambda: len(self.queue))
 
     async def run(self) -> None:
-        """Looks at what the queue says, several at a time."""
+        """Looks at every Compute, and then at what the queue says, several at a time."""
+        self._running = True
+        for key in self._view.computes():
+            self.touch(key, routine=True)
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(max(self._options.concurrency, 1)):
                     group.create_task(self._work(), name=f"skyproxy-reconciler-{number}")
         finally:
+            self._running = False
             self.queue.close()
 
-    def touch(self, key: Key, *, children: bool = False) -> None:
-        """Something happened to a Compute or a pod of it.
+    def touch(self, key: Key, *, children: bool = False, routine: bool = False) -> None:
+        """Look at a Compute soon: something happened to it or to a pod of it. Nothing, as long as this does not run.
 
         Args:
             key: the Compute.
-            children: whether its other children are to be looked at, too.
+            children: look at its other children, too.
+            routine: nothing happened; it may wait until all others were looked at.
         """
         if children and key in self._memories:
-            self._families.forget(self._memories[key].uid)
-        self.queue.add(key)
+            self._children.recheck(self._memories[key].uid)
+        if not self._running:
+            return
+        if _is_unjudged(self._view.compute(*key)):
+            self._new_since.setdefault(key, time.monotonic())
+            self.queue.add(key, NEW)
+        else:
+            self.queue.add(key, ROUTINE if routine else CHANGED)
 
     async def _work(self) -> None:
         while True:
             key = await self.queue.get()
             try:
-                await self._look(key)
+                await self._reconcile_once(key)
             finally:
                 self.queue.done(key)
 
-    async def _look(self, key: Key) -> None:
+    async def _reconcile_once(self, key: Key) -> None:
         """One look; a failure means another one, later and later."""
         memory = self._memories.setdefault(key, _Memory())
         begun = time.monotonic()
@@ -132,7 +163,7 @@ class Controller:
             memory.failures += 1
             pause = min(_FIRST_RETRY_SECONDS * 2 ** (memory.failures - 1), _MAX_RETRY_SECONDS)
             self.queue.add_later(key, pause)
-            METRICS.reconciles.add(1, result="failed")
+            METRICS.reconciles.labels(result="failed").inc()
             if isinstance(exc, ApiError):
                 logger.warning("%s/%s: %s; next try in %.1f s", *key, exc, pause)
             else:
@@ -141,7 +172,7 @@ class Controller:
             memory.failures = 0
             if again is not None:
                 self.queue.add_later(key, again)
-            METRICS.reconciles.add(1, result="done")
+            METRICS.reconciles.labels(result="done").inc()
         finally:
             METRICS.duration.observe(time.monotonic() - begun)
 
@@ -158,59 +189,65 @@ class Controller:
             ApiError: the API server did not do its part.
         """
         namespace, name = key
-        compute = await self._cluster.compute(namespace, name)
+        # A plan made of what is long gone could undo what another one has done.
+        self._view.check_current(_PATIENCE_SECONDS)
+        compute = self._view.compute(namespace, name)
+        if (since := self._new_since.pop(key, None)) is not None:
+            METRICS.first_look.observe(time.monotonic() - since)
         if compute is None:
             memory = self._memories.pop(key, None)
             if memory is not None:
-                self._families.forget(memory.uid)
+                self._children.forget(memory.uid)
             self.queue.forget(key)
+            self._new_since.pop(key, None)
             return None
         memory = self._memories.setdefault(key, _Memory())
         uid, generation = compute["metadata"]["uid"], int(compute["metadata"].get("generation", 0))
         if (memory.uid, memory.generation) != (uid, generation):
             # With another spec, such as a shorter idleTimeout, it may be time to ask the workers already.
             memory.uid, memory.generation, memory.probe_at = uid, generation, 0.0
-        pods = await self._cluster.pods(namespace, name)
-        picture = Picture(compute, pods, self._clock())
+        pods = self._view.pods(namespace, name)
+        observed = ObservedState(compute, pods, self._clock())
         try:
             spec = WorkerSpec.parse(name, compute.get("spec") or {})
             # A podTemplate that does not fit shows when it is applied.
             build_pod(compute, spec, 0, 0, self._options)
         except ValueError as exc:
-            plan = refuse(picture, str(exc))
+            plan = refuse(observed, str(exc))
         else:
-            plan = await self._plan(picture, spec, memory)
-        await self._carry_out(picture, plan)
+            plan = await self._plan(observed, spec, memory)
+        await self._carry_out(observed, plan)
         memory.phase = plan.status["phase"]
         resync = self._options.resync_seconds
         return resync if plan.look_again_seconds is None else min(plan.look_again_seconds, resync)
 
-    # --- the picture -------------------------------------------------------------------------------------------------
+    # --- what is seen -------------------------------------------------------------------------------------------------
 
-    async def _plan(self, picture: Picture, spec: WorkerSpec, memory: _Memory) -> Plan:
-        compute = picture.compute
+    async def _plan(self, observed: ObservedState, spec: WorkerSpec, memory: _Memory) -> Plan:
+        compute = observed.compute
         if "deletionTimestamp" in compute["metadata"]:
-            return decide(picture, spec, self._options)
+            return decide(observed, spec, self._options)
         if namespace_is_going(compute):
-            return decide(replace(picture, refusals=(namespace_cause(),)), spec, self._options)
-        family = await self._families.bring_up(compute, spec, picture.now)
-        refusals = [*([family.blocking] if family.blocking else ()), *family.refusals]
-        reports = await self._reports(picture, spec, family, memory)
+            return decide(replace(observed, refusals=(namespace_cause(),)), spec, self._options)
+        children = await self._children.reconcile(compute, spec, observed.now)
+        refusals = [*([children.blocking] if children.blocking else ()), *children.refusals]
+        reports = await self._reports(observed, spec, children, memory)
         if memory.unanswered >= _SILENT_PROBES and _should_answer(spec, compute):
             refusals.append(_silence_cause(spec, memory.silence))
-        picture = Picture(compute, picture.pods, self._clock(), reports, await self._events(picture), tuple(refusals))
-        plan = decide(picture, spec, self._options)
+        events = await self._events(observed, memory)
+        observed = ObservedState(compute, observed.pods, self._clock(), reports, events, tuple(refusals))
+        plan = decide(observed, spec, self._options)
         if not plan.create:
             return plan
-        if family.blocking is not None:
+        if children.blocking is not None:
             # A pod without its Secrets would only fail.
-            pause = _LEFTOVER_SECONDS if not family.blocking.actionable else plan.look_again_seconds
+            pause = _LEFTOVER_SECONDS if not children.blocking.actionable else plan.look_again_seconds
             return replace(plan, create=(), look_again_seconds=pause)
         refused = await self._create(plan.create)
         if not refused:
             return replace(plan, create=())
-        picture = Picture(compute, picture.pods, picture.now, reports, picture.events, (*refused, *refusals))
-        plan = decide(picture, spec, self._options)
+        observed = ObservedState(compute, observed.pods, observed.now, reports, observed.events, (*refused, *refusals))
+        plan = decide(observed, spec, self._options)
         return replace(plan, create=())
 
     async def _create(self, pods: Sequence[Object]) -> list[Cause]:
@@ -219,22 +256,24 @@ class Controller:
         for pod in pods:
             try:
                 if await self._cluster.create(pod):
-                    METRICS.pods.add(1, action="created")
+                    METRICS.pods.labels(action="created").inc()
             except ApiError as exc:
                 if exc.status == 0 or exc.status >= 500 or exc.status == 429:
                     raise
                 refused.append(exc.cause)
         return refused
 
-    async def _reports(self, picture: Picture, spec: WorkerSpec, family: Family, memory: _Memory) -> list[Report]:
+    async def _reports(
+        self, observed: ObservedState, spec: WorkerSpec, children: ChildStatus, memory: _Memory
+    ) -> list[Report]:
         """What the workers are doing; empty where it is not time to ask."""
-        ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned(picture) if is_ready(pod)}
+        ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned(observed) if is_ready(pod)}
         if len(ready) < spec.nodes:
             memory.unanswered = 0
-        if not ready or family.access is None or spec.suspend or time.monotonic() < memory.probe_at:
+        if not ready or children.access is None or spec.suspend or time.monotonic() < memory.probe_at:
             return []
         addresses = [(ready.get(node, ""), port) for node in range(spec.nodes) for port in spec.ports]
-        reports = await self._prober.ask(addresses, family.access)
+        reports = await self._prober.ask(addresses, children.access)
         # What somebody has to see to goes first.
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.reason)
         if len(ready) == spec.nodes:
@@ -242,33 +281,44 @@ class Controller:
             memory.silence = problems[0] if problems else Report()
         if problems and problems[0].reason:
             # Its Secrets were replaced, it seems: they are read again at the next look.
-            self._families.forget(picture.compute["metadata"]["uid"])
-        started = state.moment((picture.compute.get("status") or {}).get("startTime"))
+            self._children.forget(observed.compute["metadata"]["uid"])
+        started = state.moment((observed.compute.get("status") or {}).get("startTime"))
         pause = next_check_seconds(spec, started, reports, self._clock(), self._options)
         # A little early, for the look that is planned for then must not find that it is not time yet.
         memory.probe_at = time.monotonic() + pause - 0.5
         return reports
 
-    async def _events(self, picture: Picture) -> Mapping[str, Sequence[Object]]:
-        """Events about pods that have a machine, and no container yet."""
-        found = {}
-        for pod in owned(picture):
+    async def _events(self, observed: ObservedState, memory: _Memory) -> Mapping[str, Sequence[Object]]:
+        """Events about pods that have a machine, and no container yet.
+
+        They are asked for once a pod has waited for a while, and then less and less often.
+        """
+        found, asked = {}, {}
+        for pod in owned(observed):
             statuses = (pod.get("status") or {}).get("containerStatuses") or ()
             begun = any((item.get("state") or {}).get("running") for item in statuses)
             if is_scheduled(pod) and not begun and not has_ended(pod) and not is_ready(pod):
-                found[pod["metadata"]["name"]] = await self._cluster.events(pod["metadata"]["namespace"], pod)
+                uid = pod["metadata"]["uid"]
+                latest = memory.events.get(uid) or _Events(time.monotonic() + _FIRST_EVENTS_SECONDS)
+                if time.monotonic() >= latest.ask_at:
+                    pause = min(2 * latest.pause_seconds, _MAX_EVENTS_SECONDS)
+                    events = await self._cluster.events(pod["metadata"]["namespace"], pod)
+                    latest = _Events(time.monotonic() + latest.pause_seconds, pause, events)
+                asked[uid] = latest
+                found[pod["metadata"]["name"]] = latest.found
+        memory.events = asked
         return found
 
     # --- the plan ----------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, picture: Picture, plan: Plan) -> None:
-        compute = picture.compute
+    async def _carry_out(self, observed: ObservedState, plan: Plan) -> None:
+        compute = observed.compute
         patch = state.patch_between(compute.get("status") or {}, plan.status)
         if patch:
             await self._cluster.patch_status(compute, patch)
         for pod in plan.delete:
             await self._cluster.delete(pod)
-            METRICS.pods.add(1, action="deleted")
+            METRICS.pods.labels(action="deleted").inc()
         for pod in plan.force:
             logger.warning(
                 "%s/%s: pod %s is removed by force: its machine does not answer",
@@ -276,9 +326,9 @@ class Controller:
                 pod["metadata"]["name"],
             )
             await self._cluster.delete(pod, force=True)
-            METRICS.pods.add(1, action="forced")
+            METRICS.pods.labels(action="forced").inc()
         if patch.get("endedReason") in (IDLE, LIFETIME):
-            METRICS.reaped.add(1, reason=patch["endedReason"])
+            METRICS.reaped.labels(reason=patch["endedReason"]).inc()
         for announcement in plan.announce:
             logger.info("%s/%s: %s: %s", *_key(compute), announcement.reason, announcement.message)
             await self._announce(compute, announcement)
@@ -317,6 +367,13 @@ def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
     if spec.idle_timeout_seconds is not None:
         text += " idleTimeout has no effect meanwhile."
     return Cause(silence.reason or "ActivityUnknown", text, actionable=True)
+
+
+def _is_unjudged(compute: Object | None) -> bool:
+    """Tell whether a Compute is new or has a new spec, so that somebody waits for its first look."""
+    if compute is None:
+        return False
+    return bool((compute.get("status") or {}).get("observedGeneration") != compute["metadata"].get("generation", 0))
 
 
 def _key(compute: Object) -> Key:

@@ -1,6 +1,6 @@
-"""What to do next for a Compute, from what is wanted and what is there. Pure: the same picture, the same plan.
+"""What to do next for a Compute, from what is wanted and what is there. Pure: the same state, the same plan.
 
-The plan brings the cluster one step nearer, and every step leaves a picture from which the next one follows. So it does
+The plan brings the cluster one step nearer, and every step leaves a state from which the next one follows. So it does
 not matter where an operator is interrupted, or how often it looks.
 """
 
@@ -38,7 +38,7 @@ _LOOK_AGAIN_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Picture:
+class ObservedState:
     """What is there.
 
     Attributes:
@@ -83,29 +83,29 @@ class Plan:
     look_again_seconds: float | None = None
 
 
-def decide(picture: Picture, spec: WorkerSpec, options: Options) -> Plan:
+def decide(observed: ObservedState, spec: WorkerSpec, options: Options) -> Plan:
     """The plan for a Compute with a spec that can be used.
 
     Raises:
         ValueError: the spec's podTemplate cannot be applied.
     """
-    return _Decision(picture, spec, options).plan()
+    return _Decision(observed, spec, options).plan()
 
 
-def refuse(picture: Picture, problem: str) -> Plan:
+def refuse(observed: ObservedState, problem: str) -> Plan:
     """The plan for a Compute whose spec cannot be used: its pods are left alone, and it says why."""
-    carried = state.past(picture.compute.get("status") or {})
+    carried = state.past(observed.compute.get("status") or {})
     cause = Cause("InvalidSpec", problem, actionable=True)
     verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
-    pods = [pod for pod in owned(picture) if node_of(pod) >= 0]
-    new = state.built(picture.compute, verdict, picture.now, carried=carried, pods=pods)
-    return Plan(new, announce=announcements(picture.compute.get("status") or {}, new))
+    pods = [pod for pod in owned(observed) if node_of(pod) >= 0]
+    new = state.built(observed.compute, verdict, observed.now, carried=carried, pods=pods)
+    return Plan(new, announce=announcements(observed.compute.get("status") or {}, new))
 
 
-def owned(picture: Picture) -> list[Object]:
+def owned(observed: ObservedState) -> list[Object]:
     """The pods that this Compute made. One of the same name, long deleted, may have left others."""
-    uid = picture.compute["metadata"]["uid"]
-    return [pod for pod in picture.pods if any(item["uid"] == uid for item in _owners(pod))]
+    uid = observed.compute["metadata"]["uid"]
+    return [pod for pod in observed.pods if any(item["uid"] == uid for item in _owners(pod))]
 
 
 def _owners(item: Object) -> Sequence[Object]:
@@ -147,21 +147,21 @@ def backoff_seconds(policy: RestartPolicy, failures: int) -> float:
 
 
 class _Decision:
-    def __init__(self, picture: Picture, spec: WorkerSpec, options: Options) -> None:
-        self._picture = picture
-        self._compute = picture.compute
-        self._now = picture.now
+    def __init__(self, observed: ObservedState, spec: WorkerSpec, options: Options) -> None:
+        self._observed = observed
+        self._compute = observed.compute
+        self._now = observed.now
         self._spec = spec
         self._options = options
-        self._before: Object = picture.compute.get("status") or {}
+        self._before: Object = observed.compute.get("status") or {}
         self._carried = state.past(self._before)
-        self._pods = owned(picture)
+        self._pods = owned(observed)
         self._attempt = max([int(self._carried.get("restarts", 0)), *map(attempt_of, self._pods)])
 
     def plan(self) -> Plan:
         if "deletionTimestamp" in self._compute["metadata"]:
             return self._stopped(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
-        if any(cause.reason == NAMESPACE_TERMINATING for cause in self._picture.refusals):
+        if any(cause.reason == NAMESPACE_TERMINATING for cause in self._observed.refusals):
             return self._stopped(state.TERMINATING, namespace_cause(), delete=())
         if self._carried.get("endedFor") not in (None, current_key(self._compute)):
             self._start_over()
@@ -223,7 +223,7 @@ class _Decision:
             self._carried["restarts"] = self._attempt
             current = []
         stale = [pod for pod in self._pods if all(pod is not item for item in current)]
-        foreign = len(self._picture.pods) > len(self._pods)
+        foreign = len(self._observed.pods) > len(self._pods)
         if stale or foreign:
             return self._replacing(current, stale)
         pause = self._pause_seconds()
@@ -312,10 +312,10 @@ class _Decision:
         taken = {pod["metadata"]["name"] for pod in current}
         missing = [node for node in range(self._spec.nodes) if pod_name(metadata["name"], node) not in taken]
         create = [build_pod(self._compute, self._spec, node, self._attempt, self._options) for node in missing]
-        failures = pull_failures(current, self._picture.events, self._carried.get("pullFailures", {}))
+        failures = pull_failures(current, self._observed.events, self._carried.get("pullFailures", {}))
         self._forget("pullFailures")
         self._carried |= {"pullFailures": failures} if failures else {}
-        verdict = state.judged(self._spec, current, self._picture.events, self._now, failures)
+        verdict = state.judged(self._spec, current, self._observed.events, self._now, failures)
         refusal = self._first_refusal()
         if verdict.ready:
             now = state.timestamp(self._now)
@@ -325,13 +325,13 @@ class _Decision:
             self._forget("readySince")
             if refusal is not None:
                 verdict = dataclasses.replace(verdict, cause=refusal, trouble=refusal, progressing=False)
-        self._carried = state.with_activity(self._carried, self._picture.reports, self._now)
+        self._carried = state.with_activity(self._carried, self._observed.reports, self._now)
         started = state.moment(self._carried.get("startTime"))
-        end = reaping(self._spec, started, self._picture.reports, self._now)
+        end = reaping(self._spec, started, self._observed.reports, self._now)
         if end is not None:
             return self._end(end.reason, f"The pods were removed: {end.message}.")
         if verdict.ready:
-            again = next_check_seconds(self._spec, started, self._picture.reports, self._now, self._options)
+            again = next_check_seconds(self._spec, started, self._observed.reports, self._now, self._options)
         else:
             again = _LOOK_AGAIN_SECONDS
         return self._planned(verdict, current, create=create, look_again=again)
@@ -343,7 +343,7 @@ class _Decision:
         return str(self._carried.get("lastFailure", "")).partition(LOG_MARK)[0]
 
     def _first_refusal(self) -> Cause | None:
-        return self._picture.refusals[0] if self._picture.refusals else None
+        return self._observed.refusals[0] if self._observed.refusals else None
 
     def _forget(self, *keys: str) -> None:
         for key in keys:

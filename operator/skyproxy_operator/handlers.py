@@ -1,6 +1,7 @@
-"""What kopf calls: every change of a Compute or of a child becomes a look at the Compute. Nothing is decided here.
+"""What kopf calls, and what every change of a Compute or of a child becomes: a look at the Compute. Nothing is decided.
 
-Only event handlers are used. Handlers of other kinds would make kopf keep its progress in annotations and put
+kopf begins, ends and logs; it watches nothing. Its watches do not tell what went while they were interrupted, so what
+it would keep of them could be wrong for ever; `informer.py` has ours. Its handlers of changes would moreover put
 finalizers on Computes, so that no Compute could be deleted while no operator runs.
 """
 
@@ -12,6 +13,8 @@ import os
 import signal
 import socket
 import uuid
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import kopf
@@ -19,63 +22,96 @@ import kopf
 from skyproxy_operator.cluster import Cluster
 from skyproxy_operator.controller import Controller
 from skyproxy_operator.http_server import HttpServer
+from skyproxy_operator.informer import View, compute_of, view_of
 from skyproxy_operator.leadership import Leadership, LeaseLostError
-from skyproxy_operator.names import COMPUTE_LABEL, GROUP, PLURAL, VERSION
 from skyproxy_operator.options import Options, load
 from skyproxy_operator.probing import Prober
+
+Object = dict[str, Any]
 
 logger = logging.getLogger("skyproxy.operator")
 
 REGISTRY = kopf.get_default_registry()
 """The handlers below; importing this module is what fills it."""
 
-_LABEL = {COMPUTE_LABEL: kopf.PRESENT}
-
 
 class Operator:
     """The parts of the process, from its beginning to its end."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, namespaces: Sequence[str] = ()) -> None:
+        """Make an operator.
+
+        Args:
+            options: those of the installation.
+            namespaces: those to look after; empty for all.
+        """
         self._options = options
+        self._namespaces = namespaces
         self.controller: Controller | None = None
         self._cluster: Cluster | None = None
         self._prober = Prober(options.probe_timeout_seconds)
         self._http = HttpServer(options.http_host, options.http_port, self._alive, self._ready)
-        self._work: asyncio.Task[None] | None = None
+        self._view: View | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Connects, and begins to work when it is our turn."""
         options = self._options
         self._cluster = cluster = await Cluster.connect(options.request_timeout_seconds)
-        self.controller = controller = Controller(cluster, self._prober, options)
+        view = self._view = view_of(cluster, self._namespaces, self.changed)
+        self.controller = controller = Controller(cluster, view, self._prober, options)
         host = os.environ.get("HOSTNAME") or socket.gethostname()
         leadership = Leadership(cluster, options, f"{host}_{options.lease_identity or uuid.uuid4().hex[:8]}")
-        self._work = asyncio.create_task(leadership.run(controller.run), name="skyproxy-operator")
-        self._work.add_done_callback(_ended)
+        self._tasks = [
+            asyncio.create_task(view.run(), name="skyproxy-view"),
+            asyncio.create_task(leadership.run(partial(_lead, view, controller)), name="skyproxy-operator"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_ended)
         if options.http_host:
             await self._http.start()
             logger.info("health and metrics on port %d", self._http.port)
 
     async def stop(self) -> None:
         """Ends the work and all connections."""
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close()
         await self._prober.close()
         if self._cluster is not None:
             await self._cluster.close()
 
     def _alive(self) -> bool:
-        return self._work is not None and not self._work.done()
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     def _ready(self) -> bool:
         return self._alive() and self.controller is not None
 
-    def touch(self, namespace: str | None, name: str, *, children: bool = False) -> None:
-        """Something happened to a Compute or to what belongs to it."""
-        if self.controller is not None and namespace:
-            self.controller.touch((namespace, name), children=children)
+    def changed(self, kind: str, change: str, item: Object, listed: bool) -> None:
+        """Look at a Compute to which something happened, or that was listed.
+
+        Args:
+            kind: of what has changed.
+            change: ADDED, MODIFIED or DELETED.
+            item: as it is now, or was at last.
+            listed: it came with a list, so it may have been so for long.
+        """
+        key = item["metadata"]["namespace"], compute_of(item)
+        if self.controller is None:
+            return
+        if kind in ("Compute", "Pod"):
+            self.controller.touch(key, routine=listed and change != "DELETED")
+        elif change != "ADDED":
+            # One of our own that has just been made is as it should be.
+            self.controller.touch(key, children=True)
+
+
+async def _lead(view: View, controller: Controller) -> None:
+    """Work, from what is there now: the one who led before has written, and a watch may be behind that."""
+    view.relist()
+    await view.synced()
+    await controller.run()
 
 
 def _ended(work: asyncio.Task[None]) -> None:
@@ -93,15 +129,13 @@ def _ended(work: asyncio.Task[None]) -> None:
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: Any, **_: object) -> None:
     """Before anything is watched."""
-    # What happens to a pod of someone else is nothing to us, so the server should not send it.
-    for kind in ("pods", "services", "networkpolicies", "persistentvolumeclaims"):
-        settings.watching.label_selectors[kind] = COMPUTE_LABEL
     settings.posting.enabled = False
+    settings.scanning.disabled = True
     # Secrets are in the answers that this logger writes at its most talkative.
     logging.getLogger("kubernetes_asyncio.client.rest").setLevel(logging.INFO)
     # A line for each event that says that nothing was wrong with it.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
-    memo.operator = Operator(load())
+    memo.operator = Operator(load(), getattr(memo, "namespaces", ()))
     await memo.operator.start()
 
 
@@ -110,24 +144,3 @@ async def stop(memo: Any, **_: object) -> None:
     """After everything."""
     if hasattr(memo, "operator"):
         await memo.operator.stop()
-
-
-@kopf.on.event(GROUP, VERSION, PLURAL)
-async def compute_changed(namespace: str | None, name: str, memo: Any, **_: object) -> None:
-    """A Compute came, changed or went; or we have just begun to watch."""
-    memo.operator.touch(namespace, name)
-
-
-@kopf.on.event("v1", "pods", labels=_LABEL)
-async def pod_changed(namespace: str | None, labels: Any, memo: Any, **_: object) -> None:
-    """A pod of a Compute came, changed or went."""
-    memo.operator.touch(namespace, labels[COMPUTE_LABEL])
-
-
-@kopf.on.event("v1", "services", labels=_LABEL)
-@kopf.on.event("v1", "persistentvolumeclaims", labels=_LABEL)
-@kopf.on.event("networking.k8s.io", "v1", "networkpolicies", labels=_LABEL)
-async def child_changed(type: str | None, namespace: str | None, labels: Any, memo: Any, **_: object) -> None:
-    """Another child of a Compute went, or was changed by someone."""
-    if type in ("MODIFIED", "DELETED"):
-        memo.operator.touch(namespace, labels[COMPUTE_LABEL], children=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aiohttp import web
+from prometheus_client.exposition import choose_encoder
 
 from skyproxy_operator.metrics import METRICS
 
@@ -53,6 +54,6 @@ class HttpServer:
     async def _readyz(self, _: web.Request) -> web.Response:
         return web.Response(text="ready\n") if self._ready() else web.Response(text="not ready\n", status=503)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=METRICS.text().encode(), headers=headers)
+    async def _metrics(self, request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(METRICS.registry), headers={"Content-Type": content_type})

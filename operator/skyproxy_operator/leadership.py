@@ -41,8 +41,9 @@ class Leadership:
         self._identity = identity
         self._seen: tuple[Any, ...] = ()
         self._seen_at = 0.0
+        self._held: Object | None = None
         self.leading = False
-        METRICS.leading.read = lambda: {"": float(self.leading)}
+        METRICS.leading.set_function(lambda: float(self.leading))
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Waits until it is our turn, and works as long as it is.
@@ -55,7 +56,7 @@ class Leadership:
             await work()
             return
         while not await self._try():
-            await asyncio.sleep(self._seconds / 5)
+            await asyncio.sleep(self._seconds / 4)
         logger.info("this operator leads now")
         self.leading = True
         working, renewing = asyncio.ensure_future(work()), asyncio.ensure_future(self._renew())
@@ -78,7 +79,7 @@ class Leadership:
         try:
             while True:
                 async with asyncio.timeout_at(renewed + self._seconds * 2 / 3):
-                    await asyncio.sleep(self._seconds / 5)
+                    await asyncio.sleep(self._seconds / 4)
                     asked = _now()
                     if await self._try():
                         renewed = asked
@@ -98,6 +99,15 @@ class Leadership:
         return False
 
     async def _take(self) -> bool:
+        held, self._held = self._held, None
+        if held is not None:
+            # Nobody else has written it since, or this is refused: there is no need to read it first.
+            try:
+                await self._replace(self._lease(held["metadata"], held["spec"]))
+                return True
+            except ApiError as exc:
+                if exc.status != 409:
+                    raise
         lease = await self._cluster.read(_API, "Lease", self._namespace, self._name)
         if lease is None:
             return await self._cluster.create(self._lease({"name": self._name, "namespace": self._namespace}, {}))
@@ -131,7 +141,7 @@ class Leadership:
 
     async def _replace(self, lease: Object) -> None:
         path = path_of(_API, "Lease", self._namespace, self._name)
-        await self._cluster.request("PUT", path, what=f"Lease {self._name}", body=lease)
+        self._held = await self._cluster.request("PUT", path, what=f"Lease {self._name}", body=lease)
 
     async def _give_up(self) -> None:
         """Lets the next one begin at once."""

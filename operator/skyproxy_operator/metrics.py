@@ -1,120 +1,78 @@
-"""What the operator counts, in the text format of Prometheus."""
+"""What the operator counts, for Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+
+_untyped: Any = prometheus_client
 _BUCKETS_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-def _labelled(name: str, labels: Mapping[str, str]) -> str:
-    if not labels:
-        return name
-    pairs = []
-    for key, value in labels.items():
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        pairs.append(f'{key}="{escaped}"')
-    return f"{name}{{{','.join(pairs)}}}"
+class ComputesByPhase:
+    """How many Computes are in which phase, counted when somebody asks.
 
+    Attributes:
+        read: gives the number of Computes by phase.
+    """
 
-class Counter:
-    """A number that only grows, one for each set of labels."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-        self._values: dict[tuple[tuple[str, str], ...], float] = {}
-
-    def add(self, amount: float, **labels: str) -> None:
-        """Counts."""
-        key = tuple(labels.items())
-        self._values[key] = self._values.get(key, 0.0) + amount
-
-    def value(self, **labels: str) -> float:
-        """What was counted with these labels."""
-        return self._values.get(tuple(labels.items()), 0.0)
-
-    def lines(self) -> Iterator[str]:
-        """The text."""
-        yield f"# HELP {self._name} {self._text}"
-        yield f"# TYPE {self._name} counter"
-        for key, value in sorted(self._values.items()):
-            yield f"{_labelled(self._name, dict(key))} {value:g}"
-
-
-class Histogram:
-    """How long something took."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-        self._counts = [0] * (len(_BUCKETS_SECONDS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Counts one."""
-        place = next((index for index, bound in enumerate(_BUCKETS_SECONDS) if seconds <= bound), len(_BUCKETS_SECONDS))
-        self._counts[place] += 1
-        self._sum += seconds
-
-    def lines(self) -> Iterator[str]:
-        """The text."""
-        yield f"# HELP {self._name} {self._text}"
-        yield f"# TYPE {self._name} histogram"
-        total = 0
-        for bound, count in zip((*_BUCKETS_SECONDS, "+Inf"), self._counts, strict=True):
-            total += count
-            yield f'{self._name}_bucket{{le="{bound}"}} {total}'
-        yield f"{self._name}_sum {self._sum:g}"
-        yield f"{self._name}_count {total}"
-
-
-class Gauge:
-    """Numbers that are read when somebody asks."""
-
-    def __init__(self, name: str, text: str, label: str) -> None:
-        self._name = name
-        self._text = text
-        self._label = label
+    def __init__(self) -> None:
         self.read: Callable[[], Mapping[str, float]] = dict
-        """The values by the label's value; an empty label value stands for no label."""
 
-    def lines(self) -> Iterator[str]:
-        """The text."""
-        yield f"# HELP {self._name} {self._text}"
-        yield f"# TYPE {self._name} gauge"
-        for key, value in sorted(self.read().items()):
-            yield f"{_labelled(self._name, {self._label: key} if key else {})} {value:g}"
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Count, as the registry of prometheus_client wants it."""
+        family = GaugeMetricFamily("skyproxy_operator_computes", "Computes by phase.", labels=["phase"])
+        for phase, count in sorted(self.read().items()):
+            family.add_metric([phase], count)
+        yield family
 
 
 class Metrics:
-    """Everything that is counted."""
+    """Everything that is counted, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.reconciles = Counter("skyproxy_operator_reconciles_total", "Looks at a Compute, by result.")
-        self.requests = Counter("skyproxy_operator_api_requests_total", "Requests to the API server.")
-        self.probes = Counter("skyproxy_operator_probes_total", "Questions to workers for their activity, by result.")
-        self.pods = Counter("skyproxy_operator_pods_total", "Pods created and deleted.")
-        self.reaped = Counter("skyproxy_operator_reaped_total", "Computes whose pods were removed, by reason.")
-        self.duration = Histogram("skyproxy_operator_reconcile_seconds", "How long a look at a Compute took.")
-        self.computes = Gauge("skyproxy_operator_computes", "Computes by phase.", "phase")
-        self.queued = Gauge("skyproxy_operator_queued", "Computes that wait to be looked at.", "")
-        self.leading = Gauge("skyproxy_operator_leading", "1 where this operator is the one that works.", "")
-
-    def text(self) -> str:
-        """All of it, for Prometheus."""
-        parts = (
-            self.reconciles,
-            self.requests,
-            self.probes,
-            self.pods,
-            self.reaped,
-            self.duration,
-            self.computes,
-            self.queued,
-            self.leading,
+        _untyped.disable_created_metrics()
+        self.registry = registry = CollectorRegistry()
+        prefix = "skyproxy_operator_"
+        self.reconciles = Counter(
+            f"{prefix}reconciles", "Looks at a Compute, by result.", ["result"], registry=registry
         )
-        return "".join(line + "\n" for part in parts for line in part.lines())
+        self.requests = Counter(
+            f"{prefix}api_requests", "Requests to the API server.", ["method", "status"], registry=registry
+        )
+        self.lists = Counter(
+            f"{prefix}lists", "How often all objects of a kind were listed.", ["kind"], registry=registry
+        )
+        self.probes = Counter(
+            f"{prefix}probes", "Questions to workers for their activity, by result.", ["result"], registry=registry
+        )
+        self.pods = Counter(
+            f"{prefix}pods", "Pods created, deleted and removed by force.", ["action"], registry=registry
+        )
+        self.reaped = Counter(
+            f"{prefix}reaped", "Computes whose pods were removed, by reason.", ["reason"], registry=registry
+        )
+        self.duration = Histogram(
+            f"{prefix}reconcile_seconds",
+            "How long a look at a Compute took.",
+            buckets=_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.first_look = Histogram(
+            f"{prefix}first_look_seconds",
+            "How long a new Compute, or a new spec, waited until it was looked at.",
+            buckets=_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.queued = Gauge(f"{prefix}queued", "Computes that wait to be looked at.", registry=registry)
+        self.leading = Gauge(f"{prefix}leading", "1 where this operator is the one that works.", registry=registry)
+        self.computes = ComputesByPhase()
+        registry.register(self.computes)
+        ProcessCollector(registry=registry)
 
 
 METRICS = Metrics()

@@ -19,6 +19,8 @@ ATTEMPT = f"{GROUP}/attempt"
 """On a pod: which start of its Compute it belongs to, counted from 0."""
 WAKE = f"{GROUP}/wake"
 """On a Compute: any new value starts one that has expired or failed."""
+APPLIED = f"{GROUP}/applied"
+"""On a child: what we said of it the last time. The same again need not be said."""
 ISSUER = f"{GROUP}/cert-manager-issuer"
 """On a Compute: `Issuer/NAME` or `ClusterIssuer/NAME` of cert-manager, which then makes the certificate."""
 

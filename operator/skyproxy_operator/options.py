@@ -45,7 +45,9 @@ class Options:
     concurrency: int = 8
     """Computes that are looked after at the same time."""
     resync_seconds: float = 300.0
-    """How often every Compute is looked at though nothing happened; then children are applied again, too."""
+    """How often every Compute is looked at though nothing happened; its children, too."""
+    secrets_seconds: float = 14400.0
+    """How often Secrets, and other children that the operator may not watch, are read again though nothing happened."""
     probe_seconds: float = 30.0
     """How often a running worker is asked for its activity; more often when an idle timeout comes near."""
     probe_timeout_seconds: float = 5.0

@@ -126,11 +126,11 @@ def report_of(status: int, text: bytes) -> Report:
             return _failed("its answer makes no sense")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return _failed("its answer is no activity report")
-    METRICS.probes.add(1, result="answered")
+    METRICS.probes.labels(result="answered").inc()
     return Report(0.0 if running else idle, answer)
 
 
 def _failed(problem: str, reason: str = "") -> Report:
-    METRICS.probes.add(1, result="failed")
+    METRICS.probes.labels(result="failed").inc()
     # What a peer made of a message can be anything; it goes into a status.
     return Report(problem=problem.encode("utf-8", "replace").decode(), reason=reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import datetime
 import re
 import shutil
@@ -276,8 +277,8 @@ GROUPS = {
 
 def used() -> set[tuple[str, str, str]]:
     """What the operator asks of a cluster in a story in which everything happens."""
-    from tests.operator.test_controller import EVERYTHING as STORY
-    from tests.operator.test_controller import KEY, World
+    from tests.operator.world import EVERYTHING as STORY
+    from tests.operator.world import KEY, World
 
     worlds = [World(**STORY, restartPolicy={"backoffSeconds": 1}), World()]
     issuer = {"skyproxy.dev/cert-manager-issuer": "ClusterIssuer/ours"}
@@ -290,6 +291,9 @@ def used() -> set[tuple[str, str, str]]:
         # Pods with a machine and no container: their events are read.
         for pod in worlds[0].cluster.all("Pod"):
             pod["status"] = {"phase": "Pending"}
+        await worlds[0].look()
+        for memory in worlds[0].controller._memories.values():
+            memory.events = {uid: dataclasses.replace(asked, ask_at=0.0) for uid, asked in memory.events.items()}
         await worlds[0].look()
         await worlds[1].look()
         worlds[0].edit(gateway={"enabled": False})
@@ -308,14 +312,13 @@ def used() -> set[tuple[str, str, str]]:
         # Applying an object that is not there creates it.
         if verb == "patch" and not part:
             found.add(("create", GROUPS.get(name, ""), resource))
-    # What kopf watches, and the Lease.
+    # What is watched, and the Lease.
     for group, resource in (
         ("skyproxy.dev", "computes"),
         ("", "pods"),
         ("", "services"),
         ("", "persistentvolumeclaims"),
         ("networking.k8s.io", "networkpolicies"),
-        ("apiextensions.k8s.io", "customresourcedefinitions"),
     ):
         found |= {("list", group, resource), ("watch", group, resource)}
     return found | {(verb, "coordination.k8s.io", "leases") for verb in ("get", "create", "update")}

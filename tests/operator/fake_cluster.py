@@ -58,11 +58,23 @@ class FakeCluster:
         self._request("get", kind, name)
         return copy.deepcopy(self.objects.get((kind, namespace, name)))
 
-    async def compute(self, namespace: str, name: str) -> Object | None:
-        return await self.read("skyproxy.dev/v1alpha1", "Compute", namespace, name)
+    def check_current(self, patience_seconds: float) -> None:
+        pass
 
-    async def pods(self, namespace: str, compute: str) -> list[Object]:
-        self._request("list", "Pod", compute)
+    def computes(self) -> list[tuple[str, str]]:
+        return [(namespace, name) for kind, namespace, name in self.objects if kind == "Compute"]
+
+    def compute(self, namespace: str, name: str) -> Object | None:
+        return copy.deepcopy(self.objects.get(("Compute", namespace, name)))
+
+    def watches(self, kind: str) -> bool:
+        return kind in ("Compute", "Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy")
+
+    def child(self, kind: str, namespace: str, name: str) -> Object | None:
+        found = self.objects.get((kind, namespace, name))
+        return copy.deepcopy(found) if found and COMPUTE_LABEL in (found["metadata"].get("labels") or {}) else None
+
+    def pods(self, namespace: str, compute: str) -> list[Object]:
         return [
             copy.deepcopy(item)
             for (kind, where, _), item in self.objects.items()

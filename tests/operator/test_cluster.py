@@ -25,16 +25,20 @@ class Server:
 
     Attributes:
         answers: status and body for each method and path; a coroutine function is called first.
+        streams: what answers at a path instead, piece by piece.
         asked: method, path with query, headers and body of each request.
     """
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, str], Any] = {}
+        self.streams: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {}
         self.asked: list[tuple[str, str, Any, Any]] = []
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
         self.asked.append((request.method, request.path_qs, request.headers, json.loads(text) if text else None))
+        if request.path in self.streams:
+            return await self.streams[request.path](request)
         answer = self.answers.get((request.method, request.path))
         if callable(answer):
             answer = await answer()
@@ -169,9 +173,95 @@ def test_the_best_version_of_each_kind_is_found(tmp_path: Path, monkeypatch: pyt
 
 def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Server, cluster: Cluster) -> None:
-        server.answers["GET", "/api/v1/namespaces/lab/pods"] = (200, {"items": [{"metadata": {"name": "a"}}]})
-        assert await cluster.pods("lab", "dev") == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}]
-        assert server.asked[0][1].endswith("?labelSelector=skyproxy.dev/compute%3Ddev")
+        page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"resourceVersion": "7", "continue": "more"}}
+        rest = {"items": [{"metadata": {"name": "b"}}], "metadata": {"resourceVersion": "7"}}
+        pages = iter([page, rest])
+
+        async def answer() -> tuple[int, Any]:
+            return 200, next(pages)
+
+        server.answers["GET", "/api/v1/namespaces/lab/pods"] = answer
+        items, version = await cluster.list_version("v1", "Pod", "lab", {"labelSelector": "x"})
+        assert items == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}} for name in "ab"]
+        assert version == 7
+        assert [path.partition("?")[2] for _, path, _, _ in server.asked] == [
+            "labelSelector=x&limit=500",
+            "labelSelector=x&limit=500&continue=more",
+        ]
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def streaming(
+    *pieces: bytes, cut: bool = False, rest: asyncio.Event | None = None
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """A handler that sends pieces one after the other, and then ends well, or in the middle of an answer."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        if rest is not None:
+            await rest.wait()
+        if cut:
+            assert request.transport is not None
+            request.transport.close()
+        return response
+
+    return handle
+
+
+async def watched(cluster: Cluster, opened: list[str], silence_seconds: float = 30) -> list[Any]:
+    query = {"resourceVersion": "5"}
+    events = cluster.watch(
+        "v1", "Pod", "lab", query, silence_seconds=silence_seconds, opened=lambda: opened.append("opened")
+    )
+    return [event async for event in events]
+
+
+def test_a_watch_brings_whole_events_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        server.streams["/api/v1/namespaces/lab/pods"] = streaming(b'{"type":"ADDED"}\n{"ty', b'pe":"MODIFIED"}', b"\n")
+        opened: list[str] = []
+        assert await watched(cluster, opened) == [{"type": "ADDED"}, {"type": "MODIFIED"}]
+        assert opened == ["opened"]
+        assert server.asked[0][1].partition("?")[2] == "resourceVersion=5&watch=true&allowWatchBookmarks=true"
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_watch_that_is_refused_or_lost_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        path, opened = "/api/v1/namespaces/lab/pods", []  # type: tuple[str, list[str]]
+        server.answers["GET", path] = (410, {"reason": "Expired", "message": "too old resource version"})
+        with pytest.raises(ApiError, match="too old") as caught:
+            await watched(cluster, opened)
+        assert (caught.value.status, caught.value.reason, opened) == (410, "Expired", [])
+        # A connection that says nothing any more may be lost, which is no error: it is opened again.
+        server.streams[path] = streaming(b'{"type":"ADDED"}\n', rest=asyncio.Event())
+        assert await watched(cluster, opened, silence_seconds=0.2) == [{"type": "ADDED"}]
+        for broken in (streaming(b'{"type":"ADDED"}\n', cut=True), streaming(b"no JSON\n")):
+            server.streams[path] = broken
+            with pytest.raises(ApiError, match="connection was lost") as caught:
+                await watched(cluster, opened)
+            assert caught.value.status == 0
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_what_a_write_leaves_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        told: list[Any] = []
+        cluster.wrote = told.append
+        compute = make_compute()
+        made = make_pod(compute)
+        server.answers["POST", "/api/v1/namespaces/lab/pods"] = (201, made)
+        server.answers["DELETE", f"/api/v1/namespaces/lab/pods/{made['metadata']['name']}"] = (200, {"kind": "Status"})
+        assert await cluster.create(made)
+        await cluster.delete(made)
+        assert told == [made]
 
     run(scenario, tmp_path, monkeypatch)
 

@@ -3,83 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import datetime
-from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from skyproxy_operator import controller as controller_module
 from skyproxy_operator.cluster import ApiError
-from skyproxy_operator.controller import Controller
-from skyproxy_operator.metrics import METRICS
-from skyproxy_operator.options import Options
-from skyproxy_operator.reaping import Report
-from tests.operator.fake_cluster import FakeCluster, FakeProber, Interrupted
-from tests.operator.makers import NOW, OPTIONS, make_compute
+from tests.operator.fake_cluster import Interrupted
+from tests.operator.makers import make_compute
 from tests.operator.virtual_time import run_virtually
-
-KEY = ("lab", "dev")
-EVERYTHING = {
-    "nodes": 2,
-    "idleTimeout": "10m",
-    "volumes": [
-        {"name": "cache", "storage": "1Gi", "path": "/cache"},
-        {"name": "data", "storage": "1Gi", "path": "/data", "reclaimPolicy": "Retain"},
-    ],
-    "gateway": {"enabled": True, "hostname": "dev.example", "parentRef": {"name": "g", "namespace": "infra"}},
-}
-
-
-class World:
-    """A cluster with one Compute, and an operator that can be replaced at any time."""
-
-    def __init__(self, options: Options = OPTIONS, **spec: Any) -> None:
-        self.options = options
-        self.cluster = FakeCluster()
-        self.cluster.kinds = {"HTTPRoute": "v1", "BackendTLSPolicy": "v1"}
-        self.prober = FakeProber()
-        self.now = NOW
-        self.compute = self.cluster.put(make_compute(uid="compute-1", **spec))
-        self.start_operator()
-
-    def start_operator(self) -> None:
-        """A new process: nothing is remembered."""
-        self.controller = Controller(self.cluster, self.prober, self.options, lambda: self.now)  # type: ignore[arg-type]
-
-    async def look(self) -> float | None:
-        return await self.controller.reconcile(KEY)
-
-    async def settle(self, looks: int = 12) -> None:
-        """The world goes on until nothing changes any more."""
-        for _ in range(looks):
-            await self.look()
-            self.cluster.finish_deletions()
-            self.cluster.collect_garbage()
-            self.cluster.make_ready()
-            self.now += datetime.timedelta(seconds=1)
-        if self.cluster.stop_after is None:
-            count = len(self.cluster.requests)
-            await self.look()
-            changes = [request for request in self.cluster.requests[count:] if request[0] not in ("get", "list")]
-            assert changes == [], "it does not come to rest"
-
-    def edit(self, **spec: Any) -> None:
-        compute = self.cluster.objects["Compute", *KEY]
-        compute["spec"].update(spec)
-        compute["metadata"]["generation"] += 1
-
-    @property
-    def status(self) -> dict[str, Any]:
-        return self.cluster.objects["Compute", *KEY].get("status", {})
-
-    def names(self, kind: str) -> list[str]:
-        return [item["metadata"]["name"] for item in self.cluster.all(kind)]
-
-
-def run(scenario: Callable[[World], Any], world: World) -> None:
-    asyncio.run(scenario(world))
+from tests.operator.world import EVERYTHING, KEY, World, run
 
 
 def test_everything_that_a_compute_needs_is_made() -> None:
@@ -182,55 +117,6 @@ def test_two_starts_never_meet() -> None:
     run(scenario, world)
 
 
-def test_a_name_that_is_used_again_gets_new_secrets() -> None:
-    world = World()
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        first = world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"]
-        del world.cluster.objects["Compute", *KEY]
-        world.cluster.put(make_compute(uid="compute-2"))
-        # Garbage collection has not come yet: nothing may be built on what belongs to the earlier one.
-        await world.look()
-        assert len(world.cluster.all("Pod")) == 1
-        assert world.status["conditions"][1]["reason"] in ("CleaningUp", "ReplacingPods")
-        await world.settle()
-        assert world.status["phase"] == "Running"
-        assert world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"] != first
-
-    run(scenario, world)
-
-
-def test_a_token_that_somebody_made_before_is_used() -> None:
-    world = World()
-    token = base64.b64encode(b"mine").decode()
-    world.cluster.put(
-        {"kind": "Secret", "metadata": {"name": "dev-token", "namespace": "lab"}, "data": {"token": token}}
-    )
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-
-    run(scenario, world)
-    assert world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"] == token
-    assert world.prober.asked[0][1].token == "mine"
-
-
-def test_what_is_not_ours_is_left_alone() -> None:
-    world = World()
-    theirs = {"kind": "Service", "metadata": {"name": "dev", "namespace": "lab", "labels": {}}, "spec": {"x": 1}}
-    world.cluster.put(theirs)
-
-    async def scenario(world: World) -> None:
-        for _ in range(3):
-            await world.look()
-
-    run(scenario, world)
-    assert world.cluster.objects["Service", "lab", "dev"]["spec"] == {"x": 1}
-    assert world.cluster.all("Pod") == []
-    assert world.status["conditions"][1]["reason"] == "NameTaken"
-
-
 def test_a_full_quota_is_told_and_overcome() -> None:
     world = World()
 
@@ -246,47 +132,14 @@ def test_a_full_quota_is_told_and_overcome() -> None:
     run(scenario, world)
 
 
-def test_an_idle_worker_is_asked_in_time_and_goes() -> None:
-    world = World(idleTimeout="10m", options=replace(OPTIONS, probe_seconds=0.0))
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        world.prober.idle_seconds = 599.0
-        world.controller._memories[KEY].probe_at = 0.0
-        again = await world.look()
-        assert again is not None
-        assert again <= 1.0
-        world.prober.idle_seconds = 601.0
-        world.controller._memories[KEY].probe_at = 0.0
-        before = METRICS.reaped.value(reason="IdleTimeout")
-        await world.look()
-        assert world.status["phase"] == "Expired"
-        assert METRICS.reaped.value(reason="IdleTimeout") == before + 1
-        world.cluster.finish_deletions()
-        await world.settle()
-        assert world.cluster.all("Pod") == []
-
-    run(scenario, world)
-
-
-def test_workers_are_not_asked_all_the_time() -> None:
-    world = World()
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-
-    run(scenario, world)
-    assert len(world.prober.asked) == 1
-
-
-def test_a_look_at_what_is_as_it_should_be_costs_two_requests() -> None:
+def test_a_look_at_what_is_as_it_should_be_costs_no_request() -> None:
     world = World(**EVERYTHING)
 
     async def scenario(world: World) -> None:
         await world.settle()
         count = len(world.cluster.requests)
         await world.look()
-        assert [request[:2] for request in world.cluster.requests[count:]] == [("get", "Compute"), ("list", "Pod")]
+        assert world.cluster.requests[count:] == []
         # Something happened to a child: all of them are looked at again.
         del world.cluster.objects["Service", "lab", "dev"]
         world.controller.touch(KEY, children=True)
@@ -294,29 +147,6 @@ def test_a_look_at_what_is_as_it_should_be_costs_two_requests() -> None:
         assert "dev" in world.names("Service")
 
     run(scenario, world)
-
-
-def test_no_token_and_no_key_is_anywhere_but_in_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
-    world = World(**EVERYTHING)
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        world.cluster.fail("dev-0")
-        await world.settle()
-
-    run(scenario, world)
-    secrets = [
-        base64.b64decode(value).decode() for item in world.cluster.all("Secret") for value in item["data"].values()
-    ]
-    private = [text for text in secrets if "CERTIFICATE" not in text]
-    assert len(private) == 2
-    elsewhere = repr([item for item in world.cluster.objects.values() if item["kind"] != "Secret"]) + caplog.text
-    for text in private:
-        assert text not in elsewhere
-        assert base64.b64encode(text.encode()).decode() not in elsewhere
-    assert "accessmode" not in repr(world.prober.asked[0][1]).lower()
-    assert private[0] not in repr(world.prober.asked[0][1])
 
 
 def test_a_bad_spec_is_told_and_mended() -> None:
@@ -328,7 +158,7 @@ def test_a_bad_spec_is_told_and_mended() -> None:
             "type": "Ready",
             "status": "False",
             "reason": "InvalidSpec",
-            "message": "spec.idleTimeout: 'soon' is no duration; write it like 30m, 1h30m or 2d",
+            "message": "spec.idleTimeout: 'soon' is no duration. Examples: 90s, 30m, 1h30m, 2d",
             "observedGeneration": 1,
             "lastTransitionTime": "",
         }
@@ -336,147 +166,6 @@ def test_a_bad_spec_is_told_and_mended() -> None:
         world.edit(idleTimeout="1h")
         await world.settle()
         assert world.status["phase"] == "Running"
-
-    run(scenario, world)
-
-
-@pytest.mark.parametrize("kinds", [{}, {"HTTPRoute": "v1"}, {"HTTPRoute": "v1", "BackendTLSPolicy": "v1alpha2"}])
-def test_a_gateway_that_the_cluster_does_not_know_is_told_and_keeps_nothing_from_running(kinds: dict[str, str]) -> None:
-    world = World(gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}})
-    world.cluster.kinds = kinds
-
-    async def scenario(world: World) -> None:
-        for _ in range(3):
-            await world.look()
-            world.cluster.make_ready()
-
-    run(scenario, world)
-    assert world.status["phase"] == "Running"
-    assert world.status["conditions"][3]["reason"] == "GatewayUnavailable"
-
-
-def test_a_way_in_that_is_not_wanted_any_more_goes() -> None:
-    world = World(gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}})
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        assert world.names("HTTPRoute") == ["dev"]
-        world.edit(gateway={"enabled": False})
-        await world.settle()
-        assert world.names("HTTPRoute") == []
-        assert "externalUrl" not in world.status
-        # One that somebody else made stays.
-        theirs = {"kind": "HTTPRoute", "metadata": {"name": "dev", "namespace": "lab", "labels": {}}}
-        world.cluster.put(theirs)
-        world.controller.touch(KEY, children=True)
-        await world.look()
-        assert world.names("HTTPRoute") == ["dev"]
-
-    run(scenario, world)
-
-
-def test_a_worker_that_tells_nothing_for_long_is_worth_a_word() -> None:
-    world = World(idleTimeout="10m")
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        reasons = []
-        for idle in (None, None, None, None, 1.0):
-            world.prober.idle_seconds = idle
-            world.controller._memories[KEY].probe_at = 0.0
-            await world.look()
-            reasons.append(world.status["conditions"][3]["reason"])
-            assert world.status["phase"] == "Running"
-        assert reasons == ["AsExpected", "AsExpected", "ActivityUnknown", "ActivityUnknown", "AsExpected"]
-
-    run(scenario, world)
-
-
-@pytest.mark.parametrize("limits", [{}, {"idleTimeout": "10m"}])
-@pytest.mark.parametrize(
-    ("silence", "reason"),
-    [
-        (Report(problem="it answered HTTP 401", reason="TokenRefused"), "TokenRefused"),
-        (Report(problem="its certificate is not accepted", reason="CertificateRefused"), "CertificateRefused"),
-        (Report(problem="it cannot be asked"), "ActivityUnknown"),
-    ],
-)
-def test_a_worker_that_cannot_be_asked_is_degraded_with_the_cause(
-    limits: dict[str, str], silence: Report, reason: str
-) -> None:
-    world = World(**limits)
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        world.prober.idle_seconds, world.prober.silence = None, silence
-        for _ in range(4):
-            world.controller._memories[KEY].probe_at = 0.0
-            await world.look()
-        degraded = world.status["conditions"][3]
-        assert (degraded["status"], degraded["reason"]) == ("True", reason)
-        assert silence.problem in degraded["message"]
-        assert ("idleTimeout has no effect" in degraded["message"]) == bool(limits)
-        # It goes on taking sessions: who is connected is not cut off.
-        assert world.status["phase"] == "Running"
-        world.prober.idle_seconds = 1.0
-        world.controller._memories[KEY].probe_at = 0.0
-        await world.look()
-        assert world.status["conditions"][3]["status"] == "False"
-
-    run(scenario, world)
-
-
-def test_a_program_of_the_users_own_need_not_answer() -> None:
-    world = World(command=["sleep", "inf"])
-
-    async def scenario(world: World) -> None:
-        world.prober.idle_seconds = None
-        await world.settle()
-        for _ in range(4):
-            world.controller._memories[KEY].probe_at = 0.0
-            await world.look()
-        assert world.status["conditions"][3]["status"] == "False"
-
-    run(scenario, world)
-
-
-def test_secrets_that_somebody_replaced_are_read_again_when_a_worker_refuses_what_was_known() -> None:
-    world = World()
-
-    def encoded(text: str) -> str:
-        return base64.b64encode(text.encode()).decode()
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        before = world.prober.asked[-1][1]
-        secret = world.cluster.objects["Secret", "lab", "dev-token"]
-        secret["data"] = {"token": encoded("the-new-token"), "former": encoded(before.token)}
-        world.prober.idle_seconds = None
-        world.prober.silence = Report(problem="it answered HTTP 401", reason="TokenRefused")
-        for _ in range(2):
-            world.controller._memories[KEY].probe_at = 0.0
-            await world.look()
-        after = world.prober.asked[-1][1]
-        assert (after.token, after.former) == ("the-new-token", before.token)
-
-    run(scenario, world)
-
-
-def test_a_certificate_that_is_made_anew_leaves_the_former_authority_trusted() -> None:
-    world = World()
-
-    async def scenario(world: World) -> None:
-        await world.settle()
-        first = world.prober.asked[-1][1].authority
-        world.now += datetime.timedelta(days=1700)
-        for _ in range(2):
-            # Without the memory of a process: it is looked at after a while in any case.
-            world.start_operator()
-            await world.look()
-            trusted = world.prober.asked[-1][1].authority
-            assert trusted.count("BEGIN CERTIFICATE") == 2
-            assert first.strip() in trusted
-            assert trusted != first
 
     run(scenario, world)
 
@@ -512,7 +201,7 @@ def test_nothing_is_made_again_in_a_namespace_that_is_being_deleted(caplog: pyte
             world.controller.touch(KEY, children=True)
             await world.look()
             world.start_operator()
-        assert {verb for verb, _, _ in world.cluster.requests[count:]} == {"get", "list"}
+        assert world.cluster.requests[count:] == []
 
     run(scenario, world)
     ready = world.status["conditions"][1]
@@ -590,6 +279,7 @@ def test_a_look_that_failed_is_made_again() -> None:
 
 def test_fifty_computes_are_made_side_by_side() -> None:
     world = World()
+    world.cluster.objects.clear()
     for number in range(50):
         world.cluster.put(make_compute(f"many-{number}", uid=f"many-{number}"))
 
@@ -608,3 +298,86 @@ def test_fifty_computes_are_made_side_by_side() -> None:
     run(scenario, world)
     assert len(world.cluster.all("Pod")) == 50
     assert max(world.cluster.made.values()) == 1
+
+
+def test_before_it_leads_nothing_is_queued_and_then_everything_is_looked_at() -> None:
+    world = World()
+    world.cluster.put(make_compute("other", uid="other"))
+
+    async def scenario(world: World) -> None:
+        world.controller.touch(KEY)
+        assert len(world.controller.queue) == 0
+        work = asyncio.create_task(world.controller.run())
+        while len(world.cluster.all("Pod")) < 2:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        world.controller.touch(KEY)
+        assert len(world.controller.queue) == 0
+
+    run_virtually(scenario(world))
+
+
+def test_a_new_compute_goes_before_those_that_wait_already() -> None:
+    world = World()
+    judged = {"observedGeneration": 1}
+    for number in range(20):
+        world.cluster.put(make_compute(f"old-{number}", uid=f"old-{number}", status=judged))
+
+    async def scenario(world: World) -> None:
+        world.controller._running = True
+        for number in range(20):
+            world.controller.touch(("lab", f"old-{number}"), routine=number % 2 == 0)
+        world.controller.touch(KEY, routine=True)
+        order = [await world.controller.queue.get() for _ in range(21)]
+        assert order[0] == KEY
+        # Then those to which something happened.
+        assert order[1] == ("lab", "old-1")
+        assert order[11] == ("lab", "old-0")
+        # Another spec is new again.
+        world.controller.queue.add(("lab", "old-4"))
+        world.edit()
+        world.cluster.objects["Compute", *KEY]["status"] = judged
+        world.controller.queue.done(KEY)
+        world.controller.touch(KEY)
+        assert await world.controller.queue.get() == KEY
+
+    run(scenario, world)
+
+
+def test_nothing_is_done_by_what_is_no_longer_true() -> None:
+    world = World()
+
+    def lost(patience_seconds: float) -> None:
+        raise ApiError(
+            "watch of Pod", 0, "Stale", f"nothing has been heard about them for {patience_seconds + 1:.0f} s"
+        )
+
+    async def scenario(world: World) -> None:
+        world.cluster.check_current = lost  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="nothing has been heard"):
+            await world.look()
+        assert world.cluster.requests == []
+
+    run(scenario, world)
+
+
+def test_events_are_read_once_a_pod_has_waited_and_then_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    now = [1000.0]
+    monkeypatch.setattr(controller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def scenario(world: World) -> None:
+        await world.look()
+        (pod,) = world.cluster.all("Pod")
+        pod["spec"]["nodeName"] = "machine"
+        asked = []
+        for _ in range(240):
+            world.cluster.requests.clear()
+            await world.look()
+            if ("list", "Event", "dev-0") in world.cluster.requests:
+                asked.append(now[0] - 1000.0)
+            now[0] += 5.0
+        assert asked == [10.0, 25.0, 55.0, 115.0, 235.0, 475.0, 775.0, 1075.0]
+
+    run(scenario, world)

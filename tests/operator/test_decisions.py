@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyproxy_operator.causes import Cause
-from skyproxy_operator.decisions import Picture, Plan, backoff_seconds, decide, refuse
+from skyproxy_operator.decisions import ObservedState, Plan, backoff_seconds, decide, refuse
 from skyproxy_operator.names import WAKE
 from skyproxy_operator.reaping import Report
 from skyproxy_operator.worker_spec import RestartPolicy
@@ -19,7 +19,7 @@ CRASH = {"exitCode": 1, "reason": "Error", "message": "boom"}
 
 def plan_for(compute: dict[str, Any], pods: Any = (), now: Any = NOW, **more: Any) -> Plan:
     before = copy.deepcopy((compute, pods))
-    plan = decide(Picture(compute, pods, now, **more), spec_of(compute), OPTIONS)
+    plan = decide(ObservedState(compute, pods, now, **more), spec_of(compute), OPTIONS)
     assert (compute, pods) == before, "what was observed is not changed"
     return plan
 
@@ -342,7 +342,7 @@ def test_a_compute_that_is_being_deleted_gets_no_pods() -> None:
 
 def test_a_bad_spec_is_told_and_running_pods_are_left_alone() -> None:
     compute = make_compute()
-    plan = refuse(Picture(compute, [make_pod(compute, ready=True)], NOW), "spec.port: no")
+    plan = refuse(ObservedState(compute, [make_pod(compute, ready=True)], NOW), "spec.port: no")
     assert (plan.delete, plan.create, plan.status["phase"]) == ((), (), "Failed")
     assert ready(plan.status) == ("False", "InvalidSpec")
     assert [(item.kind, item.reason, item.message) for item in plan.announce] == [

@@ -15,60 +15,70 @@ import pytest
 from skyproxy_operator import handlers
 from skyproxy_operator.__main__ import main, parser
 from skyproxy_operator.cluster import Cluster
+from skyproxy_operator.options import Options
 
 
 class Touched:
-    """Stands for the operator: remembers what it was told of."""
+    """Stands for the controller: remembers what it was told of."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[str | None, str, bool]] = []
+        self.keys: list[tuple[tuple[str, str], dict[str, bool]]] = []
 
-    def touch(self, namespace: str | None, name: str, *, children: bool = False) -> None:
-        self.keys.append((namespace, name, children))
+    def touch(self, key: tuple[str, str], **how: bool) -> None:
+        self.keys.append((key, how))
 
 
-def test_kopf_puts_no_finalizer_and_no_progress_on_anything() -> None:
+def test_kopf_watches_nothing_and_puts_nothing_on_anything() -> None:
     registry = handlers.REGISTRY
-    assert list(registry._spawning.get_all_handlers()) == []
-    assert list(registry._changing.get_all_handlers()) == []
-    assert {handler.id for handler in registry._watching.get_all_handlers()} == {
-        "compute_changed",
-        "pod_changed",
-        "child_changed",
-    }
+    assert [list(part.get_all_handlers()) for part in (registry._spawning, registry._changing, registry._watching)] == [
+        [],
+        [],
+        [],
+    ]
 
 
-@pytest.mark.parametrize(("kind", "touched"), [("MODIFIED", True), ("DELETED", True), ("ADDED", False), (None, False)])
-def test_changes_become_looks(kind: str | None, touched: bool) -> None:
-    memo = SimpleNamespace(operator=Touched())
-    labels = {"skyproxy.dev/compute": "dev"}
-    event: dict[str, Any] = {"namespace": "lab", "memo": memo, "labels": labels}
+@pytest.mark.parametrize(
+    ("kind", "change", "listed", "how"),
+    [
+        ("Compute", "MODIFIED", False, {"routine": False}),
+        ("Compute", "ADDED", True, {"routine": True}),
+        ("Compute", "DELETED", True, {"routine": False}),
+        ("Pod", "DELETED", False, {"routine": False}),
+        ("Service", "MODIFIED", False, {"children": True}),
+        ("NetworkPolicy", "DELETED", True, {"children": True}),
+        ("Service", "ADDED", False, None),
+        ("PersistentVolumeClaim", "ADDED", True, None),
+    ],
+)
+def test_changes_become_looks(kind: str, change: str, listed: bool, how: dict[str, bool] | None) -> None:
+    operator = handlers.Operator(Options())
+    operator.controller = touched = Touched()  # type: ignore[assignment]
+    name = "dev" if kind == "Compute" else "dev-0"
+    labels = {} if kind == "Compute" else {"skyproxy.dev/compute": "dev"}
+    item = {"kind": kind, "metadata": {"name": name, "namespace": "lab", "labels": labels}}
+    operator.changed(kind, change, item, listed)
+    assert touched.keys == ([(("lab", "dev"), how)] if how is not None else [])
 
-    async def scenario() -> None:
-        await handlers.compute_changed(name="dev", **event)
-        await handlers.pod_changed(name="dev-0", **event)
-        await handlers.child_changed(type=kind, name="dev-token", **event)
 
-    asyncio.run(scenario())
-    assert memo.operator.keys == [("lab", "dev", False)] * 2 + [("lab", "dev", True)] * touched
-
-
-def test_only_what_bears_our_label_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memo", [SimpleNamespace(), SimpleNamespace(namespaces=("a", "b"))])
+def test_kopf_hands_on_the_namespaces_and_looks_for_nothing_itself(
+    memo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = kopf.OperatorSettings()
-    started = []
+    started: list[Any] = []
 
     class Operator:
-        def __init__(self, options: object) -> None:
-            started.append(options)
+        def __init__(self, options: object, namespaces: object) -> None:
+            started.append(namespaces)
 
         async def start(self) -> None:
             started.append("started")
 
     monkeypatch.setattr(handlers, "Operator", Operator)
-    asyncio.run(handlers.start(settings=settings, memo=SimpleNamespace()))
-    assert started[1:] == ["started"]
-    assert set(settings.watching.label_selectors.values()) == {"skyproxy.dev/compute"}
-    assert settings.posting.enabled is False
+    namespaces = getattr(memo, "namespaces", ())
+    asyncio.run(handlers.start(settings=settings, memo=memo))
+    assert started == [namespaces, "started"]
+    assert (settings.posting.enabled, settings.scanning.disabled) == (False, True)
 
 
 def test_the_operator_needs_no_torch_and_no_worker() -> None:

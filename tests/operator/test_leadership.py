@@ -23,12 +23,14 @@ class Leases:
 
     Attributes:
         unreachable: whether all requests fail.
+        asked: the methods of all requests.
     """
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.unreachable = False
+        self.asked: list[str] = []
 
     def _check(self) -> None:
         if self.unreachable:
@@ -40,6 +42,7 @@ class Leases:
         self.lease["metadata"]["resourceVersion"] = str(self.version)
 
     async def read(self, *_: str) -> dict[str, Any] | None:
+        self.asked.append("GET")
         self._check()
         return copy.deepcopy(self.lease)
 
@@ -51,13 +54,14 @@ class Leases:
         return True
 
     async def request(self, method: str, path: str, *, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(method)
         self._check()
         assert (method, path) == ("PUT", "/apis/coordination.k8s.io/v1/namespaces/system/leases/skyproxy-operator")
         assert self.lease is not None
         if body["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
             raise ApiError(what, 409, "Conflict", "the object has been modified")
         self._store(body)
-        return body
+        return copy.deepcopy(self.lease)
 
     @property
     def holder(self) -> str:
@@ -186,5 +190,26 @@ def test_without_a_namespace_for_the_lease_everyone_works() -> None:
             await item.working.wait()
             await item.stop()
         assert leases.lease is None
+
+    run(scenario)
+
+
+def test_renewing_is_one_request_and_who_finds_another_version_reads_it_first() -> None:
+    async def scenario(leases: Leases) -> None:
+        candidate = Candidate(leases, "first")
+        await candidate.working.wait()
+        await asyncio.sleep(TAKING_PART.lease_seconds)
+        leases.asked.clear()
+        await asyncio.sleep(10 * TAKING_PART.lease_seconds)
+        assert set(leases.asked) == {"PUT"}
+        assert len(leases.asked) <= 10 * 4 + 1
+        # Somebody wrote something else into it.
+        assert leases.lease is not None
+        leases._store({**leases.lease, "metadata": {**leases.lease["metadata"], "labels": {"a": "b"}}})
+        leases.asked.clear()
+        await asyncio.sleep(TAKING_PART.lease_seconds)
+        assert leases.asked[:3] == ["PUT", "GET", "PUT"]
+        assert (candidate.working.is_set(), leases.lease["metadata"]["labels"]) == (True, {"a": "b"})
+        await candidate.stop()
 
     run(scenario)

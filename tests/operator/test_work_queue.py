@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from skyproxy_operator.work_queue import WorkQueue
+from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 
 Scenario = Callable[[WorkQueue[str]], Awaitable[None]]
 
@@ -97,5 +97,21 @@ def test_a_reader_that_is_cancelled_loses_nothing() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert await queue.get() == "a"
+
+    run(scenario)
+
+
+def test_what_is_urgent_goes_first_and_a_key_goes_by_its_highest_urgency() -> None:
+    async def scenario(queue: WorkQueue[str]) -> None:
+        for key, urgency in (("old", ROUTINE), ("late", ROUTINE), ("changed", CHANGED), ("new", NEW), ("late", NEW)):
+            queue.add(key, urgency)
+        queue.add("new", ROUTINE)
+        assert len(queue) == 4
+        assert [await queue.get() for _ in range(4)] == ["new", "late", "changed", "old"]
+        queue.add("old", ROUTINE)
+        queue.add("old", NEW)
+        queue.add("other", CHANGED)
+        queue.done("old")
+        assert await queue.get() == "old"
 
     run(scenario)

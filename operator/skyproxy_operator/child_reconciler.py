@@ -1,0 +1,385 @@
+"""Brings a Compute's children to what they should be, its pods aside: those come and go by decisions."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from skyproxy_operator import children
+from skyproxy_operator.causes import Cause
+from skyproxy_operator.certificates import first_certificate, is_usable, issue
+from skyproxy_operator.cluster import ApiError, Cluster
+from skyproxy_operator.cluster_view import ClusterView
+from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
+from skyproxy_operator.options import Options
+from skyproxy_operator.probing import Access
+from skyproxy_operator.worker_spec import WorkerSpec
+
+Object = dict[str, Any]
+
+_GATEWAY_GROUP = "gateway.networking.k8s.io"
+_GATEWAY_VERSIONS = {"HTTPRoute": ("v1",), "BackendTLSPolicy": ("v1", "v1alpha3")}
+"""The kinds that a way in is made of, and their versions of the form that we write."""
+_KINDS_SECONDS = 300.0
+
+
+@dataclass
+class _Read:
+    """What was read of children that are not watched; it is read anew now and then, and with another spec.
+
+    Attributes:
+        fingerprint: of the Compute.
+        until: when it is read anew, in the time of `time.monotonic`.
+        found: the objects by kind and name, without private keys.
+        has_no_way_in: it was seen that no route is left.
+    """
+
+    fingerprint: str
+    until: float
+    found: dict[tuple[str, str], Object] = field(default_factory=dict, repr=False)
+    has_no_way_in: bool = False
+
+
+@dataclass
+class ChildStatus:
+    """How the children of a Compute are.
+
+    Attributes:
+        access: how its workers are asked; None as long as there is no token or no certificate.
+        blocking: why no pod can be made yet; None when all is there that a pod needs.
+        refusals: what the API server refused, or a person has to see to.
+        former_token: the one before the token, after a rotation.
+    """
+
+    access: Access | None = None
+    blocking: Cause | None = None
+    refusals: list[Cause] = field(default_factory=list)
+    former_token: str = field(default="", repr=False)
+
+
+class ChildReconciler:
+    """Applies children, and remembers which ones it need not look at again for a while."""
+
+    def __init__(self, cluster: Cluster, view: ClusterView, options: Options) -> None:
+        self._cluster = cluster
+        self._view = view
+        self._options = options
+        self._known: dict[str, tuple[str, float, ChildStatus]] = {}
+        self._read: dict[str, _Read] = {}
+        self._kinds: dict[str, str] = {}
+        self._kinds_until = 0.0
+
+    def recheck(self, uid: str) -> None:
+        """Look again at the children of a Compute that are watched: something happened to one."""
+        self._known.pop(uid, None)
+
+    def forget(self, uid: str) -> None:
+        """Ask again for everything: the Compute is gone, or what was read is not true any more."""
+        self._known.pop(uid, None)
+        self._read.pop(uid, None)
+
+    async def reconcile(self, compute: Object, spec: WorkerSpec, now: datetime.datetime) -> ChildStatus:
+        """Applies everything that is not as it should be.
+
+        Raises:
+            ApiError: the API server does not answer, so that nothing can be said.
+        """
+        uid = compute["metadata"]["uid"]
+        wanted = _fingerprint(compute)
+        known = self._known.get(uid)
+        if known is not None and known[0] == wanted and time.monotonic() < known[1]:
+            return known[2]
+        self._open(uid, wanted)
+        status = ChildStatus()
+        token = await self._token(compute, status)
+        pair = await self._certificate(compute, spec, status, now)
+        wanted_objects = [children.service(compute, spec), children.network_policy(compute, spec, self._options)]
+        if spec.nodes > 1:
+            wanted_objects.append(children.headless_service(compute, spec))
+        for item in wanted_objects:
+            await self._apply(compute, item, status, blocks=item["kind"] == "Service")
+        await self._claims(compute, spec, status)
+        if spec.gateway is None:
+            await self._close_gateway(compute)
+        elif pair is not None:
+            await self._gateway(compute, spec, pair.get("ca.crt", ""), status)
+        if token is not None and pair is not None:
+            metadata = compute["metadata"]
+            name = server_name(metadata["name"], metadata["namespace"])
+            status.access = Access(token, pair.get("ca.crt", ""), name, status.former_token)
+        if status.blocking is None and not status.refusals:
+            self._known[uid] = (wanted, time.monotonic() + self._options.resync_seconds, status)
+        else:
+            self.forget(uid) if status.blocking else self.recheck(uid)
+        return status
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    def _open(self, uid: str, fingerprint: str) -> None:
+        read = self._read.get(uid)
+        if read is None or read.fingerprint != fingerprint or time.monotonic() >= read.until:
+            # Not for all Computes at the same time: those of one start would be read again together for ever.
+            spread = 0.5 + 0.5 * zlib.crc32(uid.encode()) / (1 << 32)
+            self._read[uid] = _Read(fingerprint, time.monotonic() + spread * self._options.secrets_seconds)
+
+    async def _existing(self, compute: Object, api_version: str, kind: str, name: str) -> Object | None:
+        """A child as it is; None where there is none."""
+        namespace, watched = compute["metadata"]["namespace"], self._view.watches(kind)
+        if watched:
+            found = self._view.child(kind, namespace, name)
+        else:
+            found = self._read[compute["metadata"]["uid"]].found.get((kind, name))
+        if found is not None:
+            return found
+        if kind == "Secret" and not compute.get("status") and not _issuer(compute):
+            # A new Compute: it is made at once, and read where that fails.
+            return None
+        # One that does not bear our label is not seen by the watch.
+        found = await self._cluster.read(api_version, kind, namespace, name)
+        if found is not None and not watched:
+            self._keep(compute, found)
+        return found
+
+    def _keep(self, compute: Object, item: Object) -> None:
+        if self._view.watches(item["kind"]):
+            return
+        if "tls.key" in (item.get("data") or {}):
+            item = {**item, "data": {key: value for key, value in item["data"].items() if key != "tls.key"}}
+        self._read[compute["metadata"]["uid"]].found[item["kind"], item["metadata"]["name"]] = item
+
+    # --- secrets -----------------------------------------------------------------------------------------------------
+
+    async def _token(self, compute: Object, status: ChildStatus) -> str | None:
+        name = token_secret(compute["metadata"]["name"])
+        secret = await self._existing(compute, "v1", "Secret", name)
+        if secret is None:
+            secret = children.new_token(compute)
+            if not await self._create(compute, secret, status):
+                return None
+        # A Secret without an owner is one that somebody made before: the token is theirs to choose.
+        if _is_other_compute(compute, secret):
+            status.blocking = _leftover(f"Secret {name}")
+            return None
+        data = _decoded(secret)
+        token, status.former_token = data.get("token", "").strip(), data.get("former", "").strip()
+        if not token:
+            status.blocking = Cause("TokenMissing", f"Secret {name} has no key 'token'. Delete it for a new one.", True)
+            return None
+        return token
+
+    async def _certificate(
+        self, compute: Object, spec: WorkerSpec, status: ChildStatus, now: datetime.datetime
+    ) -> Mapping[str, str] | None:
+        metadata = compute["metadata"]
+        name, namespace = tls_secret(metadata["name"]), metadata["namespace"]
+        issuer = _issuer(compute)
+        secret = await self._existing(compute, "v1", "Secret", name)
+        if secret is not None and _is_other_compute(compute, secret):
+            status.blocking = _leftover(f"Secret {name}")
+            return None
+        if issuer:
+            try:
+                await self._apply(compute, children.certificate_request(compute, issuer), status, blocks=True)
+            except ValueError as exc:
+                status.blocking = Cause("InvalidIssuer", f"The annotation {ISSUER}: {exc}.", actionable=True)
+                return None
+            if secret is None:
+                waits = Cause("IssuingCertificate", f"cert-manager has not made {name} yet.")
+                status.blocking = status.blocking or waits
+                return None
+            return _decoded(secret)
+        data = _decoded(secret) if secret is not None else {}
+        ours = secret is None or _is_owned(compute, secret)
+        if ours and not is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now):
+            pair = issue(metadata["name"], namespace, now)
+            if data.get("ca.crt"):
+                # Until the kubelet has brought the new certificate to the worker, it shows the one before.
+                pair = replace(pair, authority=pair.authority + first_certificate(data["ca.crt"]))
+            fresh = children.certificate_secret(compute, pair)
+            if secret is None and not await self._create(compute, fresh, status):
+                return None
+            if secret is not None:
+                await self._apply(compute, fresh, status, blocks=True, existing=secret)
+            data = _decoded(fresh)
+        return data
+
+    async def _create(self, compute: Object, wanted: Object, status: ChildStatus) -> bool:
+        try:
+            if await self._cluster.create(wanted):
+                self._keep(compute, wanted)
+                return True
+            # Somebody else made it a moment ago; the next look finds it.
+            status.blocking = Cause("CreatingChildren", f"{wanted['kind']} {wanted['metadata']['name']} is being made.")
+        except ApiError as exc:
+            _note(status, exc, blocks=True)
+        return False
+
+    # --- others ------------------------------------------------------------------------------------------------------
+
+    async def _apply(
+        self,
+        compute: Object,
+        wanted: Object,
+        status: ChildStatus,
+        *,
+        blocks: bool = False,
+        existing: Object | None = None,
+    ) -> None:
+        metadata = wanted["metadata"]
+        try:
+            if existing is None:
+                existing = await self._existing(compute, wanted["apiVersion"], wanted["kind"], metadata["name"])
+            if existing is not None and _is_other_compute(compute, existing):
+                status.blocking = _leftover(f"{wanted['kind']} {metadata['name']}")
+            elif existing is not None and not _is_ours(compute, existing):
+                text = (
+                    f"There is a {wanted['kind']} {metadata['name']} that is not ours. Delete it, or use another name."
+                )
+                cause = Cause("NameTaken", text, actionable=True)
+                status.refusals.append(cause)
+                if blocks:
+                    status.blocking = cause
+            else:
+                wanted = _marked(wanted)
+                if existing is None or not _is_as_applied(existing, wanted):
+                    self._keep(compute, await self._cluster.apply(wanted))
+        except ApiError as exc:
+            _note(status, exc, blocks=blocks)
+
+    async def _claims(self, compute: Object, spec: WorkerSpec, status: ChildStatus) -> None:
+        for volume in spec.volumes:
+            wanted = children.claim(compute, volume, None)
+            existing = await self._existing(compute, "v1", wanted["kind"], wanted["metadata"]["name"])
+            if existing is not None:
+                wanted = children.claim(compute, volume, existing)
+                if volume.access_mode not in wanted["spec"]["accessModes"]:
+                    modes = ", ".join(wanted["spec"]["accessModes"])
+                    text = f"Volume {volume.name} is {modes}, and cannot become {volume.access_mode}. Use another name."
+                    status.refusals.append(Cause("VolumeImmutable", text, actionable=True))
+            # Blocks only as long as there is no claim at all: one that cannot grow still works.
+            await self._apply(compute, wanted, status, blocks=existing is None, existing=existing)
+
+    async def _gateway(self, compute: Object, spec: WorkerSpec, authority: str, status: ChildStatus) -> None:
+        host = children.gateway_host(compute, spec, self._options)
+        parent = children.gateway_parent(spec, self._options)
+        if children.is_foreign_host(compute, spec, self._options):
+            own = f"{compute['metadata']['namespace']}.{self._options.gateway_domain}"
+            text = f"spec.gateway.hostname belongs to another namespace. Use a name in {own}, or none."
+            status.refusals.append(Cause("HostnameNotOwn", text, actionable=True))
+            return
+        if host is None or parent is None:
+            lacking = "hostname" if host is None else "parentRef"
+            text = f"spec.gateway.{lacking} is missing, and this installation has no default for it."
+            status.refusals.append(Cause("GatewayIncomplete", text, actionable=True))
+            return
+        kinds = await self._gateway_kinds()
+        lacking = next((kind for kind, good in _GATEWAY_VERSIONS.items() if kinds.get(kind) not in good), "")
+        if lacking:
+            text = (
+                f"The cluster does not know {lacking} of {_GATEWAY_GROUP} ({' or '.join(_GATEWAY_VERSIONS[lacking])}), "
+                "so there is no way in by a gateway. `skyproxy connect` works without one."
+            )
+            status.refusals.append(Cause("GatewayUnavailable", text, actionable=True))
+            return
+        await self._apply(compute, children.ca_bundle(compute, authority), status)
+        await self._apply(compute, children.backend_policy(compute, kinds["BackendTLSPolicy"]), status)
+        await self._apply(compute, children.route(compute, spec, host, parent), status)
+
+    async def _close_gateway(self, compute: Object) -> None:
+        """Takes away a way in that is not wanted any more. What else it was made of leads nowhere by itself."""
+        read = self._read[compute["metadata"]["uid"]]
+        if read.has_no_way_in or not compute.get("status") or "HTTPRoute" not in await self._gateway_kinds():
+            return
+        existing = await self._existing(compute, children.ROUTE_API, "HTTPRoute", compute["metadata"]["name"])
+        if existing is not None and _is_owned(compute, existing):
+            await self._cluster.delete(existing)
+        read.has_no_way_in = True
+
+    async def _gateway_kinds(self) -> Mapping[str, str]:
+        if time.monotonic() >= self._kinds_until:
+            self._kinds = await self._cluster.served_kinds(_GATEWAY_GROUP)
+            self._kinds_until = time.monotonic() + _KINDS_SECONDS
+        return self._kinds
+
+
+def _note(status: ChildStatus, error: ApiError, *, blocks: bool) -> None:
+    if error.status == 0 or error.status >= 500 or error.status == 429:
+        raise error
+    cause = error.cause
+    status.refusals.append(cause)
+    if blocks:
+        status.blocking = cause
+
+
+def _leftover(what: str) -> Cause:
+    return Cause("CleaningUp", f"{what} of an earlier Compute of this name has to go first.")
+
+
+def _owners(item: Object) -> list[Object]:
+    owners: list[Object] = item["metadata"].get("ownerReferences") or []
+    return owners
+
+
+def _is_owned(compute: Object, item: Object) -> bool:
+    return any(owner["uid"] == compute["metadata"]["uid"] for owner in _owners(item))
+
+
+def _is_other_compute(compute: Object, item: Object) -> bool:
+    """Whether an object belongs to a Compute that had the same name and is gone."""
+    kinds = {owner["kind"] for owner in _owners(item)}
+    return "Compute" in kinds and not _is_owned(compute, item)
+
+
+def _is_ours(compute: Object, item: Object) -> bool:
+    """Whether we made an object: for this Compute, or as a claim that outlives it."""
+    labelled = (item["metadata"].get("labels") or {}).get(COMPUTE_LABEL) == compute["metadata"]["name"]
+    return _is_owned(compute, item) or (labelled and not _owners(item))
+
+
+def _decoded(secret: Object) -> dict[str, str]:
+    data = secret.get("data") or {}
+    return {key: base64.b64decode(value).decode("utf-8", "replace") for key, value in data.items()}
+
+
+def _marked(wanted: Object) -> Object:
+    """A child with the name of what we say of it, so that a field which we say no more is noticed, too."""
+    if wanted["kind"] == "Secret":
+        # What it holds is read again now and then; and what is made of secrets is nobody's business.
+        return wanted
+    text = json.dumps(wanted, sort_keys=True)
+    mark = {APPLIED: hashlib.sha256(text.encode()).hexdigest()[:16]}
+    metadata = wanted["metadata"]
+    return {**wanted, "metadata": {**metadata, "annotations": {**metadata.get("annotations", {}), **mark}}}
+
+
+def _is_as_applied(existing: Object, wanted: Object) -> bool:
+    """Whether applying `wanted` again would change nothing."""
+    annotations = existing["metadata"].get("annotations") or {}
+    mark = (wanted["metadata"].get("annotations") or {}).get(APPLIED)
+    return mark is not None and annotations.get(APPLIED) == mark and _covers(existing, wanted)
+
+
+def _covers(existing: Any, wanted: Any) -> bool:
+    """Whether everything that is wanted is there; what the server filled in does not count."""
+    if isinstance(wanted, Mapping):
+        return isinstance(existing, Mapping) and all(_covers(existing.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return isinstance(existing, list) and len(existing) == len(wanted) and all(map(_covers, existing, wanted))
+    return bool(existing == wanted)
+
+
+def _issuer(compute: Object) -> str | None:
+    issuer: str | None = (compute["metadata"].get("annotations") or {}).get(ISSUER)
+    return issuer
+
+
+def _fingerprint(compute: Object) -> str:
+    """Names everything that children are made of, the operator's options aside."""
+    return f"{compute['metadata'].get('generation')}/{_issuer(compute) or ''}"
