@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from skyproxy.nodes import reset as reset
     from skyproxy.notebook.extension import load_ipython_extension as load_ipython_extension
     from skyproxy.notebook.extension import unload_ipython_extension as unload_ipython_extension
+    from skyproxy.pools import Actor as Actor
+    from skyproxy.pools import ActorGroup as ActorGroup
     from skyproxy.pools import Cluster as Cluster
     from skyproxy.pools import Compute as Compute
     from skyproxy.pools import ComputePool as ComputePool
     from skyproxy.pools import PendingCompute as PendingCompute
     from skyproxy.pools import Retry as Retry
+    from skyproxy.pools import actor as actor
     from skyproxy.pools import compute as compute
     from skyproxy.pools import function as function
     from skyproxy.pools import gather as gather
@@ -62,6 +65,8 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AWS": "skyproxy.providers.aws",
     "Accelerator": "skyproxy.providers.accelerators",
+    "Actor": "skyproxy.pools",
+    "ActorGroup": "skyproxy.pools",
     "Cluster": "skyproxy.pools",
     "Compute": "skyproxy.pools",
     "ComputePool": "skyproxy.pools",
@@ -81,6 +86,7 @@ _PUBLIC = {
     "Retry": "skyproxy.pools",
     "SyncWarning": "skyproxy.debugging",
     "Volume": "skyproxy.providers.base",
+    "actor": "skyproxy.pools",
     "compute": "skyproxy.pools",
     "connect": "skyproxy.nodes",
     "connect_async": "skyproxy.nodes",

@@ -85,6 +85,13 @@ class SessionLostError(SkyproxyError, ConnectionError):
     process_ended: bool = False
 
 
+class ActorDiedError(SessionLostError):
+    """The process that an actor lived in is gone, and its state with it.
+
+    Says how it ended, and whether a call makes the actor again.
+    """
+
+
 class CaptureError(SkyproxyError, RuntimeError):
     """An operation that cannot be part of a captured graph, or a capture that cannot begin or end."""
 

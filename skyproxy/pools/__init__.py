@@ -6,6 +6,7 @@ before a pool starts.
 
 from __future__ import annotations
 
+from skyproxy.pools.actors import Actor, ActorGroup, actor
 from skyproxy.pools.cluster import Cluster
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.pending import PendingCompute, PendingGroup, Retry, gather
@@ -13,6 +14,8 @@ from skyproxy.pools.pool import Compute, ComputePool
 from skyproxy.pools.remote_function import RemoteFunction, compute, function
 
 __all__ = [
+    "Actor",
+    "ActorGroup",
     "Cluster",
     "Compute",
     "ComputePool",
@@ -21,6 +24,7 @@ __all__ = [
     "PoolFuture",
     "RemoteFunction",
     "Retry",
+    "actor",
     "compute",
     "function",
     "gather",

@@ -50,13 +50,15 @@ class PoolFuture(Future[T]):
         """Sets the result, unless somebody cancelled meanwhile."""
         with contextlib.suppress(InvalidStateError):
             self.set_result(value)
-        self._stop = None  # it knows the call, and the call knows us: what is over should not wait for the collector
+        self._stop = self.before_wait = (
+            None  # it knows the call, and the call knows us: what is over should not wait for the collector
+        )
 
     def fail(self, error: BaseException) -> None:
         """Sets the exception, unless somebody cancelled meanwhile."""
         with contextlib.suppress(InvalidStateError):
             self.set_exception(error)
-        self._stop = None
+        self._stop = self.before_wait = None
 
     def follow(self, other: Future[T]) -> None:
         """Takes over what another future comes to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +46,10 @@ class LoopThread:
         except BaseException:
             running.wait()
             raise
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` on the loop, soon; it must be short. Safe in finalizers."""
+        self._loop.call_soon_threadsafe(callback)
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The same, without blocking the caller's loop; cancelling the caller cancels it."""

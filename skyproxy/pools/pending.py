@@ -329,6 +329,7 @@ def is_stream(function: Callable[..., Any]) -> bool:
     """Whether calling the function gives values one by one."""
     import inspect
 
+    function = getattr(function, "__skyproxy_function__", function)  # of an actor's method
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 

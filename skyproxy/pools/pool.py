@@ -8,12 +8,15 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
+from skyproxy.pools.actor_place import new_place
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
@@ -148,6 +151,7 @@ class Compute:
         self._scheduler: Scheduler | None = None
         self._hooks = contextlib.ExitStack()
         self._starting = False
+        self._actors: weakref.WeakSet[ActorCalls] = weakref.WeakSet()
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -263,6 +267,9 @@ class Compute:
         try:
             self._hooks.close()
         finally:
+            for calls in list(self._actors):
+                calls.close()
+            self._actors.clear()
             if scheduler is not None:
                 scheduler.close()
         if workers is not None:
@@ -335,6 +342,19 @@ class Compute:
     def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
         """What `call.stream(pool)` does."""
         return self._running_scheduler().stream(call)
+
+    def add_actor(
+        self, kind: type, options: ActorOptions, rank: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ActorCalls:
+        """What `kind.on(pool)(*args, **kwargs)` does first: the queue of an actor that its first call makes."""
+        group = self._running_workers().group
+        loads = [0] * len(group.nodes)
+        for calls in list(self._actors):
+            loads[calls.place.rank] += calls.is_open
+        place = new_place(group, kind, rank, loads, (args, kwargs), options.max_restarts)
+        calls = ActorCalls(place, options)
+        self._actors.add(calls)
+        return calls
 
     def on_node(self, node: Any) -> _OnNode:
         """The pool as a place for calls that are to run on one of its nodes."""
@@ -497,7 +517,8 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pe
         raise TypeError(
             f"{function!r} is a call already. Use call.submit(pool), or pass the function and its arguments."
         )
-    name = str(getattr(function, "__name__", type(function).__name__))
+    name = function.__qualname__ if isinstance(function, ActorMethod) else getattr(function, "__name__", None)
+    name = str(name or type(function).__name__)
     return PendingCompute(function, args, kwargs, CallOptions(), name)
 
 

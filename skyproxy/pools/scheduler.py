@@ -33,6 +33,7 @@ class Job:
         rank: where it runs, or must run; None as long as any process will do.
         future: what its caller holds.
         retries: how often it may still be made again.
+        keeps: what must live until the call has ended.
     """
 
     def __init__(self, call: PendingCompute[Any], payload: Payload, rank: int | None, retry: Retry) -> None:
@@ -47,6 +48,7 @@ class Job:
         self.tries = 0
         self.future: PoolFuture[Any] = PoolFuture(call.name)
         self.running: Any = None
+        self.keeps: Any = None
 
 
 class StreamItems:
@@ -138,6 +140,11 @@ class Scheduler:
         # Results are unpickled here, and what user code does then cannot hold up the connection.
         self._takers = ThreadPoolExecutor(min(8, self._world_size), "skyproxy-results")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return not self._closed
+
     # --- one process --------------------------------------------------------------------------------------------------
 
     def submit(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
@@ -147,6 +154,9 @@ class Scheduler:
             ConfigurationError: it cannot be sent, or is to run where it cannot.
             LimitExceededError: too many calls wait already.
         """
+        actor = getattr(call.function, "__skyproxy_calls__", self)
+        if actor is not self:
+            return self._submit_to(actor, call)
         job = self._job(call)
         with self._lock:
             self._check_open()
@@ -163,6 +173,13 @@ class Scheduler:
         if chosen:
             self._start(job)
         return job.future
+
+    def _submit_to(self, actor: Any, call: PendingCompute[Any]) -> PoolFuture[Any]:
+        """A call of an actor's method, which waits in the actor's own queue."""
+        if actor.place.group is not self._group:
+            raise ConfigurationError(f"{call.name} is a method of the {actor.place}, which lives in another pool.")
+        future: PoolFuture[Any] = actor.submit(call)
+        return future
 
     def _job(self, call: PendingCompute[Any]) -> Job:
         from skyproxy.functions import Payload
@@ -332,7 +349,7 @@ class Scheduler:
                 # The process stays taken. But nobody here may hold the items, or dropping them would end nothing.
                 self._running.discard(job)
             future, job.future = job.future, PoolFuture(job.name)
-            job.running = None
+            job.running = job.keeps = None
             items = StreamItems(value, partial(self._stream_ended, job.rank, call, output))
             with self._lock:
                 self._streams[job.rank].add(items)
@@ -352,11 +369,14 @@ class Scheduler:
             timer.start()
             return
         if isinstance(error, SessionLostError):
-            error.add_note(
-                f"{job.name} was running on rank {rank} of {self._world_size}. Retry(...) would run it again."
-            )
+            self._add_lost_note(job, error)
         self._leave(job)
         job.future.fail(error)
+
+    def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
+        error.add_note(
+            f"{job.name} was running on rank {job.rank} of {self._world_size}. Retry(...) would run it again."
+        )
 
     def _again(self, job: Job) -> None:
         with self._lock:
@@ -386,7 +406,7 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         """The job's process is free again."""
-        job.running = None
+        job.running = job.keeps = None
         with self._lock:
             self._release(job)
             if self._waiting:
@@ -424,6 +444,11 @@ class Scheduler:
         """
         from skyproxy.functions import Payload
 
+        if hasattr(call.function, "__skyproxy_calls__"):
+            raise ConfigurationError(
+                f"{call.name} is a method of one actor, and `@` runs on every rank. Use `>>`; for an actor on each "
+                "rank, Model.on_all(pool)(...).broadcast(Model.method, ...)."
+            )
         payload = Payload.of(self._group.task(as_task(call.function)), call.args, call.kwargs)
         if payload.session is not None and self._world_size > 1:
             raise ConfigurationError(

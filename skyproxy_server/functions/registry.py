@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from skyproxy.protocol.messages import CallEvent
+from skyproxy.runtime.actors import ACTORS
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
@@ -288,3 +289,4 @@ def _abandon(session: str, *calls: list[str]) -> None:
     """Leave what a session holds in this process that will not come back."""
     LIFECYCLE.abandon(session, *calls)
     PROJECT_CODE.forget(session)
+    ACTORS.forget(session)

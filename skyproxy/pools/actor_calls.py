@@ -1,0 +1,221 @@
+"""The calls of one actor: in the order in which they were made, beside whatever else its process runs."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
+from skyproxy.pools.loop_thread import loop_thread
+from skyproxy.pools.output_view import TaskOutput
+from skyproxy.pools.pending import CallOptions, PendingCompute, Retry, is_stream, warn_in_a_loop
+from skyproxy.pools.scheduler import Job, Scheduler
+from skyproxy.runtime.actors import call_actor
+
+if TYPE_CHECKING:
+    from skyproxy.pools.actor_place import ActorPlace
+
+_RETRIES = 1_000_000
+"""For `retry=True`: how often is for `max_restarts` to say."""
+
+
+@dataclass(frozen=True)
+class ActorOptions:
+    """How an actor lives.
+
+    Attributes:
+        max_restarts: how often it is made again after its process died.
+        retry: whether calls that ran or waited then are made again.
+        timeout_seconds: how long each call may run; for ever by default.
+        remote: whether tensors in results stay on the worker.
+        concurrency: calls that run at a time.
+    """
+
+    max_restarts: int = 0
+    retry: bool = False
+    timeout_seconds: float | None = None
+    remote: bool = False
+    concurrency: int = 1
+
+
+class ActorMethod:
+    """A method of an actor: calling it calls the actor. It goes where functions go: `pool.submit(actor.step, x)`.
+
+    Attributes:
+        owner: the handle, which lives as long as a call does.
+        name: of the method.
+    """
+
+    def __init__(self, owner: Any, calls: ActorCalls, name: str, function: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.__name__ = name
+        self.__qualname__ = f"{calls.place.name}.{name}"
+        self.__doc__ = function.__doc__
+        self.__signature__ = _signature(function)
+        self.__skyproxy_calls__ = calls
+        self.__skyproxy_function__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of an ordinary method, a future of a coroutine's, an iterator over what a generator yields."""
+        calls = self.__skyproxy_calls__
+        call: PendingCompute[Any] = PendingCompute(self, args, kwargs, CallOptions(), self.name)
+        if is_stream(self):
+            return calls.stream(call)
+        if inspect.iscoroutinefunction(self.__skyproxy_function__):
+            return calls.submit(call)
+        warn_in_a_loop(f"{self.__qualname__}()")
+        return calls.submit(call).wait()
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises:
+        TypeError: the method does not take such arguments.
+        """
+        if self.__signature__ is None:
+            return
+        try:
+            self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__qualname__}(): {error}") from None
+
+    def __reduce__(self) -> Any:
+        raise stays_here(self.__qualname__)
+
+    def __repr__(self) -> str:
+        return f"<method {self.__qualname__} of an {self.__skyproxy_calls__.place}>"
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins tell nobody
+        return None
+
+
+def stays_here(name: str) -> ConfigurationError:
+    """The error for who sends an actor, or a method of one, to a worker."""
+    return ConfigurationError(
+        f"{name} belongs to an actor, which is called from the program that made it: workers have no connection to "
+        "each other. Call it here, and pass its result."
+    )
+
+
+class ActorJob(Job):
+    """A call of an actor on its way.
+
+    Attributes:
+        life: of the actor, that the call is for; see `ActorPlace.life`.
+    """
+
+    life = 0
+
+
+class ActorCalls(Scheduler):
+    """The queue of one actor.
+
+    Attributes:
+        place: where it lives.
+    """
+
+    def __init__(self, place: ActorPlace, options: ActorOptions) -> None:
+        retry = Retry(_RETRIES) if options.retry else None
+        super().__init__(place, concurrency=options.concurrency, retry=retry)  # type: ignore[arg-type]  # a group of one
+        self.place = place
+        self._options = options
+        # Found now: finalizers run anywhere, also where its lock is held.
+        self._loop = loop_thread()
+
+    def _job(self, call: PendingCompute[Any]) -> Job:
+        from skyproxy.functions import Payload
+
+        method: ActorMethod = call.function  # type: ignore[assignment]
+        method.check(call.args, call.kwargs)
+        options, ours = call.options, self._options
+        if options.rank not in (None, self.place.rank):
+            raise ConfigurationError(f"{method.__qualname__} is to run on rank {options.rank}: {self.place} is there.")
+        task = self.place.task(call_actor)
+        task.__qualname__ = method.__qualname__
+        payload = Payload.of(task, (self.place.identity, method.name, call.args, call.kwargs))
+        if payload.session is not None and not self.place.holds(payload.session):
+            raise ConfigurationError(
+                f"the arguments of {method.__qualname__} hold remote tensors that do not live with the {self.place}. "
+                f"Move them first: x.to(pool.nodes[{self.place.rank}].device(...)), or pass x.cpu()."
+            )
+        merged = CallOptions(options.timeout_seconds or ours.timeout_seconds, None, options.remote or ours.remote)
+        made: PendingCompute[Any] = PendingCompute(method, (), {}, merged, method.__qualname__)
+        job = ActorJob(made, payload, None, options.retry or self._retry)
+        job.keeps = method.owner
+        # A call that is made after a death knows of it; those before it waited for a state that is gone.
+        job.life = self.place.life + (self.place.life > 0 and not self.place.is_alive)
+        return job
+
+    def _claim(self, job: Job) -> bool:
+        # Making an actor may take long, and is for the queue's own thread.
+        return self.place.is_alive and super()._claim(job)
+
+    def _start(self, job: Job) -> None:
+        if job.future.cancelled():
+            self._leave(job)
+            return
+        try:
+            self.place.revive()
+            if self._life_of(job) < self.place.life and not self._retries(job) and self.place.life > 1:
+                raise self.place.outlived(job.name)
+        except Exception as error:
+            job.tries += 1
+            self._failed(job, error)
+            return
+        super()._start(job)
+
+    def _life_of(self, job: Job) -> int:
+        return job.life if isinstance(job, ActorJob) else 0
+
+    def _retries(self, job: Job) -> bool:
+        return issubclass(SessionLostError, job.retry.on) and job.retry.times > 0
+
+    def _failed(self, job: Job, error: BaseException) -> None:
+        if isinstance(error, SessionLostError) and not isinstance(error, ActorDiedError):
+            if not (self._retries(job) and job.tries <= job.retry.times and self.place.can_restart):
+                cause, error = error, self.place.death(job.name, error)
+                error.__cause__ = cause
+        if isinstance(error, ActorDiedError):
+            job.tries = max(job.tries, job.retry.times + 1)  # once more would be no better
+        super()._failed(job, error)
+
+    def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
+        """Nothing: the error says it all."""
+
+    def _cancel(self, job: Job) -> None:
+        super()._cancel(job)
+        if job.running is None:
+            job.keeps = None
+
+    def _output(self, rank: int) -> TaskOutput:
+        return self.place.output()
+
+    def _check_wait(self, job: Job) -> None:
+        try:
+            super()._check_wait(job)
+        except ConfigurationError:
+            raise ConfigurationError(
+                f"{job.name} would wait for ever: the {self.place} is taken by a stream that is read here, and that "
+                "goes on only when this wait is over. Take its items first: list(...); or let it run more calls at a "
+                "time, @actor(concurrency=2)."
+            ) from None
+
+    def close(self) -> None:
+        """Cancels what waits and what runs, also what makes the actor. Idempotent."""
+        super().close()
+        self.place.close()
+
+    def retire(self) -> None:
+        """Nobody can call the actor any more: let go of it, later and elsewhere. Safe in a finalizer."""
+        self._loop.post(self._retire)
+
+    def _retire(self) -> None:
+        self.close()
+        # Telling the worker may wait for a connection.
+        threading.Thread(target=self.place.drop, name="skyproxy-actor-end", daemon=True).start()

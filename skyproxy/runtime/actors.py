@@ -1,0 +1,87 @@
+"""Objects that live in a worker process between calls, and whose methods are the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyproxy.errors import ActorDiedError
+from skyproxy.runtime.calls import current_call
+
+
+class Actors:
+    """The actors of this process, each known to the session that made it and to no other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._actors: dict[tuple[str, str], Any] = {}
+
+    def put(self, session: str, identity: str, actor: Any) -> None:
+        """Keep an actor under its name."""
+        with self._lock:
+            self._actors[session, identity] = actor
+
+    def get(self, session: str, identity: str) -> Any:
+        """The actor of this name.
+
+        Raises:
+            ActorDiedError: there is none.
+        """
+        with self._lock:
+            try:
+                return self._actors[session, identity]
+            except KeyError:
+                raise ActorDiedError("this worker process has no such actor: it was ended, or made elsewhere") from None
+
+    def drop(self, session: str, identity: str) -> None:
+        """Let go of an actor; one that is not there is no error."""
+        with self._lock:
+            actor = self._actors.pop((session, identity), None)
+        del actor  # not below the lock: what it does at its end is its own business
+
+    def forget(self, session: str) -> None:
+        """Let go of those of a session that has ended."""
+        with self._lock:
+            actors = [self._actors.pop(key) for key in [key for key in self._actors if key[0] == session]]
+        actors.clear()
+
+
+ACTORS = Actors()
+
+
+# --- what a pool calls on its workers --------------------------------------------------------------------------------
+
+
+def make_actor(identity: str, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Make an actor, and keep it under this name."""
+    ACTORS.put(_session(), identity, kind(*args, **kwargs))
+
+
+def call_actor(identity: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a method of an actor; with an empty name, see whether it is there.
+
+    Raises:
+        ActorDiedError: it is not.
+        Exception: whatever the method raises.
+    """
+    actor = ACTORS.get(_session(), identity)
+    if not method:
+        return None
+    function = getattr(actor, method)
+    if hasattr(function, "__skyproxy_rewrap__"):
+        function = function.function  # a call of a decorated one would wait to be told where to run
+    result = function(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def drop_actor(identity: str) -> None:
+    """Nobody calls this actor any more."""
+    ACTORS.drop(_session(), identity)
+
+
+def _session() -> str:
+    call = current_call()
+    return call.session if call is not None else ""
