@@ -409,7 +409,7 @@ class Call:
             self._forgotten = True
             session = self._channel.session
             if session.lost is None:
-                session.recorder.stream.extend((commands.DO, "forget_call", [self.id]))
+                session.recorder.emit((commands.DO, "forget_call", [self.id]))
 
     def __del__(self) -> None:
         # An interrupt may have struck before all attributes were there.

@@ -108,7 +108,7 @@ class Housekeeping:
         """
         idle = 0.001
         while not self._stop.wait(idle):
-            idle = 0.001 if self._recorder.stream else min(idle * 2, 0.05)
+            idle = 0.001 if self._recorder.unsent else min(idle * 2, 0.05)
             try:
                 self._flush_stale()
                 now = time.monotonic()
@@ -142,10 +142,10 @@ class Housekeeping:
         repeat itself. While the worker has enough to do, nothing is lost by waiting longer.
         """
         recorder = self._recorder
-        pending = len(recorder.stream)
+        pending = recorder.unsent
         self._unchanged = self._unchanged + 1 if pending == self._pending_before else 0
         self._pending_before = pending
-        is_stale = (pending or recorder.dirty) and self._unchanged >= (3 if recorder.is_all_executed else 20)
+        is_stale = (pending or recorder.has_dropped) and self._unchanged >= (3 if recorder.is_all_executed else 20)
         if is_stale and not recorder.flush_unless_busy():
             self._unchanged = 0  # whoever was waiting goes on recording as soon as it can
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from operator import call
 from typing import Any, NamedTuple, Protocol
@@ -41,8 +41,9 @@ class SentBatch(NamedTuple):
 class Recorder:
     """The stream of commands of one session.
 
-    The dispatcher appends to `stream` and `lines` itself: a call per op would cost a quarter of the op's budget. It
-    must append a whole command with one `extend`, which the interpreter never splits between threads.
+    Whoever records calls `emit`, `emit_line`, `take_slot` and `drop_slot`. Only the hot path, in
+    `tensor/dispatch/hot_path.py`, knows the lists themselves: calls would cost it a quarter of an op's budget. A whole
+    command is appended with one `extend`, which the interpreter never splits between threads.
 
     Several threads may record. Ctrl-C may strike anywhere: what was recorded stays recorded, and a batch that was
     perhaps not sent is sent again under the same number, which the worker ignores if it had it.
@@ -54,7 +55,11 @@ class Recorder:
             which tensors live and on nothing else, and its batches come again.
         dirty: slots whose tensors died since the last batch, whether they were given out again or not.
         widths: how many operands each command takes; ops are added as they are defined.
-        limit: the length of `stream` from which the dispatcher calls `send_some`.
+        limit: the length of `stream` from which it is time to call `send_some`.
+        emit: puts one whole command into the stream: `emit((number, *operands))`. It is the list's own `extend`, so it
+            never waits and nothing comes between: destructors may call it, and what must not be torn by Ctrl-C.
+        emit_line: notes for the op that was just emitted a code object and an instruction offset, in the same way.
+        drop_slot: takes a slot back whose value the worker still holds; for destructors too, however late.
         hidden_writes: how often something was recorded that may write to values which it does not name as operands of
             an op: a replay, a compiled graph, a function.
     """
@@ -81,6 +86,9 @@ class Recorder:
         self.dirty: list[int] = []
         self.free: list[int] = []
         self.widths = commands.width_table()
+        self.emit: Callable[[Iterable[Any]], None] = self.stream.extend
+        self.emit_line: Callable[[Iterable[Any]], None] = self.lines.extend
+        self.drop_slot = _slot_dropper(self.free, self.dirty)
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
@@ -109,8 +117,8 @@ class Recorder:
         self._waiting: deque[Waiter] = deque()
         self._ended: SessionLostError | None = None
 
-    def give_slot(self, handle: HasSlot) -> None:
-        """Sets `handle.slot` to any free slot, or to one that was never used.
+    def take_slot(self, handle: HasSlot) -> None:
+        """Set `handle.slot` to any free slot, or to one that was never used.
 
         Raises:
             LimitExceededError: the session holds as many values as it may.
@@ -121,10 +129,10 @@ class Recorder:
             handle.slot = free[0]
             heappop(free)
         else:
-            self.give_unused_slot(handle)
+            self.take_unused_slot(handle)
 
-    def give_unused_slot(self, handle: HasSlot) -> None:
-        """Sets `handle.slot` to one that was never used.
+    def take_unused_slot(self, handle: HasSlot) -> None:
+        """Set `handle.slot` to one that was never used.
 
         Raises:
             LimitExceededError: the session holds as many values as it may.
@@ -135,6 +143,38 @@ class Recorder:
                 "are no longer needed, or set SKYPROXY_MAX_HANDLES."
             )
         handle.slot = self._top = self._top + 1
+
+    def take_free_slots(self, count: int) -> list[int]:
+        """Take so many free slots; none if there are fewer. Call it shielded: Ctrl-C would lose what was taken."""
+        free = self.free
+        slots: list[int] = []
+        try:
+            for _ in range(count):
+                slots.append(heappop(free))
+        except IndexError:
+            for slot in slots:
+                heappush(free, slot)
+            return []
+        return slots
+
+    @property
+    def unsent(self) -> int:
+        """Items of the stream that are not sent yet."""
+        return len(self.stream)
+
+    @property
+    def unsent_lines(self) -> int:
+        """Items of the lines that are not sent yet, two for each op."""
+        return len(self.lines)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether slots were dropped since the last batch."""
+        return bool(self.dirty)
+
+    def recorded(self, start: int, end: int, first_line: int) -> tuple[list[Any], list[Any]]:
+        """Return what was recorded between two places of the unsent stream, and the lines from a place on."""
+        return self.stream[start:end], self.lines[first_line:]
 
     @property
     def ops(self) -> int:
@@ -198,6 +238,16 @@ class Recorder:
         self._send_older()
         if self._wait_for_outcome is not None:
             self._wait_for_outcome()
+
+    def send_if_due(self) -> None:
+        """Send some, if enough was recorded.
+
+        Raises:
+            SessionLostError: the worker is gone.
+            RemoteError: an op failed, where each is waited for.
+        """
+        if len(self.stream) > self.limit:
+            self.send_some()
 
     def _send_older(self) -> None:
         if self._wait_for_outcome is not None:
@@ -263,7 +313,7 @@ class Recorder:
 
     def _release(self) -> None:
         """Records that the worker may forget the values of dead tensors, but for those that were written over."""
-        # Nobody is given a slot that is being released. As in `give_slot`, no call may end between taking and marking;
+        # Nobody is given a slot that is being released. As in `take_slot`, no call may end between taking and marking;
         # what Ctrl-C leaves in `_taken` goes back with the next batch.
         self._taken += self.free
         del self.free[:]
@@ -368,9 +418,14 @@ class Recorder:
         self.stream.extend((self._release_command, [slot]))
         self._push(self.free, slot)
 
-    def give_back(self, slots: list[int]) -> None:
-        """Takes slots back whose values the worker still holds."""
+
+def _slot_dropper(free: list[int], dirty: list[int]) -> Callable[[int], None]:
+    # Names of this module may be gone when the last tensors die.
+    push, mark = heappush, dirty.append
+
+    def drop_slot(slot: int) -> None:
         # In this order: a slot that were marked first could be looked at, and forgotten about, before it is free.
-        for slot in slots:
-            self._push(self.free, slot)
-            self.dirty.append(slot)
+        push(free, slot)
+        mark(slot)
+
+    return drop_slot

@@ -51,7 +51,7 @@ class Signatures:
                             "Set SKYPROXY_MAX_SIGNATURES on both sides."
                         )
                     self._recorder.widths[number] = width
-                    record = partial(self._recorder.stream.extend, (commands.DEFINE, number, define()))
+                    record = partial(self._recorder.emit, (commands.DEFINE, number, define()))
                     remember = partial(self._numbers.__setitem__, structure, number)
                     # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C
                     # strikes, and a number that was given twice would end the session.

@@ -86,3 +86,54 @@ def test_the_owner_walks_it_twice() -> None:
 )
 def test_a_walker_of_ones_own_is_found(text: str) -> None:
     assert list(walkers_in(ast.parse(text)))
+
+
+# --- the recorder's lists --------------------------------------------------------------------------------------------
+
+LISTS = {"stream", "lines", "free", "dirty"}
+KNOW_THE_LISTS = {
+    "skyproxy/session/recorder.py",
+    # One op in a few microseconds: it cannot afford the calls.
+    "skyproxy/tensor/dispatch/hot_path.py",
+    # What stands in for a recorder during a capture shows the hot path the lists of the one or of the other.
+    "skyproxy/tensor/dispatch/capture.py",
+}
+
+
+def lists_used_in(source: str) -> list[int]:
+    """The lines in which something has to do with a recorder's lists, generated text included."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        owner = node.value if isinstance(node, ast.Attribute) and node.attr in LISTS else None
+        name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if name.endswith("recorder") or any(f"recorder.{attribute}" in text for attribute in LISTS):
+            found.append(node.lineno)
+    return found
+
+
+def test_a_recorders_lists_are_known_in_few_places() -> None:
+    found = {
+        path: lines
+        for path in SOURCES
+        if str(path.relative_to(ROOT)) not in KNOW_THE_LISTS and (lines := lists_used_in(path.read_text("utf-8")))
+    }
+    assert not found, f"these should call emit, emit_line, take_slot or drop_slot of the recorder: {found}"
+
+
+@pytest.mark.parametrize("path", sorted(KNOW_THE_LISTS))
+def test_whoever_may_know_the_lists_exists(path: str) -> None:
+    assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "device.recorder.stream.extend(wire)",
+        "free = self._recorder.free",
+        "recorder.dirty.append(slot)",
+        'body = ["recorder.lines.extend(line)"]',
+    ],
+)
+def test_whoever_knows_the_lists_is_found(text: str) -> None:
+    assert lists_used_in(text) == [1]

@@ -57,6 +57,11 @@ def wire() -> Wire:
     return Wire()
 
 
+def drop(recorder: Recorder, slots: list[int]) -> None:
+    for slot in slots:
+        recorder.drop_slot(slot)
+
+
 def test_commands_leave_in_order_and_batches_are_numbered_without_gaps(wire: Wire) -> None:
     for slot in range(5):
         wire.op(slot)
@@ -71,15 +76,15 @@ def test_commands_leave_in_order_and_batches_are_numbered_without_gaps(wire: Wir
 
 def new_slot(recorder: Recorder) -> int:
     handle = SimpleNamespace()
-    recorder.give_slot(handle)
+    recorder.take_slot(handle)
     return handle.slot
 
 
 def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wire: Wire) -> None:
     first, second = new_slot(wire.recorder), new_slot(wire.recorder)
-    wire.recorder.give_back([first])
+    drop(wire.recorder, [first])
     assert new_slot(wire.recorder) == first
-    wire.recorder.give_back([second])
+    drop(wire.recorder, [second])
     assert wire.recorder.handles == 1
     wire.recorder.flush()
     assert wire.commands == [commands.RELEASE, [second]]
@@ -90,7 +95,7 @@ def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wi
 def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_very_many(wire: Wire) -> None:
     slots = [new_slot(wire.recorder) for _ in range(20_000)]
     living = slots[100]
-    wire.recorder.give_back([slot for slot in slots if slot != living])
+    drop(wire.recorder, [slot for slot in slots if slot != living])
     wire.recorder.flush()
     assert wire.recorder.handles == 1
     assert len(wire.recorder.free) == 100
@@ -100,7 +105,7 @@ def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_ve
 
 def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
     slot = new_slot(wire.recorder)
-    wire.recorder.give_back([slot])
+    drop(wire.recorder, [slot])
     given: list[int] = []
     wire.before_send = lambda message: given.append(new_slot(wire.recorder))
     wire.recorder.flush()
@@ -111,9 +116,9 @@ def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_re
 def test_slots_depend_on_what_lives_and_not_on_how_it_died_or_where_batches_were_cut(wire: Wire) -> None:
     held = [new_slot(wire.recorder) for _ in range(6)]
     for slot in (held[4], held[1]):
-        wire.recorder.give_back([slot])
+        drop(wire.recorder, [slot])
     wire.recorder.flush()
-    wire.recorder.give_back([held[2]])
+    drop(wire.recorder, [held[2]])
     assert [new_slot(wire.recorder) for _ in range(4)] == [2, 3, 5, 7]
 
 
@@ -132,7 +137,7 @@ def test_there_is_a_bound_on_slots() -> None:
     slots = [new_slot(recorder) for _ in range(3)]
     with pytest.raises(LimitExceededError, match="SKYPROXY_MAX_HANDLES"):
         new_slot(recorder)
-    recorder.give_back([slots[1]])
+    drop(recorder, [slots[1]])
     assert new_slot(recorder) == slots[1]
 
 
@@ -345,3 +350,29 @@ def test_a_line_that_is_missing_costs_the_lines_of_one_batch_and_makes_none_wron
             assert batch.lines[1::2] == batch.stream[1::2]
     sent = [item for batch in batches for item in batch.stream]
     assert sent == [item for slot in range(200) for item in (OP, slot)]
+
+
+def test_free_slots_are_taken_together_or_not_at_all(wire: Wire) -> None:
+    recorder = wire.recorder
+    drop(recorder, [wire.slot() for _ in range(3)])
+    before = sorted(recorder.free)
+    assert recorder.take_free_slots(4) == []
+    assert sorted(recorder.free) == before
+    assert recorder.take_free_slots(2) == before[:2]
+    assert recorder.free == before[2:]
+
+
+def test_what_is_emitted_is_sent_when_it_is_due() -> None:
+    sent: list[Any] = []
+    recorder = Recorder(sent.append, lambda: (0, 0), Settings())
+    recorder.widths[OP] = 1
+    for number in range(recorder.limit):
+        recorder.emit((OP, number))
+        recorder.emit_line((None, 0))
+        recorder.send_if_due()
+    assert sent
+    assert recorder.unsent + sum(len(batch.stream) for batch in sent) == 2 * recorder.ops
+    start, first_line = recorder.unsent, recorder.unsent_lines
+    recorder.emit((OP, -1))
+    recorder.emit_line((None, 7))
+    assert recorder.recorded(start, recorder.unsent, first_line) == ([OP, -1], [None, 7])

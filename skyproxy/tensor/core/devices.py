@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from heapq import heappush
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class SkyDevice:
         handle = self.handle_type()
         handle.meta = meta
         handle.root = root
-        self.recorder.give_slot(handle)
+        self.recorder.take_slot(handle)
         return handle
 
     def use_modes(self, record: Record) -> None:
@@ -124,9 +123,8 @@ class SkyDevice:
 
 
 def _handle_type(sky_device: SkyDevice) -> type[Handle]:
-    free, push = sky_device.recorder.free, heappush  # names of this module may be gone when the last tensors die
-    dirty_append = sky_device.recorder.dirty.append
-    release_now = sky_device.recorder.release_now
+    # Names of this module may be gone when the last tensors die.
+    drop_slot, release_now = sky_device.recorder.drop_slot, sky_device.recorder.release_now
 
     class DeviceHandle(Handle):
         __slots__ = ()
@@ -142,8 +140,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
             if meta is not None and meta.large:
                 release_now(slot)
             else:
-                push(free, slot)  # then the mark, as in `give_back`
-                dirty_append(slot)
+                drop_slot(slot)
 
     return DeviceHandle
 

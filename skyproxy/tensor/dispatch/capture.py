@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any
 
@@ -62,7 +63,7 @@ class RecordedStream(list[Any]):
         command = list(command)
         number = command[0]
         if number == commands.DEFINE or (number == commands.DO and command[1] in _APART):
-            self._capture.recorder.stream.extend(command)
+            self._capture.recorder.emit(command)
             return
         if number in _WHY:
             raise self._capture.owner.broken(_WHY[number] + _HINT)
@@ -98,11 +99,23 @@ class StandIn:
         return self._capture.free if self._capture.is_mine else self._capture.pool_of_others
 
     @property
+    def emit(self) -> Callable[[Iterable[Any]], None]:
+        return self.stream.extend
+
+    @property
+    def emit_line(self) -> Callable[[Iterable[Any]], None]:
+        return self.lines.extend
+
+    @property
+    def unsent(self) -> int:
+        return len(self.stream)
+
+    @property
     def limit(self) -> int:
         return _UNLIMITED if self._capture.is_mine else self._capture.recorder.limit
 
-    def give_slot(self, handle: Handle) -> None:
-        self._capture.give_slot(handle)
+    def take_slot(self, handle: Handle) -> None:
+        self._capture.take_slot(handle)
 
     def append(self, *command: Any) -> None:
         if self._capture.is_mine:
@@ -115,6 +128,10 @@ class StandIn:
             self._capture.stream.extend(command)  # raises: bytes cannot be captured
         else:
             self._capture.recorder.append_with_buffer(buffer, *command)
+
+    def send_if_due(self) -> None:
+        if not self._capture.is_mine:
+            self._capture.recorder.send_if_due()
 
     def flush(self) -> None:
         if not self._capture.is_mine:
@@ -165,16 +182,16 @@ class SessionCapture:
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
-    def give_slot(self, handle: Handle) -> None:
-        """Sets `handle.slot`: for the capturing thread to one that belongs to the capture from now on."""
+    def take_slot(self, handle: Handle) -> None:
+        """Set `handle.slot`: for the capturing thread to one that belongs to the capture from now on."""
         if not self.is_mine:
-            self.recorder.give_unused_slot(handle)
+            self.recorder.take_unused_slot(handle)
             return
         if self.free:
             handle.slot = self.free[0]
             heappop(self.free)
         else:
-            self.recorder.give_unused_slot(handle)
+            self.recorder.take_unused_slot(handle)
             self._slots.append(handle.slot)
 
     def _handles_of(self, sky_device: SkyDevice, ordinary: type[Handle]) -> Any:
@@ -212,7 +229,7 @@ class SessionCapture:
             if self._kept:
                 self._push(self.free, slot)  # the recording goes on filling it
             else:
-                self.recorder.give_back([slot])
+                self.recorder.drop_slot(slot)
 
     def made(self, handle: Handle) -> bool:
         """Return whether the handle's tensor was made in this capture."""
@@ -270,7 +287,8 @@ class SessionCapture:
         held = sorted(self._held())
         self.session.do("graph_abort", held)
         self._tell_modes()
-        self.recorder.give_back(self.free)
+        for slot in self.free:
+            self.recorder.drop_slot(slot)
         self.stream.clear()
 
     def replay(self) -> None:
@@ -288,8 +306,9 @@ class SessionCapture:
             self._kept = False
         self.session.recordings.pop(self.number, None)
         # Straight into the stream: this may run in a destructor, which must not wait, and inside another capture.
-        self.recorder.stream.extend((commands.DO, "graph_forget", [self.number]))
-        self.recorder.give_back(self.free)
+        self.recorder.emit((commands.DO, "graph_forget", [self.number]))
+        for slot in self.free:
+            self.recorder.drop_slot(slot)
         self.free.clear()
 
 

@@ -65,10 +65,9 @@ def create(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     result = make_tensor(meta, handle)
     wire.append(handle.slot)
     recorder = device.recorder
-    recorder.stream.extend(wire)
+    recorder.emit(wire)
     remember_line(device)
-    if len(recorder.stream) > recorder.limit:
-        recorder.send_some()
+    recorder.send_if_due()
     return result
 
 

@@ -210,11 +210,11 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             handle.meta = meta
             handle.root = (root.root or root) if entry.shares_first else None
             free = recorder.free
-            if free:  # as in `give_slot`: no call may end between
+            if free:  # as in `take_slot`: no call may end between
                 handle.slot = free[0]
                 heappop(free)
             else:
-                recorder.give_slot(handle)
+                recorder.take_slot(handle)
             result.__dict__ = {"_sky": handle}  # smaller than what setting the attribute makes
             wire.append(handle.slot)
         else:

@@ -13,7 +13,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -68,17 +67,11 @@ class Recipe(NamedTuple):
 def _cook(recipe: Recipe, device: SkyDevice, inputs: Sequence[int]) -> Any:
     """Records the operations; the result, or None if there are too few free slots."""
     recorder = device.recorder
-    free = recorder.free
-    slots: list[int] = []
-    try:
-        for _ in range(recipe.places):
-            slots.append(heappop(free))
-    except IndexError:
-        for slot in slots:
-            heappush(free, slot)
+    slots = recorder.take_free_slots(recipe.places)
+    if not slots:
         return None
-    recorder.stream.extend(recipe.commands(inputs, slots))
-    recorder.lines.extend(recipe.lines)
+    recorder.emit(recipe.commands(inputs, slots))
+    recorder.emit_line(recipe.lines)
     results = []
     for meta, place in recipe.results:
         handle = device.handle_type()
@@ -87,8 +80,7 @@ def _cook(recipe: Recipe, device: SkyDevice, inputs: Sequence[int]) -> Any:
         handle.slot = slots[place]
         results.append(make_tensor(meta, handle))
     for place in recipe.left_over:
-        heappush(free, slots[place])  # then the mark, as in `Recorder.give_back`
-        recorder.dirty.append(slots[place])
+        recorder.drop_slot(slots[place])
     return tuple(results) if recipe.several else results[0]
 
 
@@ -110,8 +102,8 @@ class _Notes:
         self.begins: list[int] = []
         self.usable = False
         self.batches = self._recorder.batches
-        self.start = self.end = len(self._recorder.stream)
-        self.first_line = len(self._recorder.lines)
+        self.start = self.end = self._recorder.unsent
+        self.first_line = self._recorder.unsent_lines
 
     @shielded
     def __enter__(self) -> _Notes:
@@ -129,12 +121,11 @@ class _Notes:
     def _watch(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if threading.get_ident() != self._thread:
             return self._dispatch(cls, func, types, args, kwargs)
-        stream = self._recorder.stream
         plan = plan_of(func)
-        self.usable &= len(stream) == self.end and not plan.writes and not plan.waits
+        self.usable &= self._recorder.unsent == self.end and not plan.writes and not plan.waits
         self.begins.append(self.end)
         result = self._dispatch(cls, func, types, args, kwargs)
-        self.end = len(stream)
+        self.end = self._recorder.unsent
         return result
 
 
@@ -145,8 +136,8 @@ def _write_down(device: SkyDevice, notes: _Notes, inputs: Sequence[int], result:
         _NoRecipeError: there is none.
     """
     recorder = device.recorder
-    stream, lines = recorder.stream[notes.start : notes.end], recorder.lines[notes.first_line :]
-    whole = notes.usable and recorder.batches == notes.batches and len(recorder.stream) == notes.end
+    stream, lines = recorder.recorded(notes.start, notes.end, notes.first_line)
+    whole = notes.usable and recorder.batches == notes.batches and recorder.unsent == notes.end
     if not whole or len(lines) != 2 * len(notes.begins):
         raise _NoRecipeError
     structures = device.session.structures()
@@ -237,9 +228,7 @@ class ByRecipe:
         result = _cook(recipe, device, slots)
         if result is None:
             return run()
-        recorder = device.recorder
-        if len(recorder.stream) > recorder.limit:
-            recorder.send_some()
+        device.recorder.send_if_due()
         return result
 
 

@@ -209,7 +209,7 @@ def remember_line(device: SkyDevice) -> None:
     frame = _getframe(1)
     if _record_lines:
         frame = user_frame(frame)
-    device.recorder.lines.extend((frame.f_code, frame.f_lasti))
+    device.recorder.emit_line((frame.f_code, frame.f_lasti))
 
 
 def _finish(call: Call, entry: Entry, expected: bool) -> Any:
@@ -236,10 +236,9 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     if entry.changed:
         _record_change(call, entry, wire)
     else:
-        device.recorder.stream.extend(wire)
+        device.recorder.emit(wire)
     remember_line(device)
-    if len(device.recorder.stream) > device.recorder.limit:
-        device.recorder.send_some()
+    device.recorder.send_if_due()
     if call.plan.waits:
         device.session.synchronize()
     if len(results) == 1:
@@ -250,7 +249,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
 @shielded
 def _record_change(call: Call, entry: Entry, wire: list[Any]) -> None:
     """Both or neither: the worker changes what a tensor looks like, and so do we."""
-    call.device.recorder.stream.extend(wire)
+    call.device.recorder.emit(wire)
     for position, meta in entry.changed:
         set_metadata(call.tensors[position], meta)
 
@@ -293,7 +292,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     if record is not None:
         record(command)
     else:
-        device.recorder.stream.extend(command)
+        device.recorder.emit(command)
         remember_line(device)
     if plan.waits:
         device.session.synchronize()

@@ -142,14 +142,12 @@ class CompiledCall:
         body += [
             "recorder = device.recorder",
             "recorder.hidden_writes += 1",
-            "stream = recorder.stream",
             f"sizes = ({sizes}device.modes)" if sizes else "sizes = device.modes",
             f"check = () if sizes in checked else call.expect(sizes, {', '.join(believed)})",
-            f"stream.extend((*check, number, {', '.join([*operands, '*constants', *slots])}))",
+            f"recorder.emit((*check, number, {', '.join([*operands, '*constants', *slots])}))",
             "frame = user_frame(_getframe(1))",
-            "recorder.lines.extend((frame.f_code, frame.f_lasti))",
-            "if len(stream) > recorder.limit:",
-            " recorder.send_some()",
+            "recorder.emit_line((frame.f_code, frame.f_lasti))",
+            "recorder.send_if_due()",
             f"return ({''.join(text + ', ' for text in returned)})",
         ]
         declared = " global number, device_now, constants\n"
@@ -272,7 +270,7 @@ def _forget(session: weakref.ref[Any], number: int) -> None:
     owner = session()
     if owner is not None and owner.lost is None:
         # Straight into the stream: this may run in a destructor, which must not wait.
-        owner.recorder.stream.extend((commands.DO, "forget_compiled", [number]))
+        owner.recorder.emit((commands.DO, "forget_compiled", [number]))
 
 
 __all__ = ["CompiledCall"]
