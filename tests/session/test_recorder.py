@@ -353,8 +353,12 @@ def test_a_line_that_is_missing_costs_the_lines_of_one_batch_and_makes_none_wron
 
 
 def test_free_slots_are_taken_together_or_not_at_all(wire: Wire) -> None:
-    recorder = wire.recorder
-    drop(recorder, [wire.slot() for _ in range(3)])
+    recorder, handle = wire.recorder, SimpleNamespace(slot=0)
+    slots = []
+    for _ in range(3):
+        recorder.take_slot(handle)
+        slots.append(handle.slot)
+    drop(recorder, slots)
     before = sorted(recorder.free)
     assert recorder.take_free_slots(4) == []
     assert sorted(recorder.free) == before
