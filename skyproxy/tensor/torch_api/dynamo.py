@@ -40,14 +40,16 @@ def _teach(dynamo: Any) -> None:
             test=f"{_TESTS}::test_a_training_step_is_one_graph_and_few_commands",
             when=When.DYNAMO,
         )
-    patching.replace(
-        importlib.import_module("torch._subclasses.fake_tensor"),
-        "_is_privateuse1_backend_available",
-        lambda: False,  # asked for nothing but this, and only on machines without an accelerator of their own
-        why="`torch.tensor(1.0, device='sky')` in traced code would make a tensor on the worker while it is traced",
-        test=f"{_TESTS}::test_nested_functions_and_closures",
-        when=When.DYNAMO,
-    )
+    fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
+    if hasattr(fake_tensor, "_is_privateuse1_backend_available"):  # 2.11 does not ask
+        patching.replace(
+            fake_tensor,
+            "_is_privateuse1_backend_available",
+            lambda: False,  # asked for nothing but this, and only on machines without an accelerator of their own
+            why="`torch.tensor(1.0, device='sky')` in traced code would make a tensor on the worker while it is traced",
+            test=f"{_TESTS}::test_nested_functions_and_closures",
+            when=When.DYNAMO,
+        )
     _run_higher_order_ops()
     dynamo.register_backend(compiler.sky_backend, name="sky")
     backends = importlib.import_module("torch._dynamo.backends.registry")
