@@ -1,0 +1,91 @@
+"""What a release uploads: `python -m build`, `twine check`, and a fresh environment from each of the two files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+pytestmark = [pytest.mark.firstrun, pytest.mark.timeout(600)]
+
+
+def run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=cwd, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def uv() -> str:
+    found = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert found is not None, "uv is in the extra `dev`"
+    return found
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that is built from it: not from the checkout."""
+    folder = tmp_path_factory.mktemp("distributions")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return source, wheel
+
+
+def files_of_wheel(wheel: Path) -> dict[str, int]:
+    """The checksums of a wheel's files; its list of them is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {item.filename: item.CRC for item in archive.infolist() if not item.filename.endswith("RECORD")}
+
+
+def test_twine_finds_nothing_wrong(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    run(uv(), "venv", "--quiet", "--python", sys.executable, str(tmp_path / "twine"))
+    python = str(tmp_path / "twine" / "bin" / "python")
+    run(uv(), "pip", "install", "--quiet", "--python", python, "twine>=6")
+    told = run(python, "-m", "twine", "check", "--strict", *map(str, distributions))
+    assert told.count("PASSED") == 2, told
+
+
+def test_the_wheel_from_the_source_distribution_is_that_of_the_checkout(
+    distributions: tuple[Path, Path], wheel: Path
+) -> None:
+    _, built = distributions
+    assert built.name == wheel.name == f"skyproxy-{VERSION}-py3-none-any.whl"
+    assert files_of_wheel(built) == files_of_wheel(wheel)
+
+
+def test_the_source_distribution_has_tests_and_documentation_and_nothing_made(distributions: tuple[Path, Path]) -> None:
+    source, _ = distributions
+    with tarfile.open(source) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    for wanted in (
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "docs/index.md",
+        "tests/conftest.py",
+        "Makefile",
+    ):
+        assert wanted in names, wanted
+    made = ("__pycache__", ".pyc", ".venv", ".git/", ".mypy_cache", "build/")
+    assert [name for name in names if any(part in name for part in made)] == []
+
+
+@pytest.mark.parametrize("kind", ["source", "wheel"])
+def test_either_can_be_installed(
+    distributions: tuple[Path, Path], kind: str, tmp_path: Path, home: dict[str, str]
+) -> None:
+    run(uv(), "venv", "--quiet", "--python", sys.executable, str(tmp_path / "fresh"))
+    python = str(tmp_path / "fresh" / "bin" / "python")
+    run(uv(), "pip", "install", "--quiet", "--python", python, str(distributions[kind == "wheel"]))
+    told = run(str(tmp_path / "fresh" / "bin" / "skyproxy"), "version", cwd=tmp_path, env=home)
+    assert VERSION in told
