@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from skyproxy.notebook.magic import SkyMagic
+from skyproxy.notebook.tracebacks import show_shortened
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Adds the magic `%sky`; IPython calls this.
+    """Add the magic `%sky`, and show errors without skyproxy's own frames; IPython calls this.
 
     Args:
         ipython: the `InteractiveShell`.
@@ -19,15 +20,19 @@ def load_ipython_extension(ipython: Any) -> None:
         ```
     """
     ipython.register_magic_function(SkyMagic(ipython), magic_kind="line_cell", magic_name="sky")
+    if not ipython.custom_exceptions:  # whoever shows errors already goes on with it
+        ipython.set_custom_exc((BaseException,), show_shortened)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Takes it away again; IPython calls this for `%unload_ext skyproxy`.
+    """Take both away again; IPython calls this for `%unload_ext skyproxy`.
 
     Example:
         ```python
         get_ipython().extension_manager.unload_extension("skyproxy")  # as %unload_ext skyproxy
         ```
     """
+    if ipython.custom_exceptions == (BaseException,):
+        ipython.set_custom_exc((), None)
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("sky", None)

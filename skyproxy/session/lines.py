@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import CodeType
 from typing import Any
 
@@ -10,9 +11,26 @@ from skyproxy.session.recorder import SentBatch
 
 
 def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str:
-    """Return "file:line in function" of the op at `position` of the batch's stream; empty where that is not known."""
+    """Return "file:line in function" of the op at `position` of the batch's stream; empty where that is not known.
+
+    A cell of a notebook is named as IPython names it, "Cell In[6], line 2": its file is a temporary one.
+    """
     found = find_line(sent, position, widths)
-    return f"{found[0].co_filename}:{found[1]} in {found[0].co_name}" if found is not None else ""
+    if found is None:
+        return ""
+    code, line = found
+    cell = _cell_name(code.co_filename)
+    if cell is None:
+        return f"{code.co_filename}:{line} in {code.co_name}"
+    return f"{cell}, line {line}" + ("" if code.co_name == "<module>" else f" in {code.co_name}")
+
+
+def _cell_name(filename: str) -> str | None:
+    """Return what IPython calls the cell that it keeps under a file name; None where there is no such cell."""
+    find_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    name_of = getattr(getattr(find_shell(), "compile", None), "format_code_name", lambda name: None)
+    named = name_of(filename)
+    return " ".join(named) if named is not None else None
 
 
 def find_line(sent: SentBatch, position: int, widths: dict[int, int]) -> tuple[CodeType, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,27 @@ def test_status_names_devices_and_memory_and_what_was_sent(sky: Kernel) -> None:
     assert "connected" in shown["text/html"]
     assert "round trips: " in shown["text/plain"]
     assert "MiB of" in shown["text/html"]
+
+
+FAILING = """def work(x):
+    return torch.linalg.inv(x)
+
+work(torch.zeros(2, 2, device='sky:0')).cpu()
+"""
+
+
+def test_an_error_names_the_cell_and_hides_what_is_below_it(sky: Kernel) -> None:
+    plain = sky.run("y = torch.linalg.inv(torch.zeros(2, 2, device='sky:0'))\ny.cpu()")
+    assert plain.status == "error"
+    assert re.search(r"Cell In\[\d+\], line 1$", plain.error[1], re.MULTILINE), plain.error
+    called = sky.run(FAILING)
+    assert re.search(r"Cell In\[\d+\], line 2 in work$", called.error[1], re.MULTILINE), called.error
+    for outcome in (plain, called):
+        assert "ipykernel_" not in outcome.error[1]
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback)
+        frames = [line for line in shown.splitlines() if line.startswith(("File ", "Cell In["))]
+        assert frames != []
+        assert [line for line in frames if line.startswith("File ")] == []
 
 
 def test_logs_are_the_workers(sky: Kernel) -> None:
