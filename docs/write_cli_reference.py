@@ -68,6 +68,9 @@ def _section(path: str, command: Any) -> str:
     usage = " ".join([path, "[OPTIONS]" if options else "", *(_shown(item) for item in arguments)])
     text = f"\n## {path}\n\n{_paragraphs(command.help)}\n\n```\n{' '.join(usage.split())}"
     text += " [ARGS]...\n```\n" if command.context_settings.get("allow_extra_args") else "\n```\n"
+    from skyproxy.cli.examples import EXAMPLES
+
+    text += f"\nFor example `{'`, or `'.join(EXAMPLES[path])}`.\n"
     rows = [(_shown(item), item.help) for item in arguments] + [(_flags(item), _meaning(item)) for item in options]
     if rows:
         text += "\n| argument | meaning |\n|---|---|\n"

@@ -31,13 +31,15 @@ def complete_worker(incomplete: str) -> list[str]:
 
 WorkerName = Annotated[
     str | None,
-    typer.Argument(help="Name of the worker; the current context's by default.", autocompletion=complete_worker),
+    typer.Argument(help="Name of the worker; default: the current context's.", autocompletion=complete_worker),
 ]
-Provider = Annotated[ProviderName | None, typer.Option(help="Who runs it; found by its name by default.")]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace; the kubeconfig's by default.")]
-KubeContext = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")]
-Kubeconfig = Annotated[str | None, typer.Option("--kubeconfig", help="The kubeconfig file; as kubectl finds it.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Provider = Annotated[ProviderName | None, typer.Option(help="Where it runs; default: found by its name.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace; default: the kubeconfig's.")]
+KubeContext = Annotated[str | None, typer.Option("--context", help="Context in the kubeconfig.")]
+Kubeconfig = Annotated[
+    str | None, typer.Option("--kubeconfig", help="The kubeconfig file; default: as kubectl finds it.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def address_of(namespace: str | None, context: str | None, kubeconfig: str | None) -> ClusterAddress:

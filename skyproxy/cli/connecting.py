@@ -39,36 +39,37 @@ def connect(
         str | None,
         typer.Argument(
             metavar="[NAME|URL]",
-            help="A worker's name, its url (wss://, ws://), or the link that skyproxy serve --tls prints (sky://); the "
-            "current context's worker by default.",
+            help="A worker's name, its URL (wss://, ws://), or the link that skyproxy serve --tls prints (sky://); "
+            "default: the current context's worker.",
             autocompletion=complete_worker,
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="For a url: the name to keep it under.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="For a URL: the name to save it under.")] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="For a url: the file with the worker's token; without it the token is read from standard input.",
+            help="For a URL: the file with the worker's token; default: read it from standard input.",
         ),
     ] = None,
     certificate: Annotated[
         str | None,
-        typer.Option(help="For a url: whom to trust; a PEM file, PEM text, or the fingerprint (sha256:...)."),
+        typer.Option(help="For a URL: the certificate to trust: a PEM file, PEM text, or a fingerprint (sha256:...)."),
     ] = None,
     server_name: Annotated[
-        str | None, typer.Option(help="For a url: the name in the certificate, where it is another.")
+        str | None, typer.Option(help="For a URL: the name in the certificate, if it differs from the host's.")
     ] = None,
     print_environment: Annotated[
-        bool, typer.Option("--env", help='Change nothing; print variables for: eval "$(skyproxy connect NAME --env)"')
+        bool,
+        typer.Option("--env", help='Change nothing; print variables to use as: eval "$(skyproxy connect NAME --env)"'),
     ] = False,
     provider: Provider = None,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Try to reach a worker, and make it what sky:0 is."""
+    """Check that a worker can be reached, and use it as sky:0."""
     if target is not None and target.startswith(_SCHEMES):
         _connect_url(target, name, token_file, certificate, server_name, print_environment)
         return
@@ -176,15 +177,15 @@ def _print_environment(url: str, token: str, access: Access, worker: str) -> Non
 
 def port_forward(
     name: WorkerName = None,
-    local_port: Annotated[int, typer.Option(min=0, max=65535, help="On this machine; 0 takes a free one.")] = 0,
-    node: Annotated[int, typer.Option(min=0, help="Which node of the worker.")] = 0,
+    local_port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 picks a free one.")] = 0,
+    node: Annotated[int, typer.Option(min=0, help="The worker's node.")] = 0,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Lead a port of this machine to a worker in the cluster, until Ctrl-C; prints the variables to use it with.
+    """Forward a local port to a worker in the cluster until Ctrl-C; print the variables that select it.
 
-    Programs need it only where they cannot connect themselves: sky:0 makes its own port-forward.
+    Only programs that cannot connect by themselves need this: sky:0 opens its own port-forward.
     """
     from skyproxy.kubernetes.client import ClusterClient
     from skyproxy.kubernetes.reach import DEFAULT_PORT, Way, reach
@@ -230,17 +231,17 @@ def _wait_for_a_signal() -> None:
 
 def run(
     ctx: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script; with --module, a module's name.")],
+    script: Annotated[str, typer.Argument(help="The script, or with --module the module's name.")],
     on: Annotated[
         str | None,
-        typer.Option("--on", help="The worker; the current context's by default.", autocompletion=complete_worker),
+        typer.Option("--on", help="The worker; default: the current context's.", autocompletion=complete_worker),
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Run a Python script with sky:0 bound to a worker. What follows the script's name is for the script."""
+    """Run a Python script with sky:0 bound to a worker. Arguments after the script's name go to the script."""
     address = address_of(namespace, context, kubeconfig)
 
     async def find() -> tuple[str, Fleet]:

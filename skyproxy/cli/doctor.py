@@ -54,7 +54,7 @@ class Finding:
 def doctor(
     namespace: Namespace = None, context: KubeContext = None, kubeconfig: Kubeconfig = None, as_json: Json = False
 ) -> None:
-    """Check this machine, the chosen worker and the cluster, and say how to mend what is broken; ends with 1 then."""
+    """Check this machine, the chosen worker and the cluster, and say how to fix problems; exit 1 if there are any."""
     findings = []
     with progress("Looking") as say:
         for finding in examine(address_of(namespace, context, kubeconfig), say):

@@ -32,13 +32,13 @@ _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices",
 
 def list_command(
     provider: Provider = None,
-    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of every namespace.")] = False,
+    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="In all namespaces.")] = False,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """List the workers: those on this machine, on hosts that ssh reaches, and in the cluster of the kubeconfig."""
+    """List the workers on this machine, on hosts reached over ssh, and in the kubeconfig's cluster."""
     address = address_of(namespace, context, kubeconfig)
     rows = asyncio.run(_all_rows(provider, address, all_namespaces))
     if as_json:
@@ -108,7 +108,7 @@ def status(
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Say how a worker is, and why it is not ready; ends with 1 if it is not."""
+    """Show a worker's status; exit 1 if it is not ready."""
     address = address_of(namespace, context, kubeconfig)
 
     async def work() -> WorkerRow:
@@ -150,16 +150,18 @@ def _show_status(found: WorkerRow) -> None:
 
 def logs(
     name: WorkerName = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until it ends.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Only the last so many lines.")] = None,
-    node: Annotated[int | None, typer.Option(min=0, help="Only that node's.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the worker ends.")
+    ] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Only this node's log.")] = None,
     provider: Provider = None,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a worker writes; with --json, an object for each line."""
+    """Show a worker's log; with --json, one object per line."""
     address = address_of(namespace, context, kubeconfig)
 
     async def work() -> None:
@@ -174,15 +176,15 @@ def logs(
 
 def top(
     name: WorkerName = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print, end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
     provider: Provider = None,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a worker does: sessions, operations a second, memory of its devices. Ctrl-C ends it."""
+    """Show a worker's activity: sessions, operations per second, device memory. Press Ctrl-C to stop."""
     address = address_of(namespace, context, kubeconfig)
 
     async def find() -> tuple[str, Fleet]:
@@ -245,7 +247,7 @@ def _top_table(worker: str, report: dict[str, Any]) -> Any:
 def gpus(
     namespace: Namespace = None, context: KubeContext = None, kubeconfig: Kubeconfig = None, as_json: Json = False
 ) -> None:
-    """Show which GPUs the cluster has, and which are free."""
+    """Show the cluster's GPUs, and which of them are free."""
     from skyproxy.kubernetes.client import ClusterClient
     from skyproxy.kubernetes.gpus import cluster_gpus
 

@@ -24,20 +24,23 @@ class Overlay(StrEnum):
 
 def install(
     overlay: Annotated[
-        Overlay, typer.Option(help="base; with a Gateway API controller; or for OpenShift.")
+        Overlay, typer.Option(help="Plain (base), for a Gateway API controller, or for OpenShift.")
     ] = Overlay.BASE,
     namespace: Annotated[
         list[str] | None,
-        typer.Option("--namespace", "-n", help="A namespace in which there are to be workers; repeatable."),
+        typer.Option("--namespace", "-n", help="A namespace that may have workers; repeatable."),
     ] = None,
     all_namespaces: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="Workers in every namespace; the operator's rights, too.")
+        bool,
+        typer.Option(
+            "--all-namespaces", "-A", help="Allow workers in all namespaces; the operator gets rights in all of them."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifests, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifests and change nothing.")] = False,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Install skyproxy in a cluster, or bring it to this version. Needs an administrator's rights.
+    """Install skyproxy in a cluster, or upgrade it to this version. Requires administrator rights.
 
     The operator looks after the namespaces that you name, and has no rights in others; without a name, after those that
     it looks after already, or that of your kubeconfig. With --all-namespaces, and with an overlay other than base, it
@@ -84,24 +87,22 @@ def install(
 
 def uninstall(
     overlay: Annotated[
-        Overlay, typer.Option(help="What was installed: base; with a Gateway API controller; or for OpenShift.")
+        Overlay, typer.Option(help="What was installed: base, for a Gateway API controller, or for OpenShift.")
     ] = Overlay.BASE,
     delete_computes: Annotated[
-        bool, typer.Option("--delete-computes", help="End all workers of the cluster, of every namespace, first.")
+        bool, typer.Option("--delete-computes", help="First shut down all workers in all namespaces of the cluster.")
     ] = False,
     keep_computes: Annotated[
-        bool, typer.Option("--keep-computes", help="Leave Computes and their workers as they are, without an operator.")
+        bool, typer.Option("--keep-computes", help="Keep Computes and their workers, without an operator.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted, and change nothing.")
-    ] = False,
-    timeout: Annotated[str, typer.Option(help="How long workers may take to end.")] = "5m",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted and change nothing.")] = False,
+    timeout: Annotated[str, typer.Option(help="How long workers may take to shut down.")] = "5m",
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Take skyproxy out of a cluster. Needs an administrator's rights.
+    """Remove skyproxy from a cluster. Requires administrator rights.
 
-    While there are Computes, nothing is deleted unless you say what becomes of them.
+    While Computes exist, nothing is deleted unless you say what should happen to them.
     """
     from skyproxy.kubernetes.manifests import manifests_folder, remove_manifests, render
 

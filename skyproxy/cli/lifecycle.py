@@ -46,47 +46,48 @@ def up(
     ],
     provider: Annotated[
         ProviderName | None,
-        typer.Option(help="Who runs it; by default SKYPROXY_PROVIDER, else the cluster of a kubeconfig, else local."),
+        typer.Option(help="Where it runs; default: SKYPROXY_PROVIDER, else the kubeconfig's cluster, else local."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs for each node; 0: none.")] = None,
-    gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, such as A100; see: skyproxy gpus.")] = None,
-    cpu: Annotated[str | None, typer.Option(help="CPUs for each node, such as 4 or 500m.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory for each node, such as 16Gi.")] = None,
-    image: Annotated[str | None, typer.Option(help="Container image; the operator's by default.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes, each in a Pod of its own.")] = 1,
-    volume: Annotated[list[str] | None, typer.Option(help="Storage that stays, NAME:SIZE:PATH; repeatable.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs per node; 0 for none.")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="GPU model, such as A100; skyproxy gpus lists them.")] = None,
+    cpu: Annotated[str | None, typer.Option(help="CPUs per node, such as 4 or 500m.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory per node, such as 16Gi.")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image; default: the operator's.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each in its own Pod.")] = 1,
+    volume: Annotated[list[str] | None, typer.Option(help="Persistent storage, NAME:SIZE:PATH; repeatable.")] = None,
     env: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for the worker, or NAME for yours; repeatable.")
+        list[str] | None, typer.Option(help="NAME=VALUE for the worker, or NAME to pass on your own value; repeatable.")
     ] = None,
     env_from_secret: Annotated[
-        list[str] | None, typer.Option(help="A Secret whose every key becomes a variable; repeatable.")
+        list[str] | None, typer.Option(help="A Secret whose keys all become variables; repeatable.")
     ] = None,
-    idle_timeout: Annotated[str | None, typer.Option(help="It goes after being idle for so long, such as 30m.")] = None,
-    max_lifetime: Annotated[str | None, typer.Option(help="It goes after so long in any case, such as 8h.")] = None,
+    idle_timeout: Annotated[str | None, typer.Option(help="Shut down after being idle this long, such as 30m.")] = None,
+    max_lifetime: Annotated[str | None, typer.Option(help="Shut down after this long in any case, such as 8h.")] = None,
     named: Annotated[
         str | None,
-        typer.Option("--name", help="With ssh://: the worker's name; by default it is made from the host's."),
+        typer.Option("--name", help="With ssh://: the worker's name; default: derived from the host's."),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(help="With ssh://: the Python there, 3.11 or newer; one with torch spares its download."),
+        typer.Option(help="With ssh://: the host's Python, 3.11 or newer; if it has torch, torch is not downloaded."),
     ] = None,
     ssh_config: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="With ssh://: a file in place of ~/.ssh/config."),
+        typer.Option(exists=True, dir_okay=False, help="With ssh://: a file to use instead of ~/.ssh/config."),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it takes clients.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it accepts clients.")] = True,
     timeout: Annotated[str, typer.Option(help="How long to wait for it.")] = "15m",
-    use: Annotated[bool, typer.Option("--use/--no-use", help="Make it what sky:0 is.")] = True,
+    use: Annotated[bool, typer.Option("--use/--no-use", help="Use it as sky:0.")] = True,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Get a worker, or change the one of that name, and make it what sky:0 is.
+    """Start a worker and use it as sky:0; if one of that name exists, change it.
 
-    With the provider local it is a process of this machine that outlives this command; with kubernetes, a Pod that
-    skyproxy's operator makes; with ssh://HOST, a process of yours on that host, which needs Python and no open port.
+    With the provider local, the worker is a process on this machine that outlives this command; with kubernetes, a Pod
+    that skyproxy's operator creates; with ssh://HOST, a process under your account on that host, which needs Python and
+    no open port.
     """
     target = SshTarget.parse(name, str(ssh_config.absolute()) if ssh_config else None) if is_host(name) else None
     _check_ssh_options(target is not None, provider, {"--name": named, "--python": python, "--ssh-config": ssh_config})
@@ -158,18 +159,21 @@ def down(
     timeout: Annotated[str, typer.Option(help="How long to wait for that.")] = "5m",
     force: Annotated[
         bool,
-        typer.Option("--force", help="Remove Pods whose machine does not answer at once, and others after --timeout."),
+        typer.Option(
+            "--force",
+            help="Remove Pods on unresponsive machines at once, others after --timeout; forget hosts ssh cannot reach.",
+        ),
     ] = False,
     keep_environment: Annotated[
-        bool, typer.Option("--keep-environment", help="With ssh://: leave there what was installed.")
+        bool, typer.Option("--keep-environment", help="With ssh://: keep what was installed on the host.")
     ] = False,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """End a worker. Its tensors are gone; volumes go or stay as their reclaimPolicy says.
+    """Shut down a worker. Its tensors are lost; volumes are kept or deleted as their reclaimPolicy says.
 
-    A Pod that is removed by force may go on running on its machine until that answers again.
+    A Pod removed by force may keep running on its machine until that machine responds again.
     """
     if force and not wait:
         raise ConfigurationError("--force has something to do only while it waits. Leave out --no-wait.")

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from skyproxy.cli import connecting, doctor, inspecting, installing, lifecycle, saved_contexts, serving, tokens
 from skyproxy.cli.arguments import Json
+from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import code_of
 from skyproxy.cli.output import fail, show_json
 from skyproxy.errors import SkyproxyError
@@ -30,7 +31,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="skyproxy",
     cls=_Commands,
-    help="PyTorch tensors on a GPU somewhere else: get a worker, use it as sky:0, see what it does, let it go.",
+    help="PyTorch tensors on a GPU somewhere else: start a worker, use it as sky:0, watch it, shut it down.",
     no_args_is_help=True,
     # Local variables in a traceback could show a token.
     pretty_exceptions_show_locals=False,
@@ -65,14 +66,19 @@ _PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True
 for panel, commands in _PANELS.items():
     for command_name, command in commands:
         settings = _PASSES_ARGUMENTS_ON if command_name == "run" else {}
-        app.command(command_name, rich_help_panel=panel, context_settings=settings)(command)
+        app.command(
+            command_name,
+            rich_help_panel=panel,
+            context_settings=settings,
+            epilog=examples_text(f"skyproxy {command_name}"),
+        )(command)
 app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")
 app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 
 
-@app.command("version", rich_help_panel="This machine")
+@app.command("version", rich_help_panel="This machine", epilog=examples_text("skyproxy version"))
 def version_command(as_json: Json = False) -> None:
-    """Print the versions of skyproxy and of what it stands on."""
+    """Print the versions of skyproxy and its main dependencies."""
     rows = {name: _version_of(name) for name in ("skyproxy", "torch", "websockets", "msgpack")}
     rows["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if as_json:

@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 
 from skyproxy.cli.arguments import Json, complete_worker
+from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.output import note, show_json, show_table
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore, connection_files
 
-app = typer.Typer(help="See and choose which worker sky:0 is.", no_args_is_help=True)
+app = typer.Typer(help="List saved workers, and choose which one sky:0 is.", no_args_is_help=True)
 _Name = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=complete_worker)]
 
 
-@app.command("list")
+@app.command("list", epilog=examples_text("skyproxy context list"))
 def list_contexts(as_json: Json = False) -> None:
-    """List the saved contexts; the current one has a star."""
+    """List the saved contexts; a star marks the current one."""
     store = ContextStore()
     chosen = store.chosen({}) if store.current_name() else None
     rows = []
@@ -42,9 +43,9 @@ def list_contexts(as_json: Json = False) -> None:
     show_table(columns, shown, "No context is saved. Make one: skyproxy up NAME", unnamed=("current",))
 
 
-@app.command("current")
+@app.command("current", epilog=examples_text("skyproxy context current"))
 def current(as_json: Json = False) -> None:
-    """Print the context that sky:0 means here and now."""
+    """Print the context that sky:0 currently uses."""
     context = ContextStore().chosen()
     if as_json:
         show_json(asdict(context) if context is not None else None)
@@ -54,7 +55,7 @@ def current(as_json: Json = False) -> None:
         typer.echo(context.name)
 
 
-@app.command("use")
+@app.command("use", epilog=examples_text("skyproxy context use"))
 def use(name: _Name) -> None:
     """Make a context the current one."""
     store = ContextStore()
@@ -64,15 +65,15 @@ def use(name: _Name) -> None:
     note(f"sky:0 is now the worker {name}, wherever {CONTEXT_VARIABLE} and SKYPROXY_URL do not say otherwise.")
 
 
-@app.command("clear")
+@app.command("clear", epilog=examples_text("skyproxy context clear"))
 def clear() -> None:
-    """Choose none: sky:0 is an embedded worker again. The contexts stay."""
+    """Use no context: sky:0 is an embedded worker again. Saved contexts are kept."""
     ContextStore().use(None)
 
 
-@app.command("remove")
+@app.command("remove", epilog=examples_text("skyproxy context remove"))
 def remove(name: _Name) -> None:
-    """Forget a context, and the token that was kept with it. Its worker stays."""
+    """Delete a context and the token saved with it. The worker keeps running."""
     if not ContextStore().remove(name):
         raise NotFoundError(f"there is no context {name!r}. See: skyproxy context list")
     for path in connection_files(name):

@@ -41,24 +41,28 @@ class LogLevel(StrEnum):
 
 def serve_command(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default, with --tls 0.0.0.0: every one.")
+        str | None,
+        typer.Option(help="Address to listen on; default: 127.0.0.1, or with --tls all addresses (0.0.0.0)."),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8765,
     processes: Annotated[
-        int, typer.Option(min=1, max=64, help="Workers to run, on ports from --port on; all end with one.")
+        int,
+        typer.Option(min=1, max=64, help="Number of workers, on consecutive ports from --port; if one ends, all end."),
     ] = 1,
-    device: Annotated[Device, typer.Option(help="Devices to offer; auto: CUDA if any, then the CPU.")] = Device.AUTO,
+    device: Annotated[
+        Device, typer.Option(help="Devices to offer; auto: CUDA devices if present, and the CPU.")
+    ] = Device.AUTO,
     token_file: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             readable=True,
-            help="File with the token that clients must know, or a directory with a file for each named token; read "
-            "again when it changes.",
+            help="File with the token that clients must present, or a directory with one file per named token; "
+            "reread when it changes.",
         ),
     ] = None,
     port_file: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File to write the port to, once the worker listens.")
+        Path | None, typer.Option(dir_okay=False, help="File to write the port to once the worker listens.")
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Certificate chain (PEM); clients then use wss://.")
@@ -70,66 +74,64 @@ def serve_command(
         bool,
         typer.Option(
             "--tls",
-            help="Encrypt with a token and a certificate that are made once and kept, and print the command that "
+            help="Encrypt, with a token and a certificate that are created once and kept, and print the command that "
             "connects to this worker from another machine.",
         ),
     ] = False,
     advertise: Annotated[
         str | None,
-        typer.Option(help="With --tls: the name or address of this machine for others, where it is another."),
+        typer.Option(help="With --tls: the name or address under which other machines reach this one."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen for other machines without TLS; for a worker behind a gateway.")
+        bool, typer.Option("--insecure", help="Accept other machines without TLS; for a worker behind a gateway.")
     ] = False,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web page that may connect; can be given more than once.")
-    ] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="A web origin that may connect; repeatable.")] = None,
     blob_bytes: Annotated[
         int | None,
-        typer.Option(min=0, help="How much of uploads to keep for clients that come again; 0: nothing."),
+        typer.Option(min=0, help="How many bytes of uploads to keep for returning clients; 0 for none."),
     ] = None,
     blob_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Keep them in this folder, which outlives the worker.")
+        Path | None, typer.Option(file_okay=False, help="Keep uploads in this folder, which outlives the worker.")
     ] = None,
     share_uploads: Annotated[
-        bool, typer.Option("--share-uploads", help="Keep what came with one token for the clients of all.")
+        bool, typer.Option("--share-uploads", help="Share kept uploads between the clients of all tokens.")
     ] = False,
     no_functions: Annotated[
-        bool, typer.Option("--no-functions", help="Take tensor operations only, and run no code of clients.")
+        bool, typer.Option("--no-functions", help="Accept tensor operations only; run no client code.")
     ] = False,
     allow_ops: Annotated[
         list[str] | None,
-        typer.Option(help="A namespace or an operator that clients may call, too; can be given more than once."),
+        typer.Option(help="An additional operator namespace or operator that clients may call; repeatable."),
     ] = None,
     session_processes: Annotated[
         bool | None,
         typer.Option(
             "--session-processes/--sessions-in-process",
-            help="Give each session a process of its own (Linux; the default where not all clients may run functions), "
-            "or run all in one.",
+            help="Run each session in its own process (Linux; default where not all clients may run functions), or all "
+            "in one.",
         ),
     ] = None,
     session_memory: Annotated[
         int | None,
-        typer.Option(min=0, help="Bytes of memory that a session's process may take; 0: no bound of its own."),
+        typer.Option(min=0, help="Memory limit of a session's process, in bytes; 0 for none."),
     ] = None,
     session_gpu_fraction: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="The part of each GPU's memory that a session may take; 0: no bound."),
+        typer.Option(min=0.0, max=1.0, help="Fraction of each GPU's memory that a session may use; 0 for no limit."),
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may go on after SIGTERM.")] = 0.0,
-    log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may continue after SIGTERM.")] = 0.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Log level.")] = LogLevel.INFO,
     embedded: Annotated[
         bool,
         typer.Option(
-            "--embedded", help="Be the child of a client: token from stdin, port to stdout, exit when stdin ends."
+            "--embedded", help="Run as a client's child: token from stdin, port to stdout, exit when stdin closes."
         ),
     ] = False,
 ) -> None:
     """Run a worker on this machine.
 
-    The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: those are visible to everyone on the
-    machine. Without either, a new token is made, and the name of the file that holds it is printed.
+    The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: everyone on the machine can read those.
+    Without either, a new token is created in a file whose name is printed.
     """
     invitation: list[str] = []
     if tls:

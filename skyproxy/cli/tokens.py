@@ -15,31 +15,32 @@ from skyproxy.cli.arguments import (
     WorkerName,
     address_of,
 )
+from skyproxy.cli.examples import examples_text
 from skyproxy.cli.fleets import locate, not_found
 from skyproxy.cli.output import progress
 from skyproxy.units import duration_seconds
 
-app = typer.Typer(help="Replace what clients show to a worker.", no_args_is_help=True)
+app = typer.Typer(help="Manage workers' tokens.", no_args_is_help=True)
 
 
 @app.callback()
 def token() -> None:
-    """Replace what clients show to a worker."""
+    """Manage workers' tokens."""
 
 
-@app.command("rotate")
+@app.command("rotate", epilog=examples_text("skyproxy token rotate"))
 def rotate(
     name: WorkerName = None,
     provider: Provider = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the worker takes the new token.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the worker accepts the new token.")] = True,
     timeout: Annotated[str, typer.Option(help="How long to wait for that.")] = "5m",
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Give a running worker another token. Sessions go on, and clients find the new one by themselves.
+    """Replace a running worker's token. Sessions continue, and clients find the new token by themselves.
 
-    The worker accepts the former token for a while (SKYPROXY_TOKEN_OVERLAP_SECONDS of the worker, ten minutes).
+    The worker accepts the old token for a while (its SKYPROXY_TOKEN_OVERLAP_SECONDS, ten minutes by default).
     """
     address = address_of(namespace, context, kubeconfig)
     seconds = duration_seconds(timeout, "--timeout")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 
 import typer
 
+from skyproxy.cli.examples import EXAMPLES
 from skyproxy.cli.exit_codes import MEANINGS, ExitCode, code_of
 from skyproxy.cli.main import app
 from skyproxy.errors import (
@@ -35,6 +37,17 @@ def test_every_command_and_argument_has_a_help() -> None:
     for path, command in reference.commands(typer.main.get_command(app)):
         assert command.help, path
         assert [item.name for item in command.params if not item.help] == [], path
+
+
+def test_every_command_has_an_example_that_its_parser_accepts() -> None:
+    commands = dict(reference.commands(typer.main.get_command(app)))
+    assert EXAMPLES.keys() == commands.keys()
+    for path, command in commands.items():
+        assert EXAMPLES[path]
+        for example in EXAMPLES[path]:
+            assert example.startswith(path)
+            assert example in command.epilog
+            command.make_context(path, shlex.split(example.removeprefix(path)))
 
 
 def test_commands_that_read_print_json() -> None:

@@ -1,0 +1,37 @@
+"""An example or two for the help of each command; a test reads each with the command's own parser."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "skyproxy up": ("skyproxy up dev --gpus 1 --idle-timeout 30m", "skyproxy up ssh://me@gpu-box"),
+    "skyproxy down": ("skyproxy down dev",),
+    "skyproxy list": ("skyproxy list --json",),
+    "skyproxy status": ("skyproxy status dev",),
+    "skyproxy logs": ("skyproxy logs dev --follow --tail 100",),
+    "skyproxy top": ("skyproxy top dev --interval 5",),
+    "skyproxy connect": ("skyproxy connect sky://gpu-box:8765#sha256:3f0c...", "skyproxy connect dev --env"),
+    "skyproxy run": ("skyproxy run --on dev train.py --epochs 3", "skyproxy run -m package.train"),
+    "skyproxy port-forward": ("skyproxy port-forward dev --local-port 8765",),
+    "skyproxy gpus": ("skyproxy gpus --context production",),
+    "skyproxy install": ("skyproxy install --namespace team --dry-run",),
+    "skyproxy uninstall": ("skyproxy uninstall --keep-computes",),
+    "skyproxy serve": ("skyproxy serve --tls", "skyproxy serve --port 7777 --device cpu"),
+    "skyproxy doctor": ("skyproxy doctor",),
+    "skyproxy version": ("skyproxy version --json",),
+    "skyproxy context list": ("skyproxy context list",),
+    "skyproxy context current": ("skyproxy context current",),
+    "skyproxy context use": ("skyproxy context use dev",),
+    "skyproxy context clear": ("skyproxy context clear",),
+    "skyproxy context remove": ("skyproxy context remove old",),
+    "skyproxy token rotate": ("skyproxy token rotate dev --timeout 2m",),
+}
+
+
+def examples_text(command: str) -> str:
+    """Return the examples of a command, for the end of its help.
+
+    Args:
+        command: its whole name.
+    """
+    examples = EXAMPLES[command]
+    return f"Example{'s' if len(examples) > 1 else ''}: " + "; ".join(examples)
