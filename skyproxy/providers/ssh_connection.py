@@ -26,7 +26,7 @@ from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, Wor
 
 logger = logging.getLogger("skyproxy")
 
-_CONNECT_SECONDS = 15
+_CONNECT_SECONDS = 20
 _READY = b"skyproxy-tunnel-is-open\n"
 _TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
 _TOO_OLD = "skyproxy-python-too-old"

@@ -141,7 +141,7 @@ def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
         asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
         # Not through a proxy of the host's environment: the worker is on its loopback interface.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(asked, timeout=10) as answer:
+        with opener.open(asked, timeout=30) as answer:
             row["report"] = json.loads(answer.read(1 << 20))
     except (OSError, ValueError) as error:
         row["problem"] = str(error)

@@ -43,8 +43,8 @@ def real(test: Callable[..., None]) -> Callable[..., None]:
     return NEEDS(pytest.mark.slow(test))
 
 
-pytestmark = pytest.mark.timeout(600)
-WAIT_SECONDS = 120.0
+pytestmark = pytest.mark.timeout(1200)
+WAIT_SECONDS = 300.0
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
@@ -228,7 +228,7 @@ def test_a_worker_over_ssh_is_used_and_leaves_nothing(host: Host, worker: SshWor
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert token.encode() not in entry.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     for path in host.files():
         if "environments" not in path.parts:
