@@ -28,11 +28,15 @@ EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
 
 def public_names() -> dict[str, str]:
     """The names of `skyproxy` and the modules that define them, read without importing anything."""
-    tree = ast.parse((ROOT / "skyproxy" / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
+    names: dict[str, str] = {}
+    for node in ast.parse((ROOT / "skyproxy" / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_PUBLIC":
-            return dict(ast.literal_eval(node.value))
-    raise LookupError("skyproxy/__init__.py has no table _PUBLIC any more; the reference is made from it")
+            names |= ast.literal_eval(node.value)
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            names[node.name] = "skyproxy"
+    if len(names) < 2:
+        raise LookupError("skyproxy/__init__.py has no table _PUBLIC any more; the reference is made from it")
+    return names
 
 
 def api_page() -> str:
