@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "operator")]
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from skyproxy_operator.cluster import Cluster, path_of  # noqa: E402
+from skyproxy_operator.cluster import ApiError, Cluster, path_of  # noqa: E402
 from skyproxy_operator.informer import View, view_of  # noqa: E402
 from skyproxy_operator.names import API_VERSION  # noqa: E402
 from tests.e2e.control_plane import binaries  # noqa: E402
@@ -145,7 +145,14 @@ class World:
     async def _make_ready(self, pod: Object) -> None:
         ready = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Initialized", "Ready")]
         status = {"phase": "Running", "podIP": "127.0.0.1", "conditions": ready}
-        await self._patch_status("v1", "Pod", NAMESPACE, pod["metadata"]["name"], status)
+        name = pod["metadata"]["name"]
+        while True:
+            try:
+                return await self._patch_status("v1", "Pod", NAMESPACE, name, status)
+            except ApiError as exc:
+                if exc.status not in (0, 429) and exc.status < 500:
+                    return  # it is gone
+                await asyncio.sleep(1.0)  # the API server is busy
 
     async def _patch_status(self, api: str, kind: str, namespace: str | None, name: str, status: Object) -> None:
         path = path_of(api, kind, namespace, name, "status") if namespace else f"/api/v1/nodes/{name}/status"
