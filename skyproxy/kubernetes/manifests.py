@@ -24,6 +24,7 @@ _FIRST = ("Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRol
 OPERATOR = "skyproxy-operator"
 WORKERS_BINDING = "skyproxy-operator-workers"
 DISCOVERY = "skyproxy-operator-discovery"
+"""Bound to the operator by earlier versions, which looked for custom resource definitions."""
 _RBAC = "/apis/rbac.authorization.k8s.io/v1/"
 _LOOK_SECONDS = 1.0
 _SHOWN = 5
@@ -124,8 +125,7 @@ def _merged(base: Any, patch: Any) -> Any:
 def narrowed(objects: list[Manifest], namespaces: Sequence[str]) -> list[Manifest]:
     """The same installation, whose operator looks after some namespaces and may do nothing in the others.
 
-    What it may do is bound by a RoleBinding in each of them. In the cluster it may still see which custom resources are
-    defined, as anyone who lists the API's kinds can.
+    What it may do is bound by a RoleBinding in each of them; in the cluster it has no rights at all.
 
     Args:
         objects: an installation for the whole cluster.
@@ -138,13 +138,6 @@ def narrowed(objects: list[Manifest], namespaces: Sequence[str]) -> list[Manifes
             for namespace in namespaces:
                 metadata = {"name": WORKERS_BINDING, "namespace": namespace, "labels": labels}
                 result.append({**item, "kind": "RoleBinding", "metadata": metadata})
-            result.append({**item, "metadata": {"name": DISCOVERY, "labels": labels}})
-            result[-1] = {**result[-1], "roleRef": {**item["roleRef"], "name": DISCOVERY}}
-        elif item["kind"] == "ClusterRole" and item["metadata"]["name"] == OPERATOR:
-            in_cluster = [rule for rule in item["rules"] if "apiextensions.k8s.io" in rule["apiGroups"]]
-            in_namespaces = [rule for rule in item["rules"] if rule not in in_cluster]
-            result.append({**item, "rules": in_namespaces})
-            result.append({**item, "metadata": {**item["metadata"], "name": DISCOVERY}, "rules": in_cluster})
         elif item["kind"] == "Deployment" and item["metadata"]["name"] == OPERATOR:
             item = copy.deepcopy(item)
             for container in item["spec"]["template"]["spec"]["containers"]:

@@ -248,13 +248,7 @@ def test_a_narrow_installation_has_rights_in_its_namespaces_only() -> None:
     narrow = narrowed(whole, ["team", "lab"])
     by = {(item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"]): item for item in narrow}
     assert len(by) == len(narrow)
-    # Bound in the cluster: nothing but which custom resources there are.
-    roles = {item["roleRef"]["name"] for item in narrow if item["kind"] == "ClusterRoleBinding"}
-    assert roles == {"skyproxy-operator-discovery"}
-    rules = by["ClusterRole", None, "skyproxy-operator-discovery"]["rules"]
-    assert rules == [
-        {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["list", "watch"]}
-    ]
+    assert not [item for item in narrow if item["kind"] == "ClusterRoleBinding"]
     for namespace in ("team", "lab"):
         binding = by["RoleBinding", namespace, "skyproxy-operator-workers"]
         assert binding["roleRef"] == {
@@ -269,7 +263,7 @@ def test_a_narrow_installation_has_rights_in_its_namespaces_only() -> None:
     assert container["args"] == ["--namespace", "team", "--namespace", "lab", "--log-format", "json"]
     # All rights of the whole installation are somewhere, and nothing was changed in it.
     original = next(item for item in whole if item["kind"] == "ClusterRole")["rules"]
-    assert by["ClusterRole", None, "skyproxy-operator"]["rules"] + rules == original
+    assert by["ClusterRole", None, "skyproxy-operator"]["rules"] == original
     assert whole == render(manifests_folder("base"))
 
 
@@ -355,8 +349,7 @@ def test_rights_of_another_reach_are_taken_away(server: Any, kubeconfig: Path) -
     )
     server.handler = cluster.answer
     installed(kubeconfig, "-n", "team")
-    discovery = ["clusterrolebindings/skyproxy-operator-discovery", "clusterroles/skyproxy-operator-discovery"]
-    assert cluster.bindings == [own, lease, *discovery, "clusterrolebindings/of-somebody-else"]
+    assert cluster.bindings == [own, lease, "clusterrolebindings/of-somebody-else"]
     installed(kubeconfig, "-A")
     assert cluster.bindings == [lease, "clusterrolebindings/of-somebody-else"]
 

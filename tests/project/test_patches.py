@@ -35,6 +35,7 @@ EXCEPTIONS = {
     ("skyproxy/payloads/rebuilding.py", "object.__setattr__"): "attributes of a value that is rebuilt",
     ("skyproxy/payloads/rebuilding.py", "setattr(error, name, value)"): "attributes of an error that is rebuilt",
     ("skyproxy/patching.py", "setattr"): "the registry itself",
+    ("skyproxy/pools/actors.py", "setattr(target, "): "what a decorator gives the class that it decorates",
     ("skyproxy/patching.py", "delattr"): "the registry itself",
 }
 """Assignments to what is not ours that are no replacement: file, and how the line begins; with the reason."""

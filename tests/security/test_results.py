@@ -266,6 +266,8 @@ ALLOWED = {
     ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
     ("skyproxy_server/functions/call.py", "Unpickler"),
+    ("skyproxy_server/functions/known_functions.py", "Unpickler"),
+    ("skyproxy_server/isolation/visits.py", "torch.load"),  # plain tensors only, of another session's process
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker
     # What a client reads of a worker; both ask whether it is trusted.
     ("skyproxy/functions/adoption.py", "Unpickler"),
