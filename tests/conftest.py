@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,22 @@ def sky(sky_devices: tuple[str, str]) -> str:
 def sky1(sky_devices: tuple[str, str]) -> str:
     """A device with an index that is not zero: several of PyTorch's paths work for index 0 only."""
     return sky_devices[1]
+
+
+@pytest.fixture(autouse=True)
+def _modes_are_left_as_found() -> Iterator[None]:
+    """A mode that one test leaves behind is in force in all that come after it, on whichever process they share."""
+    yield
+    if "skyproxy.tensor.core.devices" not in sys.modules:
+        return
+    from skyproxy.tensor.core.devices import DEVICES
+    from skyproxy.torch_modes import MODES, put_in_force, record_of, values_in_force
+
+    left = record_of(values_in_force())
+    on_devices = {device.index: device.modes for device in DEVICES.alive() if device.modes != left}
+    if left or on_devices:
+        put_in_force({name: mode.usual for name, mode in MODES.items()})
+        pytest.fail(f"the test left global modes of PyTorch set: {left}; on devices: {on_devices}")
 
 
 @pytest.fixture
