@@ -1,4 +1,4 @@
-"""Which `sky:k` is which worker's which device, and how the first one comes about."""
+"""The devices of this process: which worker's device each `sky:k` is, and how the first one comes about."""
 
 from __future__ import annotations
 

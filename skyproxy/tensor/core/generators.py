@@ -10,13 +10,14 @@ import torch
 
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.core.torch_private import PlainGenerator
 
 _DEFAULT_SEED = 67280421310721  # what PyTorch gives a new generator
 _METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state", "_cdata")
-_plain_generator = torch._C.Generator
+_plain_generator = PlainGenerator
 
 
-class SkyGenerator(torch._C.Generator):
+class SkyGenerator(PlainGenerator):
     """A random generator on a worker. To PyTorch's C++ it is a generator of the CPU, whose state nobody uses.
 
     Seeding and drawing are commands in order with the operations around them; only reading the state waits.

@@ -1,4 +1,4 @@
-"""What remote tensors look like, each look kept once, so that comparing two is comparing two pointers."""
+"""Looks of remote tensors, each kept once, so that comparing two is comparing two pointers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
 
 
 class _Reader(threading.local):
-    """What this thread reads ahead, if anything.
+    """The values that this thread reads ahead, if any.
 
     Attributes:
         ahead: what will be asked for for certain.
@@ -61,7 +61,7 @@ class _Asked:
 
 
 class _Storage(Protocol):
-    """What is asked of a `SkyStorage` here, which is made of all this."""
+    """The part of `SkyStorage` that is used here; that class stands on this module."""
 
     @property
     def _cdata(self) -> int: ...
@@ -153,7 +153,7 @@ class InTurn:
         self._recorded: tuple[Session, int] | None = None
 
     def ahead_of(self, handle: Handle) -> ReadingAhead | None:
-        """What has been asked for, this tensor among it; None if it is not its turn."""
+        """Return what has been asked for, this tensor among it; None if it is not its turn."""
         tensors = self._tensors()
         if tensors is None:
             READER.guess = None

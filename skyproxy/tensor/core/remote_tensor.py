@@ -8,14 +8,20 @@ import torch
 
 from skyproxy.tensor.core.memory import note_change
 from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.torch_private import (
+    TensorBase,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    set_conjugate,
+    set_negative,
+)
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
 
-TensorBase = torch._C.TensorBase
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+_make_wrapper = make_wrapper_subclass
 OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
-"""What a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
+"""Attributes that a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -36,7 +42,7 @@ class RemoteTensor(torch.Tensor):
 
     _sky: Handle
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """`type(tensor)(values)`, as if our tensors and parameters were of PyTorch's own classes.
@@ -60,9 +66,9 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
     elif meta.layout is torch.strided:
         tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
         if meta.conjugate:
-            torch._C._set_conj(tensor, True)
+            set_conjugate(tensor, True)
         if meta.negative:
-            torch._C._set_neg(tensor, True)
+            set_negative(tensor, True)
     else:
         # Compressed layouts abort the process unless the class also answers for the layout itself.
         compressed = meta.layout is not torch.sparse_coo
@@ -98,8 +104,8 @@ def adopt(tensor: RemoteTensor, handle: Handle) -> None:
         fresh = make_tensor(meta, handle)
     # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included.
     if tensor.is_conj() != meta.conjugate:
-        torch._C._set_conj(tensor, meta.conjugate)
+        set_conjugate(tensor, meta.conjugate)
     if tensor.is_neg() != meta.negative:
-        torch._C._set_neg(tensor, meta.negative)
+        set_negative(tensor, meta.negative)
     TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]
     tensor._sky = handle

@@ -13,9 +13,8 @@ from skyproxy.tensor.core.memory import Memory, MemorySlice, memory_of, note_cha
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.torch_private import construct_storage
 from skyproxy.tensor.core.transfers import download, upload
-
-StorageBase = torch._C.StorageBase
 
 
 def _slice(root: Handle, start: int, stop: int) -> Handle:
@@ -58,7 +57,7 @@ class SkyStorage(torch.UntypedStorage):
             return torch.UntypedStorage(*args, **kwargs)
         (root,) = args
         byte_count = memory_of(root).byte_count
-        storage = torch._C._construct_storage_from_data_pointer(0, root.device.torch_device, byte_count)
+        storage = construct_storage(0, root.device.torch_device, byte_count)
         storage.__class__ = cls
         storage._root = root
         return storage

@@ -152,7 +152,7 @@ def move(tensor: RemoteTensor, device: SkyDevice) -> RemoteTensor:
 
 
 def plain_copy_meta(meta: Meta) -> Meta:
-    """What a copy with `preserve_format` looks like."""
+    """Return what a copy with `preserve_format` looks like."""
     if meta.layout is not torch.strided:
         return meta
     return meta_of(torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")))

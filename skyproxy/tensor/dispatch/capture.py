@@ -142,7 +142,7 @@ class StandIn:
 
 
 class SessionCapture:
-    """What one session records in one capture, and afterwards the slots that belong to it.
+    """The record of one session in one capture, and afterwards the slots that belong to it.
 
     Attributes:
         number: the recording's name on the worker.
@@ -177,7 +177,7 @@ class SessionCapture:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread captures."""
+        """Return whether the calling thread captures."""
         return self._recording and threading.get_ident() == self.owner.thread
 
     # --- slots -------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class Capture:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread captures a graph."""
+    """Return whether the calling thread captures a graph."""
     return _active is not None and _active.thread == threading.get_ident()
 
 

@@ -1,4 +1,4 @@
-"""What happens to every operation on remote tensors: found in the shape cache, recorded, wrapped.
+"""The path of every operation on remote tensors: found in the shape cache, recorded, wrapped.
 
 The hot path of the whole product, written for speed: one pass over the arguments builds the cache key and the command
 together. Whatever is unusual, or not in the cache yet, leaves for `recording.record`, which does the same thing with
@@ -17,6 +17,7 @@ import torch
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.torch_private import make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import expectation
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.core.metadata import Meta
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+_make_wrapper = make_wrapper_subclass
 _getframe = sys._getframe
 _in_inference_mode = torch.is_inference_mode_enabled
 _record_lines = SETTINGS.record_lines
 
 
 def multiplies_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a worker, where nothing requires gradients, takes a product the way PyTorch would take it here.
+    """Return whether a worker, where nothing requires gradients, takes a product the way PyTorch would take it here.
 
     A batch times a matrix is one product if the matrix requires gradients, in `torch.no_grad()` too; otherwise it
     depends on the batch's strides whether it is one or several, whose last bits differ.

@@ -1,4 +1,4 @@
-"""What the results of an op will look like, without running it.
+"""Inference of what the results of an op will look like, without running it.
 
 Three ways, tried in this order: a rule of our own (`shapes.rules`, for hot ops whose shapes change every step),
 PyTorch's fake tensors, and asking the worker (`recording` does that when `infer` gives None). Whatever was inferred is
@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_codec
 from skyproxy.collector import collector_paused
@@ -27,6 +24,16 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    count_dispatch_modes,
+    disable_current_modes,
+    pytree,
+    set_conjugate,
+    set_negative,
+)
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, Plan
 from skyproxy.tensor.shapes.kernel_strides import corrected
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
@@ -64,7 +71,7 @@ class Output:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one op on arguments that look a certain way.
+    """The results of one op on arguments that look a certain way.
 
     Attributes:
         outputs: its results.
@@ -94,7 +101,7 @@ class Entry:
 
     @staticmethod
     def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
-        """What a shape rule tells of an op.
+        """Make an entry of what a shape rule tells of an op.
 
         Args:
             found: what the rule answered; a look that is None stands for a result that is None.
@@ -196,7 +203,7 @@ _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.c
 
 
 def infer(call: Call) -> Entry | None:
-    """What the results of `call` look like; None where only the worker can tell."""
+    """Infer what the results of `call` look like; None where only the worker can tell."""
     if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
         return None
     if call.plan.rule is not None:
@@ -321,7 +328,7 @@ _LOADED_BY_FAKE_MODE = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-"""What PyTorch loads for its first fake mode, which takes nearly as long as torch itself; in pieces, the deepest first.
+"""Parts of PyTorch that its first fake mode loads, which take nearly as long as torch itself; the deepest first.
 
 Its dispatcher imports the third at the first operation on any tensor class, so those three are needed in any case.
 """
@@ -353,8 +360,8 @@ def prepare(until: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def _neutral_loading() -> Iterator[None]:
     """Let modules of PyTorch make their tensors as at the top of a program, whatever runs when they are loaded."""
-    modes_off = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
-    with collector_paused(), modes_off, torch._C.DisableTorchFunction(), torch.inference_mode(False):
+    modes_off = disable_current_modes() if count_dispatch_modes() else _NOTHING
+    with collector_paused(), modes_off, DisableTorchFunction(), torch.inference_mode(False):
         yield
 
 
@@ -375,14 +382,14 @@ def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
     else:
         fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
     if meta.conjugate:
-        torch._C._set_conj(fake, True)
+        set_conjugate(fake, True)
     if meta.negative:
-        torch._C._set_neg(fake, True)
+        set_negative(fake, True)
     return fake
 
 
 def _is_plain_view(call: Call) -> bool:
-    """Whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
+    """Return whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
 
     Fake tensors take some views by other ways, which give dimensions of size one other strides.
     """
@@ -407,9 +414,9 @@ def _infer_by_fake(call: Call) -> Entry | None:
     _quiet.state.inferring = True
     try:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
-        watched = torch._C._len_torch_dispatch_stack() > 0
+        watched = count_dispatch_modes() > 0
         mode = _NOTHING if view else fake_mode()
-        with _disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
+        with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
             result = call.plan.func(*args, **kwargs)

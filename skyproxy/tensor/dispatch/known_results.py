@@ -13,6 +13,7 @@ import torch
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import Call
@@ -23,11 +24,11 @@ _EXACT_ON_CPUS = frozenset(
 )
 _MOST_UNASKED = 16
 _UNASKED_BY_CHANGE = 4
-"""How often a value is used without being asked for, before it is forgotten, and what a change counts: some counters
+"""Uses of a value that nobody asks for, before it is forgotten, and what a change counts: some counters
 are never read, such as those of batch norms, and an operation on a known value costs twice the time."""
 
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.maybe_current_level
+_modes = count_dispatch_modes
+_transforms = function_transform_level
 
 
 def follow(call: Call, record: Callable[[], Any]) -> Any:
@@ -79,7 +80,7 @@ def follow(call: Call, record: Callable[[], Any]) -> Any:
 
 
 def _is_exact(call: Call) -> bool:
-    """Whether every device computes the same: GPUs multiply by reciprocals, and multiply and add in one step."""
+    """Return whether every device computes the same: GPUs multiply by reciprocals, and multiply and add in one step."""
     if call.device.place[0] == "cpu":
         return True
     return call.plan.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
@@ -91,7 +92,7 @@ def _written(call: Call) -> list[Any]:
 
 
 def _computed(call: Call, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """What the targets of a call hold, by the values of its operands, which it may change."""
+    """Compute what the targets of a call hold, by the values of its operands, which it may change."""
 
     def local(a: Any) -> Any:
         if type(a) is RemoteTensor:

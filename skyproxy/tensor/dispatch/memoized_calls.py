@@ -25,22 +25,23 @@ from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.torch_private import count_dispatch_modes, count_function_modes, function_transform_level
 from skyproxy.tensor.dispatch.op_info import plan_of
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 _MOST_RECIPES = 4096
 _RUNS_BEFORE = 2
-"""How often a call is run before it is noted: the first times ask and define what later ones know."""
+"""Runs of a call before it is noted: the first times ask and define what later ones know."""
 _ATTEMPTS = 8
-"""How often it is tried to note a call; a batch may be cut in the middle of one."""
-_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.maybe_current_level
+"""Attempts to note a call; a batch may be cut in the middle of one."""
+_modes = count_dispatch_modes
+_function_modes = count_function_modes
+_transforms = function_transform_level
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
 class _NoRecipeError(Exception):
-    """What was recorded cannot be recorded again in this way."""
+    """Raised where what was recorded cannot be recorded again in this way."""
 
 
 class Recipe(NamedTuple):
@@ -196,7 +197,7 @@ class ByRecipe:
     """A function of tensors and constants that is run until its operations are known."""
 
     def call(self, run: Callable[[], Any], arguments: Sequence[Any], kind: Any) -> Any:
-        """What `run()` gives, a fresh tensor or a tuple of them.
+        """Return what `run()` gives, a fresh tensor or a tuple of them.
 
         Args:
             run: calls the function.
@@ -248,7 +249,7 @@ def _note(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Calla
 
 
 def _is_watched() -> bool:
-    """Whether somebody else looks at every operation, or changes it."""
+    """Return whether somebody else looks at every operation, or changes it."""
     return bool(_modes() or _function_modes() or _transforms() is not None or torch.is_autocast_enabled("sky"))
 
 

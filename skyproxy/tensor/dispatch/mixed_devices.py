@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import DispatchKey
 from skyproxy.tensor.core.transfers import download
 from skyproxy.tensor.dispatch.op_info import Plan
 
-_COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
 _TAKEN_AS_NUMBERS = {
     "aten::fill_.Tensor": "value",

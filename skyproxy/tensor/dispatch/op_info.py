@@ -1,4 +1,4 @@
-"""What is known of an op before it is called: how each of its arguments travels, what it writes, who handles it."""
+"""Facts about an op, known before it is called: how its arguments travel, what it writes, who handles it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.tensor.core.torch_private import OpOverload, has_kernel
 from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
@@ -106,7 +107,7 @@ _FOLLOWED_FRESH = (
 _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_has_kernel = has_kernel
 
 Special = Callable[..., Any]
 SPECIALS: dict[str, Special] = {}
@@ -125,7 +126,7 @@ def implements(*names: str) -> Callable[[Special], Special]:
 
 
 class Plan:
-    """What is known of one overload.
+    """The facts about one overload.
 
     Attributes:
         name: "aten::add.Tensor".
@@ -171,7 +172,7 @@ class Plan:
         "writes",
     )
 
-    def __init__(self, func: torch._ops.OpOverload) -> None:
+    def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         self.func = func
         self.name = func.name()
@@ -221,7 +222,7 @@ class Plan:
             self.special = self._substitute(packet)
 
     def _substitute(self, packet: str) -> Special | None:
-        """Who handles an op that the worker would not take as it is."""
+        """Choose the handler of an op that the worker would not take as it is."""
         if packet in FORBIDDEN_OPS:
             return SPECIALS["refused"]
         if self.name.partition("::")[0] not in ALLOWED_NAMESPACES:
@@ -235,7 +236,7 @@ class Plan:
 
 
 def is_divided(name: str) -> bool:
-    """Whether PyTorch divides the op into others on every device.
+    """Return whether PyTorch divides the op into others on every device.
 
     A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker
     takes those whole, for it may have the kernel (`silu_backward`).
@@ -243,8 +244,8 @@ def is_divided(name: str) -> bool:
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 
 
-def _depends_on_values(func: torch._ops.OpOverload) -> bool:
-    """Whether the sizes of the results depend on values. PyTorch tags the functional overloads only."""
+def _depends_on_values(func: OpOverload) -> bool:
+    """Return whether the sizes of the results depend on values. PyTorch tags the functional overloads only."""
     packet = func._overloadpacket
     return any(_DYNAMIC.intersection(getattr(packet, name).tags) for name in packet.overloads())
 

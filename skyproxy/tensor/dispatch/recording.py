@@ -111,7 +111,7 @@ def record_as(call: Call, looks: Sequence[Meta | None]) -> list[Any]:
 def learn(
     plan: Plan, device: SkyDevice, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Entry | None:
-    """What the plan's shape rule tells of a call that never came before, remembered under `key`; None: ask `record`.
+    """Infer a call that never came before by its shape rule, and remember it under `key`; None: ask `record`.
 
     The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """

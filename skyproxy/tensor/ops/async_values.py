@@ -23,7 +23,7 @@ class PendingTensor:
         self._value: torch.Tensor | None = None
 
     def done(self) -> bool:
-        """Whether the values are here, so that `result()` does not wait."""
+        """Return whether the values are here, so that `result()` does not wait."""
         return self._value is not None or self._done()
 
     def result(self) -> Any:

@@ -12,14 +12,20 @@ import functools
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy import torch_versions
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import (
+    FakeTensor,
+    FunctionalTensor,
+    choose_attention,
+    disable_current_modes,
+    flash_attention_enabled,
+    function_transform_level,
+    math_attention_enabled,
+)
 from skyproxy.tensor.dispatch.op_info import Plan, implements
 
 aten = torch.ops.aten
@@ -27,7 +33,7 @@ _MATH = 0
 _FLASH = 1
 _NONE = -1
 _ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 15)
-"""Whether PyTorch makes four dimensions of three before it chooses, and views three in the result."""
+"""True if PyTorch makes four dimensions of three before it chooses, and views three in the result."""
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
     "kernel and the fused kernels."
@@ -50,7 +56,7 @@ def _cpu_choice(
     gqa: bool,
     enabled: tuple[bool, bool],
 ) -> int:
-    """What PyTorch chooses for CPU tensors that look like these. Their memory is never touched.
+    """Return what PyTorch chooses for CPU tensors that look like these. Their memory is never touched.
 
     Args:
         enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
@@ -61,11 +67,11 @@ def _cpu_choice(
     )
     if m is not None and mask_grad:
         m.requires_grad_()
-    return int(torch._fused_sdp_choice(q, k, v, m, dropout, causal, enable_gqa=gqa))
+    return int(choose_attention(q, k, v, m, dropout, causal, enable_gqa=gqa))
 
 
 def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
-    """What the four arguments look like; None where nobody can tell. While a graph is traced, they are fake."""
+    """Describe the four arguments; None where nobody can tell. While a graph is traced, they are fake."""
     looks: list[Meta | None] = []
     for t in tensors:
         if isinstance(t, RemoteTensor):
@@ -106,11 +112,11 @@ def attention(
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    looks = _looks(tensors) if torch._C._functorch.maybe_current_level() is None else None
-    enabled = torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()
+    looks = _looks(tensors) if function_transform_level() is None else None
+    enabled = math_attention_enabled(), flash_attention_enabled()
     if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
         needs = mask is not None and mask.requires_grad
-        with _disable_current_modes() if not isinstance(query, RemoteTensor) else contextlib.nullcontext():
+        with disable_current_modes() if not isinstance(query, RemoteTensor) else contextlib.nullcontext():
             choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa, enabled)
         if choice == _NONE:
             raise RuntimeError(_NO_BACKEND)

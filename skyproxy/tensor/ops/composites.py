@@ -10,20 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    OpOverload,
+    count_dispatch_modes,
+    function_transform_level,
+    is_forward_ad_active,
+)
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.ops.nested_batches import NestedBatch
 
 aten = torch.ops.aten
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _records_graphs = torch.is_grad_enabled
-_modes = torch._C._len_torch_dispatch_stack
-_function_transforms = torch._C._functorch.maybe_current_level
+_modes = count_dispatch_modes
+_function_transforms = function_transform_level
 
 
-def _kernel(op: torch._ops.OpOverload) -> Any:
+def _kernel(op: OpOverload) -> Any:
     divide = op._op_dk
 
     def kernel(*args: Any) -> Any:
@@ -48,7 +54,7 @@ def _is_differentiated(args: tuple[Any, ...]) -> bool:
         for a in args:
             if a is not None and a.requires_grad:
                 return True
-    return forward_ad._current_level >= 0  # tangents do not care about `no_grad`
+    return is_forward_ad_active()  # tangents do not care about `no_grad`
 
 
 def install(library: torch.library.Library) -> None:

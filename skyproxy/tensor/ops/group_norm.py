@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import DispatchKey, function_transform_level, is_forward_ad_active
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _op = torch.ops.aten.native_group_norm.default
@@ -21,7 +22,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _stock(*args: Any) -> Tensors:
     """PyTorch's own autograd kernel, in whose place ours is registered."""
-    result: Tensors = _op._op_dk(torch._C.DispatchKey.Autograd, *args)
+    result: Tensors = _op._op_dk(DispatchKey.Autograd, *args)
     return result
 
 
@@ -69,10 +70,10 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> list[Any]:
 
 def group_norm(x: torch.Tensor, weight: Any, bias: Any, *numbers: Any) -> Tensors:
     """`aten::native_group_norm` where gradients may be wanted; see there."""
-    plain = type(x) is RemoteTensor and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
+    plain = type(x) is RemoteTensor and torch.is_grad_enabled() and function_transform_level() is None
     if not plain or x._sky.device.place[0] != "cpu" or not suggests_channels_last(tuple(x.shape), x.stride()):
         return _stock(x, weight, bias, *numbers)
-    if torch.autograd.forward_ad._current_level >= 0:
+    if is_forward_ad_active():
         return _stock(x, weight, bias, *numbers)
     result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)
     return result

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import disabled_torch_function, make_wrapper_subclass, pytree
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, is_divided, plan_of
 from skyproxy.tensor.dispatch.recording import record_as
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+_make_wrapper = make_wrapper_subclass
 
 
 class NestedBatch(torch.Tensor):
@@ -33,7 +33,7 @@ class NestedBatch(torch.Tensor):
 
     held: RemoteTensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     is_nested = True  # type: ignore[assignment]
 
     @staticmethod

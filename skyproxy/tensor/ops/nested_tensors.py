@@ -14,22 +14,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from skyproxy import patching, torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.torch_private import (
+    BelowAutograd,
+    DisableTorchFunctionSubclass,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludedKeys,
+    make_wrapper_subclass,
+    pytree,
+)
 from skyproxy.tensor.dispatch import recording
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
 from skyproxy.torch_codec import contiguous_stride
 
-_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 aten = torch.ops.aten
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+_make_wrapper = make_wrapper_subclass
 Sizes = list[list[int]]
 
 
@@ -123,11 +131,11 @@ class RemoteNestedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _NO_OPERATIONS:
                 return func(*args, **(kwargs or {}))
             # Composites come undivided here: PyTorch would divide them by sizes that nested tensors do not have.
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            with BelowAutograd(), ExcludedKeys(_VIEWS):
                 return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -16,9 +16,14 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import (
+    TorchDispatchMode,
+    disable_current_modes,
+    function_transform_level,
+    mkldnn_enabled,
+)
 from skyproxy.tensor.dispatch.op_info import Plan, implements
 from skyproxy.torch_codec import DTYPE_NAMES
 
@@ -191,7 +196,7 @@ def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
     that its processor has instructions for.
     """
     plain = hiddens[0].size(-1) == hiddens[1].size(-1) and sequence.numel() > 0
-    if not plain or not torch._C._get_mkldnn_enabled():
+    if not plain or not mkldnn_enabled():
         return False
     if sequence.dtype is torch.float16 and torch.is_grad_enabled():
         return False
@@ -211,7 +216,7 @@ def _takes_onednn_for_packed() -> bool:
     """Tell whether this PyTorch computes packed sequences of one length with oneDNN, as 2.13 does and 2.11 does not."""
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
     rows, weights, states = zeros(2, 1), [zeros(4, 1), zeros(4, 1)], [zeros(1, 1, 1), zeros(1, 1, 1)]
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _SeesOneDNN() as mode:
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _SeesOneDNN() as mode:
         torch.lstm(rows, torch.tensor([1, 1], device="cpu"), states, weights, False, 1, 0.0, False, False)
     return mode.found
 
@@ -225,7 +230,7 @@ def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
 
 def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and isinstance(sequence, RemoteTensor)
+        plain = function_transform_level() is None and isinstance(sequence, RemoteTensor)
         if not plain or sequence._sky.device.place[0] != "cpu":
             return overload.decompose(sequence, hx, params, *options, **named)
         return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
@@ -235,7 +240,7 @@ def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
 
 def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
     def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and isinstance(rows, RemoteTensor)
+        plain = function_transform_level() is None and isinstance(rows, RemoteTensor)
         if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
@@ -257,10 +262,10 @@ for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tan
 
 
 def _single(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
-    """What `nn.LSTMCell` and `nn.GRUCell` call: one step."""
+    """Compute one step, as `nn.LSTMCell` and `nn.GRUCell` ask for it."""
 
     def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> Any:
-        plain = torch._C._functorch.maybe_current_level() is None and isinstance(step, RemoteTensor)
+        plain = function_transform_level() is None and isinstance(step, RemoteTensor)
         if not plain or step._sky.device.place[0] != "cpu":
             return overload.decompose(step, hx, *weights)
         w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]

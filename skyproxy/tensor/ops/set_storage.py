@@ -11,7 +11,8 @@ from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
-from skyproxy.tensor.core.storage import SkyStorage, StorageBase, root_of, view_of
+from skyproxy.tensor.core.storage import SkyStorage, root_of, view_of
+from skyproxy.tensor.core.torch_private import StorageBase, TensorBase
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import Plan, implements
 
@@ -25,11 +26,11 @@ def set_(self: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
         value = _value_to_set(self, source, args, kwargs)
     value.__dict__["_is_to_be_taken_over"] = True
     # Autograd has a say, and counts versions; it comes back to `_set_op`.
-    return torch._C.TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
+    return TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
 
 def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> RemoteTensor:
-    """What a tensor becomes by `set_`: a view of the source's storage.
+    """Make what a tensor becomes by `set_`: a view of the source's storage.
 
     PyTorch itself tells its sizes, or refuses them, by the same call on the meta device.
     """
@@ -99,7 +100,7 @@ def set_to_part(
 
 @implements("aten::set_", "aten::set_.source_Tensor")
 def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """What is left of `set_` below autograd: the tensor takes over another's place in its storage."""
+    """Finish `set_` below autograd: the tensor takes over another's place in its storage."""
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
     if source is None:
@@ -139,7 +140,7 @@ def _has_same_storage_numel(plan: Plan, func: Any, args: Any, kwargs: Any) -> bo
 
 @implements("aten::_new_zeros_with_same_feature_meta")
 def _new_zeros_with_same_feature_meta(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """What a tangent is copied into that lies otherwise than its tensor, or on another device: zeros like the tensor.
+    """Make zeros like a tensor, for a tangent to be copied into that lies otherwise, or on another device.
 
     PyTorch's own would ask C++ for the size of the tensor's storage. The tangent's first dimensions may be a batch.
     """

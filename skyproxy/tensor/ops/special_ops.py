@@ -9,12 +9,22 @@ import functools
 from typing import Any
 
 import torch
-from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental import proxy_tensor
 
 from skyproxy import patching
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
+from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    all_op_names,
+    checks_sparse_invariants,
+    count_dispatch_modes,
+    function_transform_level,
+    has_kernel,
+    maybe_resize_out,
+    safe_copy_out,
+    set_sparse_invariant_checks,
+)
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.kernels import kernel
@@ -24,9 +34,9 @@ from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.set_storage import set_to_part
 
 aten = torch.ops.aten
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-_COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_has_kernel = has_kernel
+_COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
 
 @implements("composite")
@@ -202,7 +212,7 @@ def _ctc_loss(
     Lengths on the device stay there; looking at them would wait.
     """
     lengths = (input_lengths, target_lengths)
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
+    watched = count_dispatch_modes() or function_transform_level() is not None
     if watched or not any(a.device.type == "cpu" for a in lengths):
         return _COMPOSITE_CTC_LOSS(log_probs, targets, *lengths, *rest)
     for name, a in zip(("input_lengths", "target_lengths"), lengths, strict=True):
@@ -213,7 +223,7 @@ def _ctc_loss(
     return aten.ctc_loss.IntList(log_probs, targets, *(a.reshape(-1).tolist() for a in lengths), *rest)
 
 
-_COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
 def _filled(functional: Any) -> Any:
@@ -227,8 +237,8 @@ def _filled(functional: Any) -> Any:
         result = functional(*args, **kwargs)
         if out.device != result.device:
             raise mixed_devices_error(functional.name(), result.device, out.device)
-        _maybe_resize_out(out, result.shape)
-        filled: torch.Tensor = _safe_copy_out(copy_from=result, copy_to=out)
+        maybe_resize_out(out, result.shape)
+        filled: torch.Tensor = safe_copy_out(copy_from=result, copy_to=out)
         return filled
 
     return fill
@@ -273,7 +283,7 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
 
 
 # PyTorch's own, not the one that tells the workers: the check is left out for this call, on this side.
-_check_invariants = torch._C._set_check_sparse_tensor_invariants
+_check_invariants = set_sparse_invariant_checks
 
 
 def _sparse_coo(op: Any) -> Any:
@@ -286,7 +296,7 @@ def _sparse_coo(op: Any) -> Any:
     def construct(
         indices: torch.Tensor, values: torch.Tensor, size: Any, *, is_coalesced: Any = None, **options: Any
     ) -> Any:
-        if not torch._C._check_sparse_tensor_invariants():
+        if not checks_sparse_invariants():
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
         _check_invariants(False)
@@ -327,7 +337,7 @@ def install(library: torch.library.Library) -> None:
     library.impl(
         "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
     )
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in all_op_names():
         if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
             continue
         if not _has_kernel(name, "CompositeImplicitAutograd"):

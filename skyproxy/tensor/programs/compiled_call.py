@@ -11,8 +11,6 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._sympy.printers import PythonPrinter
 
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
@@ -21,12 +19,15 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.metadata import intern_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import OpOverload, load_expression_printer, unset_fake_temporarily
 from skyproxy.tensor.core.transfers import download, upload
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch.capture import is_capturing
 from skyproxy.tensor.dispatch.recording import new_tensor
 from skyproxy.tensor.programs.compiler_ir import Program, value_of
 from skyproxy.torch_codec import Description
+
+_Printer = load_expression_printer()
 
 _numbers = itertools.count(1)
 _getframe = sys._getframe
@@ -215,7 +216,7 @@ class CompiledCall:
             raise UnsupportedOpError(f"the size {expression} of a result is known to the worker only")
         replaced = {symbol: sympy.Symbol(f"({text})", integer=True) for symbol, text in self._symbols.items()}
         self._scope.setdefault("math", __import__("math"))
-        return str(PythonPrinter().doprint(expression.xreplace(replaced)))
+        return str(_Printer().doprint(expression.xreplace(replaced)))
 
 
 def _is_remote(value: Any) -> bool:
@@ -242,7 +243,7 @@ def _symbols(program: Program) -> dict[Any, str]:
 def _what_it_is(node: torch.fx.Node) -> torch.fx.Node:
     """The input that a node hands back after changing it, or the node itself."""
     while (
-        isinstance(node.target, torch._ops.OpOverload)
+        isinstance(node.target, OpOverload)
         and node.target._schema.returns
         and node.target._schema.returns[0].alias_info is not None
         and node.target._schema.returns[0].alias_info.is_write

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from skyproxy.errors import ConfigurationError, UnsupportedOpError
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.tensor.core.torch_private import HigherOrderOperator, disable_current_modes, load_aot_autograd
 
 logger = logging.getLogger("skyproxy")
 
@@ -43,13 +43,12 @@ def sky_backend(
     if not touches_sky(module, example_inputs):
         return module.forward
     from functorch.compile import default_partition, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
 
     mode = _settled(mode, _devices_of(module, example_inputs))
     lower = _Lowering(mode)
     # Op by op, to compute a value twice costs more than to keep it; compiled, the other way round.
     partition = default_partition if mode == "eager" else min_cut_rematerialization_partition
-    compiled: Callable[..., Any] = aot_autograd(
+    compiled: Callable[..., Any] = load_aot_autograd()(
         fw_compiler=lower,
         bw_compiler=lower,
         inference_compiler=lower,
@@ -70,7 +69,7 @@ def _mode_of(options: dict[str, Any] | None) -> str:
 
 
 def _settled(mode: str, devices: list[SkyDevice]) -> str:
-    """What "auto" means for these workers. Asks each worker once in its life."""
+    """Decide what "auto" means for these workers. Asks each worker once in its life."""
     if mode == "eager":
         return mode
     for device in devices:
@@ -94,7 +93,7 @@ def _settled(mode: str, devices: list[SkyDevice]) -> str:
 
 
 def touches_sky(module: torch.fx.GraphModule, example_inputs: Any) -> bool:
-    """Whether any tensor of a graph is, or will be, on a `sky` device."""
+    """Return whether any tensor of a graph is, or will be, on a `sky` device."""
     return bool(_devices_of(module, example_inputs))
 
 
@@ -144,12 +143,12 @@ class _Lowering:
 def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
     nodes = module.graph.nodes
     # The first call is watched by a mode of AOTAutograd, which does not let these be answered by a tensor's class.
-    watched = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
+    watched = any(isinstance(node.target, HigherOrderOperator) for node in nodes)
 
     def run(args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        with _disable_current_modes() if watched else contextlib.nullcontext():
+        with disable_current_modes() if watched else contextlib.nullcontext():
             return module.forward(*inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -157,7 +156,7 @@ def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def compile_report(device: Any = None) -> dict[str, Any]:
-    """How a worker runs the graphs that this process compiled for it. Waits.
+    """Return how a worker runs the graphs that this process compiled for it. Waits.
 
     Returns:
         graphs: how many it holds; eager, inductor: how many of them ran that way; troubles: why some were not compiled.

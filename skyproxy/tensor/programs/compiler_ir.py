@@ -15,6 +15,7 @@ import torch.fx
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, GRAPH_FUNCTIONS
 
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ _FUNCTION_NAMES = {function: name for name, function in GRAPH_FUNCTIONS.items()}
 
 @dataclass
 class Program:
-    """What travels, and what the caller must know of it.
+    """A program: what travels, and what the caller must know of it.
 
     Attributes:
         nodes: `[overload, arguments, keywords]` each.
@@ -45,7 +46,7 @@ class Program:
 
 
 def value_of(node: torch.fx.Node) -> Any:
-    """What the compiler knows of a node's value: a fake tensor, a symbolic number, a tuple."""
+    """Return what the compiler knows of a node's value: a fake tensor, a symbolic number, a tuple."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 
@@ -89,7 +90,7 @@ def _note_device(program: Program, value: Any) -> None:
 
 def _call(program: Program, node: torch.fx.Node) -> list[Any]:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = target.name()
         _check(program, node, target)
     elif target in _FUNCTION_NAMES:
@@ -104,7 +105,7 @@ def _call(program: Program, node: torch.fx.Node) -> list[Any]:
     ]
 
 
-def _check(program: Program, node: torch.fx.Node, target: torch._ops.OpOverload) -> None:
+def _check(program: Program, node: torch.fx.Node, target: OpOverload) -> None:
     name = target.name()
     packet = name.partition(".")[0]
     if name.partition("::")[0] not in ALLOWED_NAMESPACES or packet in FORBIDDEN_OPS:

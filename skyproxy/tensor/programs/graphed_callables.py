@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from skyproxy.tensor.core.torch_private import pytree
 from skyproxy.tensor.programs.graphs import SkyGraph, graph
 
 Tensors = tuple[torch.Tensor, ...]

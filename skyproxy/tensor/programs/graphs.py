@@ -134,7 +134,7 @@ class graph:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether this thread captures a graph right now."""
+    """Return whether this thread captures a graph right now."""
     return is_capturing()
 
 
@@ -144,6 +144,6 @@ def graph_pool_handle() -> Any:
 
 
 def graph_report(device: Any = None) -> dict[str, int]:
-    """How many graphs a worker holds for us, and how many of them it replays as CUDA graphs by now. Waits."""
+    """Count the graphs that a worker holds for us, and those of them that it replays as CUDA graphs by now. Waits."""
     report: dict[str, int] = DEVICES.of(device).session.call("graph_report")
     return report

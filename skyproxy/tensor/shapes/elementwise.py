@@ -41,7 +41,7 @@ def broadcast_sizes(sizes: Sequence[Ints]) -> Ints | None:
 
 
 def is_contiguous(size: Ints, stride: Ints) -> bool:
-    """Whether the elements lie in row-major order without gaps, whatever the strides of idle dimensions."""
+    """Return whether the elements lie in row-major order without gaps, whatever the strides of idle dimensions."""
     if 0 in size:
         return True
     expected = 1
@@ -65,7 +65,7 @@ def channels_last_stride(size: Ints) -> Ints:
 
 
 def is_channels_last(size: Ints, stride: Ints) -> bool:
-    """Whether a tensor of four dimensions lies in channels-last order, whatever the strides of idle dimensions."""
+    """Return whether four dimensions lie in channels-last order, whatever the strides of idle dimensions."""
     if len(size) != 4:
         return False
     expected = 1
@@ -78,7 +78,7 @@ def is_channels_last(size: Ints, stride: Ints) -> bool:
 
 
 def is_dense(size: Ints, stride: Ints) -> bool:
-    """Whether C++ flags the tensor as dense and without overlap."""
+    """Return whether C++ flags the tensor as dense and without overlap."""
     if is_contiguous(size, stride):
         return True
     expected = 1

@@ -54,7 +54,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> RuleResult:
 
 
 def _written_alike(target: Any, source: Any) -> bool:
-    """Whether a tensor takes the values of another one that broadcasts to it, whatever their dtypes."""
+    """Return whether a tensor takes the values of another one that broadcasts to it, whatever their dtypes."""
     if not source.plain or len(source.size) > len(target.size) or not keeps_target(target):
         return False
     tail = target.size[len(target.size) - len(source.size) :]

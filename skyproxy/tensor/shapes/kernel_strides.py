@@ -47,7 +47,7 @@ def _corrects(names: str) -> Callable[[Correction], Correction]:
 def corrected(
     op: Any, args: list[Any], kwargs: dict[str, Any], operands: list[Any], results: list[Meta | None]
 ) -> list[Meta | None]:
-    """What fresh results look like, given what fake tensors say of them.
+    """Return what fresh results look like, given what fake tensors say of them.
 
     Args:
         op: the overload.

@@ -23,7 +23,7 @@ def _fresh(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
 
 
 def _alike(*tensors: Any) -> bool:
-    """Whether all are row-major tensors of one dtype of fractions, and not empty."""
+    """Return whether all are row-major tensors of one dtype of fractions, and not empty."""
     first = tensors[0]
     return all(
         isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size for t in tensors

@@ -30,7 +30,7 @@ _Column = Callable[..., Meta | None]
 
 
 def _of_columns(decide: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] | None:
-    """What `decide` answers for each place of the lists; None if it does so for one, or the lists are not alike.
+    """Collect what `decide` answers for each place of lists; None if it does so for one, or the lists are not alike.
 
     Numbers count by their type only.
     """
@@ -54,7 +54,7 @@ def _of_columns(decide: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] 
 
 
 def _floats(*operands: Any) -> bool:
-    """Whether these are tensors of fractions and real numbers, the first a tensor."""
+    """Return whether these are tensors of fractions and real numbers, the first a tensor."""
     return type(operands[0]) is Meta and all(
         a.dtype in FLOATS if type(a) is Meta else type(a) in _KINDS for a in operands
     )
@@ -93,7 +93,7 @@ def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_plac
 
 
 def _plain(kwargs: dict[str, Any]) -> bool:
-    """Whether keywords are a factor of an operand at most."""
+    """Return whether keywords are a factor of an operand at most."""
     return all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
 
 

@@ -19,7 +19,7 @@ _EXACT = frozenset({torch.float32, torch.float64})
 
 
 def _follows(gradient: Any, output: Any) -> bool:
-    """Whether a gradient is one of a row-major output; it may be expanded itself, as that of a sum is."""
+    """Return whether a gradient is one of a row-major output; it may be expanded itself, as that of a sum is."""
     return _alike(output) and gradient.plain and gradient.dtype is output.dtype and gradient.size == output.size
 
 

@@ -77,7 +77,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 
 def keeps_target(target: Any, *others: Any) -> bool:
-    """Whether an elementwise op of these operands can write its result into the first of them."""
+    """Return whether an elementwise op of these operands can write its result into the first of them."""
     if type(target) is not Meta or not target.plain or (0 in target.stride and _overlaps(target)):
         return False
     sizes = [target.size]
@@ -124,7 +124,7 @@ def _shaped(like: Any, dtype: torch.dtype) -> RuleResult:
 
 
 def _has_tensor(*operands: Any) -> bool:
-    """Whether all are tensors or numbers, and there is a tensor among them."""
+    """Return whether all are tensors or numbers, and there is a tensor among them."""
     return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
 
 
@@ -337,7 +337,7 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
 
 
 def _maybe_channels_last(meta: Meta) -> bool:
-    """Whether PyTorch may take the tensor for one in a channels-last format."""
+    """Return whether PyTorch may take the tensor for one in a channels-last format."""
     return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
 
 

@@ -27,7 +27,7 @@ _DTYPES = FLOATS | INTEGERS | {torch.bool}
 
 
 def whole(*tensors: Any) -> bool:
-    """Whether all are row-major tensors that are not empty."""
+    """Return whether all are row-major tensors that are not empty."""
     return all(type(t) is Meta and row_major(t) and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
 
@@ -37,7 +37,7 @@ def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
 
 
 def _in_order(*tensors: Any) -> bool:
-    """Whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
+    """Return whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
     return all(
         type(t) is Meta
         and t.plain
@@ -100,7 +100,7 @@ def _index_put_in_place(x: Meta, indices: Any, values: Any, accumulate: bool = F
 
 
 def _can_be_put_by_mask(x: Meta, indices: Any, values: Any) -> bool:
-    """Whether a mask of the first dimensions chooses what one value is put into, however much that is."""
+    """Return whether a mask of the first dimensions chooses what one value is put into, however much that is."""
     mask = indices[0] if len(indices) == 1 else None
     if type(mask) is not Meta or mask.dtype is not torch.bool or not mask.plain or not mask.size:
         return False
@@ -188,7 +188,7 @@ def _repeat(x: Meta, repeats: Any) -> RuleResult:
 
 
 def suggests_row_major(x: Meta) -> bool:
-    """Whether PyTorch sees no channels-last format in a row-major tensor."""
+    """Return whether PyTorch sees no channels-last format in a row-major tensor."""
     return len(x.size) not in (4, 5) or x.stride[-1] < x.stride[1]
 
 

@@ -1,4 +1,4 @@
-"""How ATen chooses the strides of views and of fresh tensors, step by step. See also `elementwise`.
+"""Strides of views and of fresh tensors, chosen step by step as ATen does. See also `elementwise`.
 
 Strides of dimensions of size one, and of empty tensors, address nothing. But programs see them, PyTorch reads memory
 formats from them, and picks kernels by those: whoever computes them in another way computes other numbers.
@@ -48,7 +48,7 @@ def suggested_stride(size: Sizes, stride: Sizes) -> Sizes:
 
 
 def suggests_channels_last(size: Sizes, stride: Sizes) -> bool:
-    """Whether `suggest_memory_format` takes a tensor for a channels-last one."""
+    """Return whether `suggest_memory_format` takes a tensor for a channels-last one."""
     if len(size) not in (4, 5) or stride[1] == 0:
         return False
     smallest = 0

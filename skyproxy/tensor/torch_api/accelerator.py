@@ -86,7 +86,7 @@ _OF_THE_OTHER = {
     "_accelerator_resetAccumulatedStats": "reset_accumulated_memory_stats",
     "_accelerator_resetPeakStats": "reset_peak_memory_stats",
 }
-"""What answers in the module of this machine's own accelerator: PyTorch itself would ask ours."""
+"""Functions that answer in the module of this machine's own accelerator: PyTorch itself would ask ours."""
 
 
 def _once_used(name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def _exchange_device(index: int) -> int:
 
 
 def _device_stats(index: int) -> dict[str, Any]:
-    """What `torch.accelerator.memory_stats` flattens."""
+    """Return what `torch.accelerator.memory_stats` flattens."""
     row = sky_module.memory_stats(index)
     return {
         f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}

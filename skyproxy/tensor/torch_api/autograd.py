@@ -12,13 +12,13 @@ from skyproxy.tensor.core.devices import DEVICES
 
 
 class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
-    """What C++ asks for the type of our devices."""
+    """The guard that C++ asks for the type of our devices."""
 
     type_ = constant_for_cpp(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
-    """What C++ asks of a backend."""
+    """The answers to what C++ asks of a backend."""
 
     is_available = constant_for_cpp(True)
     is_built = constant_for_cpp(True)

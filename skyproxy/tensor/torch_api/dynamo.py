@@ -146,7 +146,7 @@ def _admitting_sky(check: Any) -> Any:
 
 
 def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
-    """What plain `torch.compile` does with a graph: inductor here, unless its tensors are remote."""
+    """Compile a graph as plain `torch.compile` does: inductor here, unless its tensors are remote."""
     if compiler.touches_sky(model_, inputs_):
         return compiler.sky_backend(model_, inputs_)
     return _plain_compile_fx(self, model_, inputs_, config_patches=config_patches)

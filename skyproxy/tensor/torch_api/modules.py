@@ -42,7 +42,7 @@ _move = _Move()
 
 
 class Crossing:
-    """What `Module._apply` does to each tensor, and more for a parameter that changes sides.
+    """The function that `Module._apply` calls for each tensor, and more for a parameter that changes sides.
 
     A tensor of the CPU and one of a worker are of different classes, so PyTorch could not put the new values into the
     old parameter and would make a new one, which an optimizer made before would never see. So the two are exchanged
@@ -58,7 +58,7 @@ class Crossing:
         self._ready = ready or {}
 
     def function(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What becomes of a tensor."""
+        """Return what becomes of a tensor."""
         # Once only: a parameter that is met again is another tensor by then.
         ready = self._ready.pop(id(tensor), None)
         return ready[1] if ready is not None else self._plain(tensor)

@@ -210,7 +210,7 @@ def _patch_safetensors() -> None:
 
 
 def _saving_tensors(save: Any) -> Any:
-    """What writes a dict of tensors, which come in blocks."""
+    """Return what writes a dict of tensors, which come in blocks."""
 
     @functools.wraps(save)
     def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:

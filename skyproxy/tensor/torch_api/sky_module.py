@@ -26,7 +26,7 @@ _initialized = True
 
 
 def is_initialized() -> bool:
-    """Whether any `sky` device exists yet."""
+    """Return whether any `sky` device exists yet."""
     return bool(DEVICES.existing())
 
 
@@ -36,12 +36,12 @@ def init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """Whether this process was forked from one that has sessions: they belong to the parent."""
+    """Return whether this process was forked from one that has sessions: they belong to the parent."""
     return any(device.session.is_foreign for device in DEVICES.existing())
 
 
 def device_count() -> int:
-    """How many `sky` devices there are; connects to the default worker if there is none yet."""
+    """Count the `sky` devices; connects to the default worker if there is none yet."""
     DEVICES.at(0)
     return len(DEVICES.existing())
 
@@ -103,7 +103,7 @@ def synchronize(device: DeviceLike = None) -> None:
 
 
 class DeviceProperties(NamedTuple):
-    """What a worker tells of one of its devices.
+    """The description that a worker gives of one of its devices.
 
     Attributes:
         name: as the worker's driver names it.
@@ -152,7 +152,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether the device computes in bfloat16."""
+    """Return whether the device computes in bfloat16."""
     properties = get_device_properties()
     return properties.type == "cpu" or including_emulation or properties.major >= 8
 
@@ -285,7 +285,7 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
 
 
 def stats() -> dict[str, int]:
-    """What this process recorded and sent so far, over all workers.
+    """Count what this process recorded and sent so far, over all workers.
 
     Returns:
         ops: operations recorded.

@@ -12,7 +12,8 @@ from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.storage import SkyStorage, StorageBase, root_of, storage_from_bytes
+from skyproxy.tensor.core.storage import SkyStorage, root_of, storage_from_bytes
+from skyproxy.tensor.core.torch_private import StorageBase
 from skyproxy.tensor.ops.set_storage import set_
 
 

@@ -91,7 +91,7 @@ class Event(_plain_event):  # type: ignore[misc]
         """Makes a stream wait for the event. Streams of one device are one, so there is nothing to do."""
 
     def query(self) -> bool:
-        """Whether the worker has come past the event."""
+        """Return whether the worker has come past the event."""
         return self._handle is None or bool(self._call("query_event", self._handle.slot))
 
     def synchronize(self) -> None:
@@ -158,7 +158,7 @@ class Stream(_plain_stream):  # type: ignore[misc]
         DEVICES.of(self.device).session.synchronize()
 
     def query(self) -> bool:
-        """Whether everything recorded is done; waits, since only the worker knows."""
+        """Return whether everything recorded is done; waits, since only the worker knows."""
         self.synchronize()
         return True
 
@@ -175,7 +175,7 @@ class Stream(_plain_stream):  # type: ignore[misc]
         """Nothing to do: order is kept anyway."""
 
     def is_capturing(self) -> bool:
-        """Whether this thread captures a graph."""
+        """Return whether this thread captures a graph."""
         from skyproxy.tensor.dispatch.capture import is_capturing
 
         return is_capturing()

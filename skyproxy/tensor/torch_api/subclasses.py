@@ -20,7 +20,7 @@ _joined: dict[type[Any], type[Any]] = {}
 
 
 class RemoteSubclass(RemoteTensor):
-    """What the classes made here have in common.
+    """The common part of the classes that are made here.
 
     Attributes:
         local_class: the user's class.

@@ -1,4 +1,4 @@
-"""What asks for a remote tensor's values: printing, numbers, numpy; and `.data`. Each waits once, or says why not."""
+"""Methods that need remote values: printing, numbers, numpy; and `.data`. Each waits once, or says why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import _tensor_str
 
 from skyproxy import patching
-from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, TensorBase, adopt
+from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
+from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
@@ -22,7 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def edges(tensor: torch.Tensor, edge_items: int) -> torch.Tensor:
-    """What of a large tensor is printed: the first and last items of each dimension, and one between them.
+    """Return what of a large tensor is printed: the first and last items of each dimension, and one between them.
 
     The one between stands for the rest: with it, PyTorch's formatter sees that there is more than it prints.
     """
@@ -76,7 +77,7 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
 
 
 def _mimebundle(self: RemoteTensor, **unused: Any) -> dict[str, str]:
-    """What Jupyter shows: both forms of one answer, so that a cell's last line fetches once."""
+    """Return what Jupyter shows: both forms of one answer, so that a cell's last line fetches once."""
     text = repr(self)
     device = self._sky.device
     place = f"{self.device}, {device.worker_device} of {device.row.get('name', 'a worker')}"
