@@ -34,14 +34,16 @@ class LastingTransport(Transport):
         grace_seconds: float,
         max_kept_bytes: int,
         on_detach: Callable[[], object] = lambda: None,
+        secret: bytes = b"",
     ) -> None:
         """Args:
         link: the connection that opened the session.
         grace_seconds: how long the session is kept without one.
         max_kept_bytes: what the answers may hold that are kept.
         on_detach: called when there is no link any more.
+        secret: what the client was told to come back with; a new one by default.
         """
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.secret = secret or secrets.token_bytes(SECRET_BYTES)
         self._link = link
         self.grace_seconds = grace_seconds
         self._max_kept_bytes = max_kept_bytes
@@ -117,6 +119,11 @@ class LastingTransport(Transport):
         with self._changed:
             if self._detached_at is not None:
                 self._end()
+
+    def end(self) -> None:
+        """End a session whose link is broken, noticed here or not."""
+        with self._changed:
+            self._end()
 
     def _end(self) -> None:
         self._is_over = True

@@ -21,7 +21,7 @@ from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.activity import Activity
 from skyproxy_server.admission import refuse_session
-from skyproxy_server.auth import FUNCTIONS, OWNER, client_of
+from skyproxy_server.auth import FUNCTIONS, OWNER, Identity, client_of
 from skyproxy_server.blobs import Uploads
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
@@ -60,12 +60,14 @@ class WorkerSession:
         identity: str = "",
         grace_seconds: float = 0.0,
         on_detach: Callable[[], object] = lambda: None,
+        secret: bytes = b"",
     ) -> None:
         self.identity = identity or secrets.token_hex(16)
         self.client = client_of(transport)
         self.lasting: LastingTransport | None = None
         if grace_seconds > 0:
-            self.lasting = LastingTransport(transport, grace_seconds, settings.max_kept_answer_bytes, on_detach)
+            most = settings.max_kept_answer_bytes
+            self.lasting = LastingTransport(transport, grace_seconds, most, on_detach, secret)
         self._transport = transport = self.lasting or transport
         self._activity = activity
         self._transfers = Transfers(
@@ -286,6 +288,7 @@ class WorkerHost:
 
     Attributes:
         calls: the functions of all clients; None if there may be none.
+        on_session_end: called with each session that is over.
     """
 
     def __init__(
@@ -307,19 +310,21 @@ class WorkerHost:
         self._sessions_ever = 0
         self._lock = threading.Lock()
         self.calls: Calls | None = None
+        self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
             controls.install()
             output.install()
             terminal.install()
 
-    def open_session(self, hello: Hello, transport: Transport, identity: str = "") -> _Operations:
+    def open_session(self, hello: Hello, transport: Transport, identity: str = "", secret: bytes = b"") -> _Operations:
         """A new session whose operations travel on `transport`.
 
         Args:
             hello: the client's first message.
             transport: the session's operations connection.
             identity: the session's name, where somebody else has given it one.
+            secret: what the client takes it up again with, likewise.
 
         Raises:
             LimitExceededError: there are too many sessions.
@@ -336,6 +341,7 @@ class WorkerHost:
             identity,
             grace_seconds=min(hello.grace_seconds, self._settings.session_grace_seconds),
             on_detach=self._limit_detached,
+            secret=secret,
         )
         with self._lock:
             # Those without a connection have a bound of their own.
@@ -359,15 +365,45 @@ class WorkerHost:
             LookupError: there is no such session, or the client does not show that it is its own. Which of the two, is
                 not told.
         """
+        attempt, received = self.prepare_resume(hello.session, hello.secret, client_of(transport))
+        return self.resumed(hello.session, transport, attempt, received)
+
+    def prepare_resume(self, session_id: str, secret: bytes, client: Identity) -> tuple[int, int]:
+        """Cut the operations connection of a session whose client comes on another one.
+
+        Returns:
+            The number of this attempt, for `resumed`, and the newest batch that came.
+
+        Raises:
+            LookupError: as `resume_session`.
+        """
         with self._lock:
-            session = self._own_session(hello.session, transport)
-        if session is None or session.lasting is None or not session.knows(hello.secret):
-            audit.note(client_of(transport), "refused", reason="no such session to take up", session=hello.session[:8])
+            session = self._session_of(session_id, client)
+        if session is None or session.lasting is None or not session.knows(secret):
+            audit.note(client, "refused", reason="no such session to take up", session=session_id[:8])
             raise LookupError("no session of this name, or not this client's")
-        attempt, received = session.lasting.prepare()
+        return session.lasting.prepare()
+
+    def resumed(self, session_id: str, transport: Transport, attempt: int, received: int) -> _Resumed:
+        """Give a session the operations connection that was prepared for.
+
+        Raises:
+            LookupError: it has ended since.
+        """
+        with self._lock:
+            session = self._own_session(session_id, transport)
+        if session is None or session.lasting is None:
+            raise LookupError("the session is over")
         logger.info("session %s is taken up again", session.identity[:8])
         welcome = dataclasses.replace(self._welcome(session), received=received)
         return _Resumed(welcome, session.lasting, transport, attempt)
+
+    def end_lasting(self) -> None:
+        """End the sessions that last: whoever lends them connections will lend no others."""
+        with self._lock:
+            found = [session.lasting for session in self._sessions.values() if session.lasting is not None]
+        for lasting in found:
+            lasting.end()
 
     def _limit_detached(self) -> None:
         """End the session that is longest without a connection, where too many are."""
@@ -425,8 +461,11 @@ class WorkerHost:
 
     def _own_session(self, session_id: str, transport: Transport) -> WorkerSession | None:
         """The session of this name, if it belongs to the client at the other end."""
+        return self._session_of(session_id, client_of(transport))
+
+    def _session_of(self, session_id: str, client: Identity) -> WorkerSession | None:
         session = self._sessions.get(session_id)
-        return session if session is not None and session.client.name == client_of(transport).name else None
+        return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
         limits = {"functions": int(session.calls is not None)}
@@ -443,3 +482,4 @@ class WorkerHost:
         logger.info("session %s closed", identity[:8])
         if ended is not None:
             audit.note(ended.client, "session-end", session=identity[:8])
+            self.on_session_end(ended)

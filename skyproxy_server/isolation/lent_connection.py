@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 import threading
+from collections.abc import Callable
 
 from skyproxy.protocol.messages import OPERATIONS, Hello, Welcome
 from skyproxy.settings import Settings
@@ -32,12 +33,16 @@ class LentConnection:
         session: SupervisedSession,
         transport: WebSocketTransport,
         settings: Settings,
+        attempt: int = 0,
+        on_detach: Callable[[], object] = lambda: None,
     ) -> None:
         self.welcome = welcome
         self._hello = hello
         self._session = session
         self._transport = transport
         self._settings = settings
+        self._attempt = attempt
+        self._on_detach = on_detach
         self._timer: threading.Timer | None = None
         self._over = threading.Event()
         self._before = 0
@@ -52,7 +57,7 @@ class LentConnection:
         slot = session.slots.take()
         if slot is None or welcome is None:
             transport.close("too-many-sessions", "the session has too many connections")
-            session.release()
+            self._leave()
             return
         try:
             received = transport.lend(self._close)
@@ -64,7 +69,7 @@ class LentConnection:
             if isinstance(stream, TlsStream):
                 ours, theirs = socket.socketpair()
                 with theirs:
-                    session.hand_over(theirs.fileno(), slot, self._hello, welcome, received)
+                    session.hand_over(theirs.fileno(), slot, self._hello, welcome, received, self._attempt)
                 self._carried = relay(
                     stream,
                     ours,
@@ -76,7 +81,7 @@ class LentConnection:
             else:
                 assert isinstance(stream, PlainStream)
                 self._before = bytes_written(stream.fileno())
-                session.hand_over(stream.fileno(), slot, self._hello, welcome, received)
+                session.hand_over(stream.fileno(), slot, self._hello, welcome, received, self._attempt)
                 self._await_end(stream)
         except (ChannelClosedError, OSError) as error:
             logger.debug("a connection of session %s could not be lent: %s", session.identity[:8], error)
@@ -85,10 +90,13 @@ class LentConnection:
                 self._timer.cancel()
             self._finish(slot)
             self._over.set()
-            if self._hello.role == OPERATIONS:
-                session.operations_ended(self._settings.call_grace_seconds)
             session.slots.give(slot)
-            session.release()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._hello.role == OPERATIONS:
+            self._session.operations_left(self._settings.call_grace_seconds, self._on_detach)
+        self._session.release()
 
     def _close(self, code_name: str, reason: str) -> None:
         """Have the process say goodbye, and wait until the connection is over, but not for ever."""
@@ -114,9 +122,9 @@ class LentConnection:
     def _await_process(self) -> None:
         """The client has left: the process notices and ends its side, unless it hangs."""
         if self._hello.role == OPERATIONS and self._timer is None:
-            self._timer = threading.Timer(
-                self._settings.call_grace_seconds, self._session.kill, ("its client is gone, and it hangs",)
-            )
+            # One that lasts has as long again: its client may come back, and it notices what it says then.
+            patience = self._settings.call_grace_seconds + self._session.resume.grace_seconds
+            self._timer = threading.Timer(patience, self._session.kill, ("its client is gone, and it hangs",))
             self._timer.daemon = True
             self._timer.start()
 

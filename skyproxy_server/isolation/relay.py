@@ -69,8 +69,14 @@ def relay(
     stream.on_output = writer.pump
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         pair.setsockopt(socket.SOL_SOCKET, option, 4 * _BUFFER_BYTES)
+
+    def on_closed() -> None:
+        # The process has let go of the connection without a last word: our writer must not wait for the client.
+        if not is_over() and not _wait_for(pidfd, goodbye_seconds):
+            stream.shutdown()
+
     incoming = threading.Thread(
-        target=_carry_in, args=(stream, pair, pidfd, on_left), name="skyproxy-relay", daemon=True
+        target=_carry_in, args=(stream, pair, pidfd, on_left, on_closed), name="skyproxy-relay", daemon=True
     )
     incoming.start()
     try:
@@ -88,7 +94,13 @@ def relay(
     return writer.byte_count
 
 
-def _carry_in(stream: TlsStream, pair: socket.socket, pidfd: int, on_left: Callable[[], object]) -> None:
+def _carry_in(
+    stream: TlsStream,
+    pair: socket.socket,
+    pidfd: int,
+    on_left: Callable[[], object],
+    on_closed: Callable[[], object],
+) -> None:
     view = memoryview(bytearray(_BUFFER_BYTES))
     poll = select.poll()
     poll.register(stream.fileno(), select.POLLIN)
@@ -99,6 +111,7 @@ def _carry_in(stream: TlsStream, pair: socket.socket, pidfd: int, on_left: Calla
             if count > 0:
                 pair.sendall(view[:count])
             elif [descriptor for descriptor, _ in poll.poll()] != [stream.fileno()]:
+                on_closed()
                 return
     except OSError as error:
         logger.debug("a relayed connection ended: %s", error)
@@ -126,7 +139,8 @@ def _carry_out(writer: _Writer, pair: socket.socket, pidfd: int) -> bool:
         return False
 
 
-def _wait_for(descriptor: int, timeout_seconds: float) -> None:
+def _wait_for(descriptor: int, timeout_seconds: float) -> bool:
+    """Wait until a descriptor is readable; return whether it is."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    poll.poll(timeout_seconds * 1e3)
+    return bool(poll.poll(timeout_seconds * 1e3))

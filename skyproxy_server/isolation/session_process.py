@@ -18,6 +18,7 @@ from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.base import Transport
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
@@ -30,7 +31,7 @@ from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.isolation.visits import Visitor, Visits
 from skyproxy_server.listener import Served
 from skyproxy_server.program_log import log_to_stderr
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_session import WorkerHost, WorkerSession
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -83,6 +84,7 @@ class SessionProcess:
         self._left_in_order = False
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
+        self._host.on_session_end = self._on_session_end
         os.register_at_fork(after_in_child=self._abandon_in_child)
 
     def _abandon_in_child(self) -> None:
@@ -116,6 +118,11 @@ class SessionProcess:
                 self._control.send({"report": order["number"], **self._report()})
             elif order["order"] == "close":
                 self._close(order["code"], order["reason"])
+            elif order["order"] == "prepare":
+                # Not here: whoever uses the connection that is to be cut may take a moment to leave it.
+                threading.Thread(target=self._prepare, args=(order,), name="skyproxy-prepare", daemon=True).start()
+            elif order["order"] == "expire":
+                self._host.end_lasting()
             elif order["order"] in ("has-call", "visit", "found"):
                 self._on_calls(order, descriptors)
         self._await_goodbyes()
@@ -190,18 +197,17 @@ class SessionProcess:
         with self._lock:
             self._transports.add(transport)
         served: Served | None = None
-        with contextlib.suppress(LookupError):
-            served = self._served(hello, transport)
-        threading.Thread(
-            target=self._serve, args=(served, transport, hello.role), name="skyproxy-connection", daemon=True
-        ).start()
+        if hello.role == OPERATIONS and not hello.session:
+            served = self._host.open_session(hello, transport, self._session, welcome.secret)
+        arguments = (served, transport, hello, order)
+        threading.Thread(target=self._serve, args=arguments, name="skyproxy-connection", daemon=True).start()
 
-    def _serve(self, served: Served | None, transport: WebSocketTransport, role: str) -> None:
+    def _serve(self, served: Served | None, transport: WebSocketTransport, hello: Hello, order: dict[str, Any]) -> None:
         try:
-            if served is not None:
-                served.run()
-            else:
-                transport.close("no-such-session", "The worker has no such session; it may have ended.")
+            # On this thread: one that replaces another cuts that first.
+            (served or self._served(hello, transport, order)).run()
+        except LookupError:
+            transport.close("no-such-session", "The worker has no such session; it may have ended.")
         except (SessionLostError, ProtocolError) as error:
             logger.debug("a connection ended: %s", error)
         except Exception:
@@ -210,15 +216,35 @@ class SessionProcess:
             transport.close()
             with self._lock:
                 self._transports.discard(transport)
-            if role == OPERATIONS:
-                self._left_in_order = transport.connection.goodbye is not None
-                self._over_since = time.monotonic()
-                self._operations_over.set()
-                self._wake()
+            if served is not None and not served.welcome.secret:
+                self._on_over(transport)
 
-    def _served(self, hello: Hello, transport: WebSocketTransport) -> Served:
+    def _on_session_end(self, session: WorkerSession) -> None:
+        """The session is over; one that lasts, long after the connection that opened it."""
+        if session.lasting is not None:
+            self._on_over(session.lasting)
+
+    def _on_over(self, transport: Transport) -> None:
+        self._left_in_order = transport.connection.goodbye is not None
+        self._over_since = time.monotonic()
+        self._operations_over.set()
+        self._wake()
+
+    def _prepare(self, order: dict[str, Any]) -> None:
+        """Tell the supervisor how far the session has come, for its client is there again."""
+        answer: dict[str, Any] = {"prepared": order["number"]}
+        try:
+            answer["attempt"], answer["received"] = self._host.prepare_resume(
+                self._session, order["secret"], self._client
+            )
+        except LookupError as error:
+            logger.info("session %s is not taken up: %s", self._session[:8], error)
+        with contextlib.suppress(ChannelClosedError):
+            self._control.send(answer)
+
+    def _served(self, hello: Hello, transport: WebSocketTransport, order: dict[str, Any]) -> Served:
         if hello.role == OPERATIONS:
-            return self._host.open_session(hello, transport, self._session)
+            return self._host.resumed(self._session, transport, order["attempt"], order["welcome"][-1])
         if hello.role == BULK:
             return self._host.join_bulk(self._session, transport)
         return self._host.join_functions(self._session, transport)

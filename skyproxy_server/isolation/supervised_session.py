@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import select
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,24 @@ logger = logging.getLogger("skyproxy.server")
 FORK_SECONDS = 30.0
 REAP_SECONDS = 5.0
 _HANG_SECONDS = 10.0
+_SPARE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a client comes back to a session whose connection broke.
+
+    Attributes:
+        grace_seconds: how long the session is kept for it; 0: not at all.
+        secret: what it shows.
+    """
+
+    grace_seconds: float = 0.0
+    secret: bytes = field(default=b"", repr=False)
+
+    def is_known(self, secret: bytes) -> bool:
+        """Return whether this is the secret, in a time that tells nothing of it."""
+        return hmac.compare_digest(self.secret, secret) and bool(self.secret)
 
 
 class SupervisedSession:
@@ -40,6 +59,8 @@ class SupervisedSession:
         ended: set when it has ended; then `ending` says how.
         commands: how many commands it has executed, as far as is known.
         slots: the memory that it shares with us.
+        resume: how its client comes back after its connection broke.
+        detached_at: since when it has no operations connection, and is kept; None while it has one, or is over.
     """
 
     def __init__(
@@ -52,6 +73,7 @@ class SupervisedSession:
         uploads: tuple[Channel, UploadDesk] | None,
         on_end: Callable[[SupervisedSession], None],
         on_message: Callable[[SupervisedSession, dict[str, Any]], bool],
+        resume: Resume = Resume(),
     ) -> None:
         self.identity = identity
         self.client = client
@@ -74,6 +96,12 @@ class SupervisedSession:
         self._report: dict[str, Any] | None = None
         self._roles: set[str] = set()
         self._begun = threading.Event()
+        self.resume = resume
+        self.detached_at: float | None = None
+        self._operations = 0
+        self._preparing = 0
+        self._prepared: dict[int, dict[str, Any] | None] = {}
+        self._grace: threading.Timer | None = None
         self._users = 1
         self._is_over_told = False
         self._watchdog: threading.Timer | None = None
@@ -81,20 +109,58 @@ class SupervisedSession:
 
     # --- connections ---------------------------------------------------------------------------------------------
 
-    def claim(self, role: str) -> bool:
-        """Reserve the one connection of this role that a session may have; False if it has had it, or is over.
+    def claim(self, role: str, secret: bytes = b"") -> bool:
+        """Reserve a connection of this role; False if the session is over, or has had one and this is not its secret.
 
         Whoever has claimed one calls `release` when the connection is over.
         """
         with self._lock:
-            if not self.is_open or role in self._roles:
+            if not self.is_open or (role in self._roles and not self.resume.is_known(secret)):
                 return False
             if role in (OPERATIONS, BULK):
                 self._roles.add(role)
+            if role == OPERATIONS:
+                self._operations += 1
+                self.detached_at = None
+                if self._grace is not None:
+                    self._grace.cancel()
             self._users += 1
             return True
 
-    def hand_over(self, descriptor: int, slot: int, hello: Hello, welcome: Welcome, received: bytes) -> None:
+    def prepare(self, timeout_seconds: float) -> tuple[int, int] | None:
+        """Have the process let go of its operations connection, for its client has come on another one.
+
+        Returns:
+            The number of this attempt and the newest batch that came; None where the process refuses.
+
+        Raises:
+            TimeoutError: it does not answer now.
+        """
+        if not self._begun.wait(timeout_seconds):
+            raise TimeoutError("the session has not begun")
+        with self._lock:
+            self._preparing += 1
+            number = self._preparing
+            self._prepared[number] = None
+        try:
+            self._control.send({"order": "prepare", "number": number, "secret": self.resume.secret}, wait=False)
+            with self._answered:
+                self._answered.wait_for(lambda: self.ended.is_set() or self._prepared[number], timeout_seconds)
+                answer = self._prepared[number]
+        except ChannelClosedError:
+            return None
+        finally:
+            with self._lock:
+                del self._prepared[number]
+        if answer is None:
+            if self.ended.is_set():
+                return None
+            raise TimeoutError("the session's process does not answer now")
+        return (answer["attempt"], answer["received"]) if "attempt" in answer else None
+
+    def hand_over(
+        self, descriptor: int, slot: int, hello: Hello, welcome: Welcome, received: bytes, attempt: int = 0
+    ) -> None:
         """Give the process a copy of a connection: that of the operations first, whatever comes first.
 
         Raises:
@@ -109,6 +175,7 @@ class SupervisedSession:
             "hello": list(astuple(hello)),
             "welcome": list(astuple(welcome)),
             "received": received,
+            "attempt": attempt,
         }
         try:
             self._control.send(order, [descriptor], wait=False)
@@ -150,10 +217,39 @@ class SupervisedSession:
             report = self._report
         return report if report is not None and report["report"] >= number else None
 
+    def operations_left(self, call_grace_seconds: float, on_detach: Callable[[], object]) -> None:
+        """One of its operations connections is over; with the last the session is, or it is kept for a while."""
+        with self._lock:
+            self._operations -= 1
+            if self._operations:
+                return
+            is_kept = self.resume.grace_seconds > 0 and self.is_open
+            if is_kept:
+                self.detached_at = time.monotonic()
+                # The process keeps the time itself; this is for one that does not.
+                patience = self.resume.grace_seconds + _SPARE_SECONDS
+                self._grace = threading.Timer(patience, self._end_detached, (call_grace_seconds,))
+                self._grace.daemon = True
+                self._grace.start()
+        if is_kept:
+            on_detach()
+        else:
+            self.operations_ended(call_grace_seconds)
+
+    def _end_detached(self, call_grace_seconds: float) -> None:
+        if self.detached_at is not None:
+            self.expire(call_grace_seconds)
+
+    def expire(self, call_grace_seconds: float) -> None:
+        """End a session that has no operations connection."""
+        with suppress(ChannelClosedError):
+            self._control.send({"order": "expire"}, wait=False)
+        self.operations_ended(call_grace_seconds)
+
     def operations_ended(self, grace_seconds: float) -> None:
         """The session is over, whatever its process does; it may go on for so long, and then as long as it answers."""
         with self._lock:
-            self.is_open = False
+            self.is_open, self.detached_at = False, None
             if self.ended.is_set() or self._watchdog is not None:
                 return
             self._watchdog = threading.Timer(grace_seconds, self._end_if_hung)
@@ -214,7 +310,7 @@ class SupervisedSession:
         if message.get("over") and not self._is_over_told:
             with self._lock:
                 self._is_over_told = True
-                self.is_open = False
+                self.is_open, self.detached_at = False, None
                 self.commands = int(message["commands"])
                 self.idle_seconds = float(message["idle_seconds"])
             self._control.send({"order": "wake"}, wait=False)
@@ -224,8 +320,20 @@ class SupervisedSession:
                 self._report = message
                 self.commands = int(message["commands"])
                 self._answered.notify_all()
+        elif 0 < int(message.get("prepared", 0)) <= self._preparing:
+            self._note_prepared(message)
         elif not self._on_other(self, message):
             raise ValueError("a message that nobody asked for")
+
+    def _note_prepared(self, message: dict[str, Any]) -> None:
+        number = int(message["prepared"])
+        answer: dict[str, Any] = {"prepared": number}
+        if "attempt" in message:
+            answer.update(attempt=int(message["attempt"]), received=int(message["received"]))
+        with self._answered:
+            if number in self._prepared:
+                self._prepared[number] = answer
+                self._answered.notify_all()
 
     def _reap(self) -> None:
         result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
@@ -236,10 +344,11 @@ class SupervisedSession:
         os.waitpid(self.pid, 0)
         with self._answered:
             self.ending = Ending.of(result, self._why)
-            self.is_open = False
+            self.is_open, self.detached_at = False, None
             self.ended.set()
-            if self._watchdog is not None:
-                self._watchdog.cancel()
+            for timer in (self._watchdog, self._grace):
+                if timer is not None:
+                    timer.cancel()
             self._answered.notify_all()
         self._control.close()
         if self._uploads is not None:

@@ -29,12 +29,15 @@ from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.lent_connection import LentConnection
 from skyproxy_server.isolation.slots import Slots, mapped, new_memory
 from skyproxy_server.isolation.spawner import Template, TemplateSetup
-from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, SupervisedSession
+from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, Resume, SupervisedSession
 from skyproxy_server.isolation.uploads import UploadDesk
+from skyproxy_server.lasting import SECRET_BYTES
 
 logger = logging.getLogger("skyproxy.server")
 
 _REPORT_SECONDS = 0.3
+_PREPARE_SECONDS = 5.0
+"""What a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,13 @@ class ProcessHost:
         client = client_of(transport)
         with self._lock:
             # Processes that are left of sessions that are over keep nobody out; they have a bound of their own.
-            others = [*self._starting, *(session.client for session in self._sessions.values() if session.is_open)]
+            going = [session for session in self._sessions.values() if session.is_open and session.detached_at is None]
+            others = [*self._starting, *(session.client for session in going)]
             refuse_session(client, others, self._settings)
             self._starting.append(client)
             self._last_use = time.monotonic()
         try:
-            session = self._start_session(secrets.token_hex(16), client)
+            session = self._start_session(secrets.token_hex(16), client, self._resume(hello))
         finally:
             with self._lock:
                 self._starting.remove(client)
@@ -123,12 +127,43 @@ class ProcessHost:
         return self._lent(session, hello, transport)
 
     def resume_session(self, hello: Hello, transport: Transport) -> LentConnection:
-        """Refuse: a session with a process of its own ends with its operations connection.
+        """Give a session another operations connection, for its own one broke.
 
         Raises:
-            LookupError: always.
+            LookupError: there is no such session, or the client does not show that it is its own. Which, is not told.
+            LimitExceededError: its process does not answer now.
         """
-        raise LookupError("sessions with processes are not taken up again")
+        client = client_of(transport)
+        session = self._own_session(hello.session, client)
+        if session is None or not session.resume.is_known(hello.secret) or not session.claim(OPERATIONS, hello.secret):
+            audit.note(client, "refused", reason="no such session to take up", session=hello.session[:8])
+            raise LookupError("no session of this name, or not this client's")
+        prepared: tuple[int, int] | None = None
+        try:
+            prepared = session.prepare(_PREPARE_SECONDS)
+            if prepared is None:
+                raise LookupError("the session is over")
+        except TimeoutError as error:
+            raise LimitExceededError(str(error)) from error
+        finally:
+            if prepared is None:
+                session.operations_left(self._settings.call_grace_seconds, self._limit_detached)
+                session.release()
+        attempt, received = prepared
+        logger.info("session %s is taken up again", session.identity[:8])
+        return self._lent(session, hello, transport, attempt, received)
+
+    def _resume(self, hello: Hello) -> Resume:
+        grace_seconds = min(hello.grace_seconds, self._settings.session_grace_seconds)
+        return Resume(grace_seconds, secrets.token_bytes(SECRET_BYTES)) if grace_seconds > 0 else Resume()
+
+    def _limit_detached(self) -> None:
+        """End the session that is longest without a connection, where too many are."""
+        with self._lock:
+            found = [(session.detached_at, session) for session in self._sessions.values()]
+        detached = sorted(((at, item) for at, item in found if at is not None), key=lambda entry: entry[0])
+        for _, session in detached[: max(len(detached) - self._settings.max_detached_sessions, 0)]:
+            session.expire(self._settings.call_grace_seconds)
 
     def join_bulk(self, session_id: str, transport: Transport) -> LentConnection:
         """Give a session its bulk connection.
@@ -152,21 +187,32 @@ class ProcessHost:
         assert isinstance(transport, WebSocketTransport)
         hello = transport.connection.hello
         assert hello is not None, "the listener has read it"
-        with self._lock:
-            session = self._sessions.get(session_id)
-        # Whoever knows a session's name has not been given it by another token's client, but may have seen it.
-        own = session is not None and session.client.name == client_of(transport).name
-        if session is None or not own or not session.claim(hello.role):
+        session = self._own_session(session_id, client_of(transport))
+        if session is None or not session.claim(hello.role, hello.secret):
             raise LookupError("no session of this name waits for such a connection")
         return self._lent(session, hello, transport)
 
-    def _lent(self, session: SupervisedSession, hello: Hello, transport: Transport) -> LentConnection:
+    def _own_session(self, session_id: str, client: Identity) -> SupervisedSession | None:
+        """The session of this name. Whoever has another token has not been given the name, but may have seen it."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        return session if session is not None and session.client.name == client.name else None
+
+    def _lent(
+        self, session: SupervisedSession, hello: Hello, transport: Transport, attempt: int = 0, received: int = 0
+    ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
         offers = {"functions": int(self._runs_functions(session.client))}
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
-        welcome = Welcome(0, session.identity, self._software, self._devices, offers)
-        return LentConnection(welcome, hello, session, transport, self._settings)
+        if session.resume.grace_seconds:
+            offers["grace_seconds"] = int(session.resume.grace_seconds)
+        # The secret is told once, to whoever opened the session.
+        secret = session.resume.secret if hello.role == OPERATIONS and not hello.session else b""
+        welcome = Welcome(0, session.identity, self._software, self._devices, offers, secret, received)
+        return LentConnection(
+            welcome, hello, session, transport, self._settings, attempt, on_detach=self._limit_detached
+        )
 
     def _runs_functions(self, client: Identity) -> bool:
         return self._setup.functions and client.may(FUNCTIONS)
@@ -194,7 +240,7 @@ class ProcessHost:
                 if "used_memory_bytes" in row:
                     used.setdefault((row["type"], row["index"]), []).append(row["used_memory_bytes"])
         return {
-            "sessions": sum(session.is_open for session in sessions),
+            "sessions": sum(session.is_open and session.detached_at is None for session in sessions),
             "processes": len(sessions),
             "memory_bytes": sum(limits.resident_bytes(pid) for pid in (os.getpid(), self._template.pid, *pids)),
             "calls_running": calls,
@@ -206,11 +252,11 @@ class ProcessHost:
 
     # --- processes -------------------------------------------------------------------------------------------------
 
-    def _start_session(self, identity: str, client: Identity) -> SupervisedSession:
+    def _start_session(self, identity: str, client: Identity, resume: Resume) -> SupervisedSession:
         with self._forking:
             for last in (False, True):
                 try:
-                    return self._fork(identity, client)
+                    return self._fork(identity, client, resume)
                 except (ChannelClosedError, TimeoutError, OSError) as error:
                     logger.warning("session %s could not be started: %s", identity[:8], error)
                     if last or self._closing:
@@ -219,7 +265,7 @@ class ProcessHost:
                         self._template.restart()
         raise LimitExceededError("this worker cannot start a process for another session now; see its log")
 
-    def _fork(self, identity: str, client: Identity) -> SupervisedSession:
+    def _fork(self, identity: str, client: Identity, resume: Resume) -> SupervisedSession:
         with ExitStack() as theirs, ExitStack() as ours:
             control, end = Channel.pair()
             ours.callback(control.close)
@@ -250,7 +296,7 @@ class ProcessHost:
             theirs.close()  # so that the channel ends where the process does not come up
             first, _ = control.receive(FORK_SECONDS)
             session = SupervisedSession(
-                identity, client, int(first["up"]), control, slots, uploads, self._forget, self._on_message
+                identity, client, int(first["up"]), control, slots, uploads, self._forget, self._on_message, resume
             )
             ours.pop_all()
         self._template.worked()
