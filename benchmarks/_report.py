@@ -13,16 +13,18 @@ import torch
 from _figures import Row, Spread, Table, number, spread_text, verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "topics" / "performance.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+FIGURES = ("<!-- figures: begin -->", "<!-- figures: end -->")
+SUMMARY = ("<!-- summary: begin -->", "<!-- summary: end -->")
 _PLOT_NAME = "performance.png"
-_LINES = (
-    "MNIST CNN, batch 64",
-    "MNIST CNN, batch 64, loss asked every step",
-    "MNIST CNN, batch 64, loss.item() every step",
-    "transformer 4x128",
-    "own decoder 4x256, never asked",
-    "Qwen2 4x256 generate, sdpa",
-)
+_PROGRAMS = {
+    "MNIST CNN, batch 64": "train a CNN, loss never read",
+    "MNIST CNN, batch 64, loss asked every step": "train a CNN, `loss.item_async()` every step",
+    "MNIST CNN, batch 64, loss.item() every step": "train a CNN, `loss.item()` every step",
+    "transformer 4x128": "train a transformer",
+    "Qwen2 4x256 generate, sdpa, run on the worker": "`generate` of transformers, run on the worker",
+    "Qwen2 4x256 generate, sdpa": "`generate` of transformers, run here",
+}
+"""Programs of the summary by the names of their rows; the words are those of somebody who reads nothing else."""
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -60,9 +62,8 @@ def markdown(table: Table, facts: dict[str, Any]) -> str:
     """All figures: one table for each link, one that shows ratios by round-trip time, and what is missing."""
     parts = [_conditions(table, facts)]
     links = list(dict.fromkeys(row.link for row in table.rows))
-    delays = [link for link in links if link.startswith("ws, ") and link.endswith(" ms")]
-    if delays:
-        parts.append(_by_delay(table, ["ws", *delays]))
+    if len(_delayed(table)) > 1:
+        parts.append(_by_delay(table, _delayed(table)))
     for link in links:
         parts.append(f"**Link: {link}**\n\n" + _rows([row for row in table.rows if row.link == link]))
     if table.skipped:
@@ -103,16 +104,33 @@ def _rows(rows: list[Row]) -> str:
 
 
 def _by_delay(table: Table, links: list[str]) -> str:
-    head = ["ratio to local CPU", *("0 ms" if link == "ws" else link.removeprefix("ws, ") for link in links)]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     names = dict.fromkeys(row.name for row in table.rows if row.link == links[-1] and row.against == "local CPU")
-    for name in names:
+    return "**By round-trip time**\n\n" + _ratios(table, links, {name: name for name in names}, "ratio to local CPU")
+
+
+def _ratios(table: Table, links: list[str], words: dict[str, str], title: str) -> str:
+    """Make a table of ratios: a line for each row's name, a column for each link."""
+    head = [title, *("0 ms" if link == "ws" else link.removeprefix("ws, ") for link in links)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, text in words.items():
         cells = []
         for link in links:
             row = table.row(name, link)
             cells.append(number(row.ratio.middle) if row is not None and row.ratio is not None else "")
-        lines.append("| " + " | ".join([name, *cells]) + " |")
-    return "**By round-trip time**\n\n" + "\n".join(lines)
+        if any(cells):
+            lines.append("| " + " | ".join([text, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _delayed(table: Table) -> list[str]:
+    """Return the links that stand for a round-trip time, the direct one first."""
+    links = dict.fromkeys(row.link for row in table.rows)
+    return ["ws", *(link for link in links if link.startswith("ws, ") and link.endswith(" ms"))]
+
+
+def summary(table: Table) -> str:
+    """Speed of whole programs by round-trip time: the one small table that a page begins with."""
+    return _ratios(table, _delayed(table), _PROGRAMS, "speed, local CPU = 1; round trip:")
 
 
 def write_json(table: Table, facts: dict[str, Any], path: Path) -> None:
@@ -127,7 +145,7 @@ def write_json(table: Table, facts: dict[str, Any], path: Path) -> None:
 
 
 def plot(table: Table, path: Path) -> str:
-    """Draws ratios by round-trip time, and the small operations.
+    """Draws the speed of whole programs by round-trip time.
 
     Returns:
         Why there is no plot; empty if there is one.
@@ -139,60 +157,61 @@ def plot(table: Table, path: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in _LINES:
-        points = []
-        for row in table.rows:
-            if row.name == name and row.ratio is not None and (row.link == "ws" or row.link.endswith(" ms")):
-                delay = 0.0 if row.link == "ws" else float(row.link.removeprefix("ws, ").removesuffix(" ms"))
-                points.append((delay, row.ratio))
-        points.sort()
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for name, words in _PROGRAMS.items():
+        rows = [(link, table.row(name, link)) for link in _delayed(table)]
+        points = sorted((_milliseconds(link), row.ratio) for link, row in rows if row is not None and row.ratio)
         if points:
-            middles = [ratio.middle for _, ratio in points]
-            (line,) = left.plot([delay for delay, _ in points], middles, "o-", label=name)
-            left.fill_between(
-                [delay for delay, _ in points],
-                [ratio.low for _, ratio in points],
-                [ratio.high for _, ratio in points],
-                alpha=0.15,
-                color=line.get_color(),
-            )
-    left.axhline(1, color="gray", linewidth=0.8)
-    left.set(xlabel="round-trip time, ms", ylabel="speed, local CPU = 1", ylim=(0, None), title="Whole programs")
-    if left.lines[1:]:
-        left.legend(fontsize=7)
-
-    rows = [row for row in table.rows if row.link == "ws" and row.name.startswith("client time: ") and row.ratio]
-    names = [row.name.removeprefix("client time: ") for row in rows]
-    places = range(len(rows))
-    sky = [row.spread for row in rows]
-    errors = [[s.middle - s.low for s in sky], [s.high - s.middle for s in sky]]
-    right.barh([p + 0.2 for p in places], [s.middle for s in sky], 0.4, xerr=errors, label="remote")
-    right.barh([p - 0.2 for p in places], [Spread.of(row.other or [0]).middle for row in rows], 0.4, label="local CPU")
-    right.set_yticks(list(places), names, fontsize=8)
-    right.invert_yaxis()
-    right.set(xlabel="client time, us an operation", title="Small operations")
-    right.legend(fontsize=8)
+            delays, ratios = zip(*points, strict=True)
+            (line,) = axes.plot(delays, [ratio.middle for ratio in ratios], "o-", label=words.replace("`", ""))
+            low, high = [ratio.low for ratio in ratios], [ratio.high for ratio in ratios]
+            axes.fill_between(delays, low, high, alpha=0.15, color=line.get_color())
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set(xlabel="round-trip time, ms", ylabel="speed, local CPU = 1", ylim=(0, None))
+    if axes.lines[1:]:
+        figure.legend(loc="outside right upper", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=70, metadata={"Software": None})
+    figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
     return ""
 
 
+def _milliseconds(link: str) -> float:
+    return 0.0 if link == "ws" else float(link.removeprefix("ws, ").removesuffix(" ms"))
+
+
 def write_page(table: Table, facts: dict[str, Any], page: Path = PAGE) -> None:
-    """Puts the figures between the markers of a page, and the plot beside it.
+    """Puts plot and summary, and all figures, between the markers of a page.
 
     Raises:
-        ValueError: the page has no markers.
+        ValueError: the page lacks markers.
     """
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page.name} has no markers. Put {BEGIN} and {END} where the figures belong.")
-    reason = plot(table, page.with_name(_PLOT_NAME))
-    image = "" if reason else f"![Speed by round-trip time, and client time of small operations]({_PLOT_NAME})\n\n"
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{image}{markdown(table, facts)}\n\n{END}{after}", encoding="utf-8")
+    text = _between(page.read_text(encoding="utf-8"), FIGURES, markdown(table, facts), page.name)
+    text = _between(text, SUMMARY, summary(table), page.name)
+    if not plot(table, page.with_name(_PLOT_NAME)):
+        image = f"![Speed of whole programs by round-trip time]({_PLOT_NAME})"
+        text = _between(text, SUMMARY, f"{image}\n\n{summary(table)}", page.name)
+    page.write_text(text, encoding="utf-8")
 
 
-__all__ = ["BEGIN", "END", "PAGE", "load", "machine", "markdown", "noise", "plot", "write_json", "write_page"]
+def _between(text: str, markers: tuple[str, str], content: str, name: str) -> str:
+    begin, end = markers
+    if begin not in text or end not in text:
+        raise ValueError(f"{name} has no markers. Put {begin} and {end} where the figures belong.")
+    before, rest = text.split(begin, 1)
+    return f"{before}{begin}\n\n{content}\n\n{end}{rest.split(end, 1)[1]}"
+
+
+__all__ = [
+    "FIGURES",
+    "PAGE",
+    "SUMMARY",
+    "load",
+    "machine",
+    "markdown",
+    "noise",
+    "plot",
+    "summary",
+    "write_json",
+    "write_page",
+]

@@ -170,33 +170,41 @@ def sample_table() -> Any:
     return table
 
 
-def test_the_page_gets_the_figures_between_its_markers_and_nothing_else(tmp_path: Path) -> None:
+def test_the_page_gets_summary_and_figures_between_their_markers_and_nothing_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n")
+    (short, short_end), (begin, end) = report.SUMMARY, report.FIGURES
+    page.write_text(f"# Title\n\n{short}\nold\n{short_end}\n\nText.\n\n{begin}\nold\n{end}\n\nThe end.\n")
     for _ in range(2):
         report.write_page(sample_table(), report.machine(1), page)
         text = page.read_text()
-        assert text.startswith(f"# Title\n\n{report.BEGIN}\n")
-        assert text.endswith(f"{report.END}\n\nThe end.\n")
+        assert text.startswith(f"# Title\n\n{short}\n")
+        assert f"{short_end}\n\nText.\n\n{begin}\n" in text
+        assert text.endswith(f"{end}\n\nThe end.\n")
         assert "old" not in text
         assert text.count("**Link: ws**") == 1
+    first, rest = text.split(short_end)
+    for part, name in ((first, "train a CNN, loss never read"), (rest, "MNIST CNN, batch 64")):
+        assert f"| {name} | 0.93 | 0.93 |" in part or f"| {name} | 0.92 | 0.92 |" in part
     assert "| sent a step | bytes | 1,000 |  |  |  | ≤ 64.0 bytes MISSED |" in text
-    assert "| MNIST CNN, batch 64 | 0.93 | 0.93 |" in text or "| MNIST CNN, batch 64 | 0.92 | 0.92 |" in text
     assert "- decode, on wss: there was no time." in text
     assert "Targets met: 1 of 2." in text
 
 
-def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["SUMMARY", "FIGURES"])
+def test_a_page_without_markers_is_refused(missing: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Title\n")
+    there = report.FIGURES if missing == "SUMMARY" else report.SUMMARY
+    before = "# Title\n" + "\n".join(there)
+    page.write_text(before)
     with pytest.raises(ValueError, match="no markers"):
         report.write_page(sample_table(), report.machine(1), page)
-    assert page.read_text() == "# Title\n"
+    assert page.read_text() == before
+    assert list(tmp_path.iterdir()) == [page]
 
 
 def test_our_page_has_the_markers() -> None:
     text = report.PAGE.read_text(encoding="utf-8")
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+    assert [text.count(marker) for marker in (*report.SUMMARY, *report.FIGURES)] == [1] * 4
 
 
 def test_the_plot_is_small(tmp_path: Path) -> None:
