@@ -28,6 +28,7 @@ from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, inventory
 from skyproxy_server.invitation import invite
+from skyproxy_server.isolation import options
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
 from skyproxy_server.isolation.spawner import TemplateSetup
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
@@ -133,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="F",
         help="the part of each GPU's memory that a session may take; 0: no bound of its own",
     )
+    options.add_arguments(result)
     add(
         "--embedded",
         action="store_true",
@@ -326,14 +328,14 @@ def _wants_processes(arguments: argparse.Namespace) -> bool:
     """
     wanted: bool | None = arguments.session_processes
     if wanted is None:
-        wanted = bool(arguments.session_memory or arguments.session_gpu_fraction)
+        wanted = options.asks_for_processes(arguments)
         if not wanted and not arguments.embedded and not _everybody_runs_code(arguments):
             wanted = are_sessions_separable()
             if not wanted:
                 logger.warning("all sessions share this process: what separates them is not there on this system")
     if wanted and not are_sessions_separable():
         raise ConfigurationError("--session-processes needs Linux. Use --sessions-in-process.")
-    if not wanted and (arguments.session_memory or arguments.session_gpu_fraction):
+    if not wanted and options.asks_for_processes(arguments):
         raise ConfigurationError("Bounds of a session need a process for each: leave out --sessions-in-process.")
     return wanted
 
@@ -343,8 +345,8 @@ def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Pro
     setup = TemplateSetup(
         arguments.device, not arguments.no_functions, tuple(arguments.allow_ops), arguments.log_level.upper()
     )
-    bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction)
-    return ProcessHost(setup, bounds, SETTINGS, blobs)
+    bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction, arguments.session_cpus)
+    return ProcessHost(setup, bounds, SETTINGS, blobs, options.session_cgroups(arguments))
 
 
 def _everybody_runs_code(arguments: argparse.Namespace) -> bool:

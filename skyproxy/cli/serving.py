@@ -119,6 +119,19 @@ def serve_command(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Fraction of each GPU's memory that a session may use; 0 for no limit."),
     ] = None,
+    session_cpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=4096.0, help="Processors that a session may keep busy; 0 for no limit. Needs cgroups."
+        ),
+    ] = None,
+    session_cgroups: Annotated[
+        bool | None,
+        typer.Option(
+            "--session-cgroups/--no-session-cgroups",
+            help="Give each session with a process its own cgroup (default where the worker may make them).",
+        ),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may continue after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="Log level.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -160,7 +173,11 @@ def serve_command(
         "--tls-key": tls_key,
         "--blob-dir": blob_dir,
     }
-    bounds = {"--session-memory": session_memory, "--session-gpu-fraction": session_gpu_fraction}
+    bounds = {
+        "--session-memory": session_memory,
+        "--session-gpu-fraction": session_gpu_fraction,
+        "--session-cpus": session_cpus,
+    }
     for flag, value in {**paths, "--blob-bytes": blob_bytes, **bounds}.items():
         if value is not None:
             arguments += [flag, str(value)]
@@ -170,6 +187,8 @@ def serve_command(
         arguments += ["--allow-ops", name]
     if session_processes is not None:
         arguments.append("--session-processes" if session_processes else "--sessions-in-process")
+    if session_cgroups is not None:
+        arguments.append("--session-cgroups" if session_cgroups else "--no-session-cgroups")
     switches = {
         "--insecure": insecure,
         "--embedded": embedded,

@@ -25,6 +25,7 @@ from skyproxy_server.auth import FUNCTIONS, Identity, client_of
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.call_search import CallSearch
+from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.lent_connection import LentConnection
 from skyproxy_server.isolation.slots import Slots, mapped, new_memory
@@ -38,6 +39,9 @@ logger = logging.getLogger("skyproxy.server")
 _REPORT_SECONDS = 0.3
 _PREPARE_SECONDS = 5.0
 """What a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
+_CGROUP_BESIDE_BYTES = 256 << 20
+"""What a session's cgroup may have beyond the session's bound: the kernel's memory for it, and what it copies of the
+template's. The process itself is bounded exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,12 @@ class SessionBounds:
     Attributes:
         memory_bytes: private memory in addition to what a new session has; 0: no bound of its own.
         gpu_fraction: the part of each GPU's memory; 0: no bound of its own.
+        cpus: processors' time per time, with a cgroup only; 0: as much as there is.
     """
 
     memory_bytes: int = 0
     gpu_fraction: float = 0.0
+    cpus: float = 0.0
 
 
 class ProcessHost:
@@ -61,6 +67,7 @@ class ProcessHost:
         bounds: what each may use.
         settings: limits.
         blobs: where uploads are kept, on a shelf of `isolation.uploads`; None keeps none.
+        cgroups: where each session's cgroup is made, ours from now on; None makes none.
     """
 
     def __init__(
@@ -69,11 +76,13 @@ class ProcessHost:
         bounds: SessionBounds = SessionBounds(),
         settings: Settings = SETTINGS,
         blobs: BlobStore | None = None,
+        cgroups: Cgroups | None = None,
     ) -> None:
         self._setup = setup
         self._bounds = bounds
         self._settings = settings
         self._blobs = blobs
+        self._cgroups = cgroups
         self._template = Template(setup)
         self._forking = threading.Lock()
         self._lock = threading.Lock()
@@ -280,6 +289,7 @@ class ProcessHost:
                 theirs.enter_context(end)
                 descriptors.append(end.fileno())
                 uploads = channel, UploadDesk(self._blobs, identity, client)
+            memory_bytes = _least(self._bounds.memory_bytes, client.bounds.memory_bytes)
             order = {
                 "session": identity,
                 "supervisor": os.getpid(),
@@ -287,7 +297,7 @@ class ProcessHost:
                 "client": client.to_plain(),
                 "functions": self._runs_functions(client),
                 "log_level": self._setup.log_level,
-                "memory_bytes": _least(self._bounds.memory_bytes, client.bounds.memory_bytes),
+                "memory_bytes": memory_bytes,
                 "gpu_fraction": self._bounds.gpu_fraction,
                 "blob_bytes": self._blobs.max_bytes if self._blobs is not None else 0,
             }
@@ -295,6 +305,7 @@ class ProcessHost:
             slots = Slots(mapped(memory))
             theirs.close()  # so that the channel ends where the process does not come up
             first, _ = control.receive(FORK_SECONDS)
+            self._put_into_cgroup(identity, int(first["up"]), memory_bytes, ours)
             session = SupervisedSession(
                 identity, client, int(first["up"]), control, slots, uploads, self._forget, self._on_message, resume
             )
@@ -303,6 +314,16 @@ class ProcessHost:
         with self._lock:
             self._sessions[identity] = session
         return session
+
+    def _put_into_cgroup(self, identity: str, pid: int, memory_bytes: int, failing: ExitStack) -> None:
+        """Bound what a session's process and its children use together, before it has a byte of its client."""
+        if self._cgroups is None:
+            return
+        failing.callback(self._cgroups.remove, identity)
+        if memory_bytes:
+            # What is kept of its uploads counts there, too, and what it changes of the template's memory.
+            memory_bytes += _CGROUP_BESIDE_BYTES + (self._blobs.max_bytes if self._blobs is not None else 0)
+        self._cgroups.add(identity, pid, CgroupBounds(memory_bytes, self._bounds.cpus))
 
     def _on_message(self, session: SupervisedSession, message: dict[str, Any]) -> bool:
         if "over" in message:
@@ -344,6 +365,8 @@ class ProcessHost:
             self._last_use = max(self._last_use, time.monotonic() - session.idle_seconds)
         audit.note(session.client, "session-end", session=session.identity[:8])
         self._kill_orphans()
+        if self._cgroups is not None:
+            self._cgroups.remove(session.identity)
 
     def _kill_orphans(self) -> None:
         """End what sessions that are over have started and not ended: such processes are our children now."""
@@ -367,6 +390,8 @@ class ProcessHost:
             session.ended.wait(remaining(deadline))
         with self._forking:
             self._template.end()
+        if self._cgroups is not None:
+            self._cgroups.close()
 
 
 def _least(first: int, second: int | None) -> int:
