@@ -37,7 +37,6 @@ DTYPE = "dtype"
 LAYOUT = "layout"
 MEMORY_FORMAT = "memory_format"
 DEVICE = "device"
-QSCHEME = "qscheme"
 
 ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized"})
 """Namespaces whose ops a client records as they are; which of them a worker takes is up to the worker."""

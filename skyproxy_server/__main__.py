@@ -298,7 +298,8 @@ def _end_with_parent(descriptor: int) -> None:
     except OSError:
         pass
     # What plugins hold open may have to be told; on a thread, for it may also hang.
-    closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
+    patience = (None, _CLOSE_PLUGINS_SECONDS)
+    closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
     closing.start()
     closing.join(_CLOSE_PLUGINS_SECONDS)
     if mark := os.environ.get(MARK_VARIABLE):

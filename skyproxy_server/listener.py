@@ -207,7 +207,8 @@ class Listener:
                 if reason:
                     audit.note(transport.identity, "ended", reason=reason)
                     # Not here: a peer that does not answer keeps whoever closes waiting.
-                    threading.Thread(target=transport.close, args=("bad-token", reason), daemon=True).start()
+                    words = ("bad-token", reason)
+                    threading.Thread(target=transport.close, args=words, name="skyproxy-closer", daemon=True).start()
                     with self._lock:
                         self._transports.discard(transport)
 
@@ -339,9 +340,9 @@ class Listener:
         with self._lock:
             transports, threads = list(self._transports), list(self._threads)
         # All at once: each takes up to its timeout when the peer does not answer.
+        words = ("shutdown", "The worker is shutting down.")
         closers = [
-            threading.Thread(target=item.close, args=("shutdown", "The worker is shutting down."), daemon=True)
-            for item in transports
+            threading.Thread(target=item.close, args=words, name="skyproxy-closer", daemon=True) for item in transports
         ]
         for closer in closers:
             closer.start()

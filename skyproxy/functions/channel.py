@@ -161,6 +161,9 @@ class Channel:
             before.close()
             auxiliary[:] = [item for item in auxiliary if not isinstance(item, _Counted)]
             auxiliary.append(_Counted(transport, self._lost_bytes))
+        if self._stop.is_set():
+            # The session ended while this was being opened, and has closed only the one before.
+            transport.close()
 
     def _read(self) -> None:
         handlers: dict[type[Message], Callable[[Any], None]] = {

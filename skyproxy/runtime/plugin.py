@@ -11,9 +11,6 @@ from skyproxy.errors import PluginError
 if TYPE_CHECKING:
     from skyproxy.runtime.instance import InstanceInfo
 
-HOOKS = ("transform", "around_process", "around_app", "decorate", "around_client", "abort")
-"""The names of all hooks. A plugin is any object that has some of them."""
-
 
 class Plugin:
     """A base for plugins: every hook does nothing.

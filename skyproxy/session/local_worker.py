@@ -92,7 +92,7 @@ class LocalWorker:
         _workers.add(self)
         self._first_line: list[bytes] = []
         # A thread, because only sockets can be waited for on every system.
-        self._reader = threading.Thread(target=self._read_first_line, daemon=True)
+        self._reader = threading.Thread(target=self._read_first_line, name="skyproxy-worker-port", daemon=True)
         self._reader.start()
         self._watcher = threading.Thread(
             target=_end_group, args=(self._process, mark), name="skyproxy-worker", daemon=True

@@ -150,7 +150,12 @@ class Events:
             self.changed.notify_all()
 
     def detach(self, listener: Listener) -> None:
-        """Nobody listens any more, if it was this one who did."""
+        """Nobody listens any more, if it was this one who did.
+
+        Whoever never listened does not wait for the lock: a call holds it while its own client is slow to read.
+        """
+        if self._listener is not listener:
+            return
         with self.lock:
             if self._listener is listener:
                 self._listener = None
@@ -192,9 +197,12 @@ class Events:
 
     @property
     def result_bytes(self) -> int:
-        """What the last event holds, its tensors not counted."""
-        with self.lock:
-            return self._log[-1].size if self._log and self.ended and self._log[-1].pieces is not None else 0
+        """What the last event holds, its tensors not counted; told without the lock, which may wait for a client."""
+        try:
+            last = self._log[-1]
+        except IndexError:
+            return 0
+        return last.size if self.ended and last.pieces is not None else 0
 
     def shed(self) -> None:
         """Lets go of the last event's payload, which its caller has received, to make room."""

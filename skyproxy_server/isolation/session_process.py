@@ -263,7 +263,8 @@ class SessionProcess:
         with self._lock:
             transports = list(self._transports)
         for transport in transports:
-            threading.Thread(target=transport.close, args=(code_name, reason), daemon=True).start()
+            closing = (code_name, reason)
+            threading.Thread(target=transport.close, args=closing, name="skyproxy-closer", daemon=True).start()
 
 
 def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
@@ -302,7 +303,8 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     except BaseException:
         logging.getLogger("skyproxy.server").exception("the session's process ended by an internal error")
     finally:
-        closing = threading.Thread(target=LIFECYCLE.close, args=(None, _CLOSE_PLUGINS_SECONDS), daemon=True)
+        patience = (None, _CLOSE_PLUGINS_SECONDS)
+        closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
         closing.start()
         closing.join(_CLOSE_PLUGINS_SECONDS)
         sys.stdout.flush()

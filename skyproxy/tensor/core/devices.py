@@ -74,7 +74,6 @@ class SkyDevice:
         self.recipes: dict[Any, Any] = {}
         self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
         self._proven = self._memories
-        self.hits_before = 0
         self.misses = 0
         self.handle_type = _handle_type(self)
 

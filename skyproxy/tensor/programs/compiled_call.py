@@ -51,7 +51,6 @@ class CompiledCall:
         """
         self._program = program
         self._key = ("compiled graph", next(_numbers))
-        self._defined_for: SkyDevice | None = None
         self._index = next(iter(program.devices))
         self._constants: list[RemoteTensor] = []
         self._checked: set[Any] = set()
@@ -110,7 +109,7 @@ class CompiledCall:
         self._checked.clear()
         self._scope["number"] = number
         self._scope["constants"] = [constant._sky.slot for constant in self._constants]
-        self._scope["device_now"] = self._defined_for = device
+        self._scope["device_now"] = device
         weakref.finalize(self, _forget, weakref.ref(session), number).atexit = False
 
     def expect(self, key: Any, results: list[Any], written: list[Any], read: list[Any]) -> tuple[Any, ...]:

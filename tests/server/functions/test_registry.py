@@ -296,3 +296,37 @@ def test_orphans_live_until_their_grace_is_over(comes_back: bool, monkeypatch: p
     timers[0].fire()
     answer = calls.attach(Caller(), "a", 0)
     assert (answer is None) == comes_back
+
+
+class SlowCaller(Caller):
+    """A connection whose client does not read what ends a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = threading.Event()
+        self.reads = threading.Event()
+
+    def send_event(self, call: str, event: Event) -> None:
+        if event.kind in LAST:
+            self.is_full.set()
+            assert self.reads.wait(60)
+        super().send_event(call, event)
+
+
+def test_a_client_who_does_not_read_keeps_no_other_waiting() -> None:
+    calls, slow, quick = make_calls(), SlowCaller(), Caller()
+    start(calls, slow, "slow", abs, -1)
+    try:
+        assert slow.is_full.wait(60)
+        start(calls, quick, "quick", abs, -1)
+        ended = calls._calls["quick"]._thread
+        assert ended is not None
+        leaving = threading.Thread(target=calls.detach, args=(quick,), daemon=True)
+        leaving.start()
+        for thread in (ended, leaving):
+            thread.join(30)
+            assert not thread.is_alive()
+        assert "result" in quick.kinds("quick")
+    finally:
+        slow.reads.set()
+    slow.wait("slow")
