@@ -1,7 +1,8 @@
 """Checks the documentation against itself and against the code; `make docs` runs it.
 
-Internal links lead somewhere, Python blocks compile, pages can be reached from docs/index.md, `make` targets exist, and
-the tables of settings and errors say what the code says. Prints one line a problem and exits with 1 if there is any.
+Internal links lead somewhere, Python blocks compile, pages can be reached from docs/index.md, `make` targets exist,
+files that pages for readers of the code name exist, and the tables of settings, errors, threads and locks say what the
+code says. Prints one line a problem and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -20,6 +21,28 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make((?: [a-z][a-z0-9]*)+)", re.MULTILINE)
 EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
+NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|toml|yaml|yml))(?:::\w+)?`")
+
+CODE = ("skyproxy", "skyproxy_server", "operator/skyproxy_operator")
+PAGES_ABOUT_FILES = (
+    "architecture.md",
+    "add-a-message.md",
+    "add-a-plugin.md",
+    "add-a-provider.md",
+    "add-an-operator.md",
+)
+FOLDERS_LEFT_OUT = (
+    "",
+    "skyproxy",
+    "skyproxy/tensor",
+    "skyproxy/tensor/dispatch",
+    "skyproxy/tensor/shapes",
+    "skyproxy_server",
+    "docs",
+)
+"""Where a page may leave out the folder of a file that it names."""
+THREADS = frozenset({"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"})
+LOCKS = frozenset({"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier"})
 
 
 def pages(root: Path) -> list[Path]:
@@ -157,6 +180,143 @@ def check_errors(root: Path, errors: ModuleType) -> Iterator[str]:
         yield f"{name}: the code has no error {error}"
 
 
+def check_named_files(root: Path) -> Iterator[str]:
+    """Files that the pages for readers of the code name, and that do not exist."""
+    for name in PAGES_ABOUT_FILES:
+        page = root / "docs/topics" / name
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        for match in NAMED_FILE.finditer(FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)):
+            if not any((root / folder / match[1]).is_file() for folder in FOLDERS_LEFT_OUT):
+                line = text.count("\n", 0, match.start()) + 1
+                yield f"{page.relative_to(root)}:{line}: there is no file {match[1]}"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Made:
+    """A thread or a lock that some code makes.
+
+    Attributes:
+        file: from the repository's root.
+        name: a thread's, with * for what differs; a timer's variable; a lock's class and attribute, or its variable.
+        line: where it is made.
+        problem: what is wrong with it; an empty text for most.
+    """
+
+    file: str
+    name: str
+    line: int
+    problem: str = ""
+
+
+class _Makers(ast.NodeVisitor):
+    """Finds what one file makes."""
+
+    def __init__(self, file: str) -> None:
+        self.threads: list[Made] = []
+        self.locks: list[Made] = []
+        self._file = file
+        self._within: list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self._target: ast.expr | None = None
+
+    def _visit_within(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._within.append(node)
+        self.generic_visit(node)
+        self._within.pop()
+
+    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _visit_within
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._assigned(node.targets[-1], node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._assigned(node.target, node)
+
+    def _assigned(self, target: ast.expr, node: ast.AST) -> None:
+        self._target = target
+        self.generic_visit(node)
+        self._target = None
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func)
+        kind = name.rpartition(".")[2]
+        if kind in THREADS:
+            self.threads.append(self._thread(kind, node))
+        elif kind in LOCKS and name in (f"threading.{kind}", f"asyncio.{kind}", f"multiprocessing.{kind}"):
+            self.locks.append(Made(self._file, self._variable(), node.lineno))
+        self.generic_visit(node)
+
+    def _thread(self, kind: str, node: ast.Call) -> Made:
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        problem = ""
+        if kind == "Thread":
+            name = _text(given.get("name"))
+            if ast.unparse(given.get("daemon", ast.Constant(None))) != "True":
+                problem = "a thread without daemon=True keeps the process from ending"
+        elif kind == "ThreadPoolExecutor":
+            name = _text(given.get("thread_name_prefix", node.args[1] if len(node.args) > 1 else None))
+        elif kind == "Timer":
+            name = self._variable()
+            variable = "" if self._target is None else ast.unparse(self._target)
+            if f"{variable}.daemon = True" not in ast.unparse(self._within[-1]):
+                problem = "a timer without `daemon = True` keeps the process from ending"
+        else:
+            name = ast.unparse(node.args[0])
+        return Made(self._file, name, node.lineno, problem if name else "a thread without a name")
+
+    def _variable(self) -> str:
+        """The class and attribute that is assigned to, or the function and variable."""
+        target = "" if self._target is None else ast.unparse(self._target)
+        if target.startswith("self."):
+            owner = next((node.name for node in reversed(self._within) if isinstance(node, ast.ClassDef)), "")
+            return f"{owner}.{target.removeprefix('self.')}"
+        owner = self._within[-1].name + "." if self._within else ""
+        return owner + target.rpartition(".")[2]
+
+
+def _text(node: ast.expr | None) -> str:
+    """A text constant, with * for what an f-string inserts; for other expressions, these."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "" if node is None else ast.unparse(node)
+
+
+def makers(root: Path) -> tuple[list[Made], list[Made]]:
+    """Every thread and every lock that the packages make."""
+    threads: list[Made] = []
+    locks: list[Made] = []
+    for folder in CODE:
+        for path in sorted((root / folder).rglob("*.py")):
+            found = _Makers(path.relative_to(root).as_posix())
+            found.visit(ast.parse(path.read_text(encoding="utf-8")))
+            threads += found.threads
+            locks += found.locks
+    return threads, locks
+
+
+def check_threads(root: Path) -> Iterator[str]:
+    """Differences between the tables of threads and locks and the code."""
+    page = root / "docs/topics/threads.md"
+    if not page.exists():
+        return
+    _, _, text = page.read_text(encoding="utf-8").partition("\n## Threads\n")
+    first, _, second = text.partition("\n## Locks\n")
+    for word, part, made in zip(("thread", "lock"), (first, second), makers(root), strict=True):
+        yield from (f"{item.file}:{item.line}: {item.problem}" for item in made if item.problem)
+        documented: set[tuple[str, str]] = set()
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if re.fullmatch(r"`[\w/.-]+\.py`", cells[0]):
+                documented.update((cells[0].strip("`"), name) for name in re.findall(r"`([^`]+)`", cells[1]))
+        actual = {(item.file, item.name): item.line for item in made}
+        for (file, name), number in sorted(actual.items()):
+            if name and (file, name) not in documented:
+                yield f"{file}:{number}: the {word} {name} has no row in {page.relative_to(root)}"
+        for file, name in sorted(documented - actual.keys()):
+            yield f"{page.relative_to(root)}: the code makes no {word} {name} in {file}"
+
+
 def problems(root: Path) -> list[str]:
     """Everything that is wrong with the documentation under `root`, compared with the code that can be imported."""
     from skyproxy import errors, settings
@@ -167,6 +327,8 @@ def problems(root: Path) -> list[str]:
         *check_make_targets(root),
         *check_settings(root, settings.Settings),
         *check_errors(root, errors),
+        *check_named_files(root),
+        *check_threads(root),
     ]
 
 

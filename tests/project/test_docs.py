@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ _spec = importlib.util.spec_from_file_location("check_docs", ROOT / "docs" / "ch
 assert _spec is not None
 assert _spec.loader is not None
 check_docs = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = check_docs
 _spec.loader.exec_module(check_docs)
 
 
@@ -125,3 +127,89 @@ def test_the_check_fails_when_there_is_a_problem(
     monkeypatch.setattr(check_docs, "problems", lambda root: ["page.md: wrong"])
     assert check_docs.main() == 1
     assert "page.md: wrong" in capsys.readouterr().out
+
+
+def test_a_file_that_is_named_and_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "docs/topics/architecture.md"
+    page.parent.mkdir(parents=True)
+    (tmp_path / "skyproxy/session").mkdir(parents=True)
+    (tmp_path / "skyproxy/session/recorder.py").touch()
+    page.write_text("1. `session/recorder.py`\n2. `skyproxy/session/recorder.py::emit`\n3. `session/recoder.py`\n")
+    (problem,) = check_docs.check_named_files(tmp_path)
+    assert problem == "docs/topics/architecture.md:3: there is no file session/recoder.py"
+
+
+MAKERS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+_lock = threading.Lock()
+
+
+class Pool:
+    def __init__(self, number):
+        self._work = threading.Condition()
+        self._thread = threading.Thread(target=print, name=f"skyproxy-{number}-pool", daemon=True)
+        self._timer = threading.Timer(1.0, print)
+        self._timer.daemon = True
+        self._hashing = ThreadPoolExecutor(2, "skyproxy-hashing")
+
+
+def wait():
+    done: object = threading.Event()
+"""
+THREAD_ROWS = ["skyproxy-*-pool", "Pool._timer", "skyproxy-hashing"]
+LOCK_ROWS = ["_lock", "Pool._work", "wait.done"]
+
+
+@pytest.fixture
+def threads_page(tmp_path: Path) -> Path:
+    """A package that makes threads and locks, and the page that lists them."""
+    (tmp_path / "skyproxy").mkdir()
+    (tmp_path / "skyproxy/pool.py").write_text(MAKERS)
+    page = tmp_path / "docs/topics/threads.md"
+    page.parent.mkdir(parents=True)
+    tables = (
+        "\n".join(f"| `skyproxy/pool.py` | `{name}` | x |" for name in names) for names in (THREAD_ROWS, LOCK_ROWS)
+    )
+    page.write_text("# Threads\n\n## Threads\n\n{}\n\n## Locks\n\n{}\n".format(*tables))
+    return page
+
+
+def test_threads_and_locks_that_have_their_rows_are_no_problem(threads_page: Path) -> None:
+    assert list(check_docs.check_threads(threads_page.parents[2])) == []
+
+
+@pytest.mark.parametrize("name", THREAD_ROWS + LOCK_ROWS)
+def test_a_thread_or_lock_without_a_row_is_found(name: str, threads_page: Path) -> None:
+    rows = threads_page.read_text().splitlines()
+    threads_page.write_text("\n".join(row for row in rows if f"`{name}`" not in row))
+    (problem,) = check_docs.check_threads(threads_page.parents[2])
+    assert problem.startswith("skyproxy/pool.py:")
+    assert f" {name} has no row in docs/topics/threads.md" in problem
+
+
+@pytest.mark.parametrize(("name", "word"), [("skyproxy-gone", "thread"), ("Pool._gone", "lock")])
+def test_a_row_that_nothing_makes_is_found(name: str, word: str, threads_page: Path) -> None:
+    text = threads_page.read_text()
+    row = f"| `skyproxy/pool.py` | `{name}` | x |\n"
+    threads_page.write_text(text + row if word == "lock" else text.replace("## Locks", row + "\n## Locks"))
+    (problem,) = check_docs.check_threads(threads_page.parents[2])
+    assert problem == f"docs/topics/threads.md: the code makes no {word} {name} in skyproxy/pool.py"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (', name=f"skyproxy-{number}-pool"', "", "a thread without a name"),
+        ('pool", daemon=True', 'pool"', "a thread without daemon=True"),
+        ("        self._timer.daemon = True\n", "", "a timer without `daemon = True`"),
+    ],
+)
+def test_a_thread_that_nobody_would_find_or_end_is_found(
+    before: str, after: str, message: str, threads_page: Path
+) -> None:
+    code = threads_page.parents[2] / "skyproxy/pool.py"
+    assert before in MAKERS
+    code.write_text(MAKERS.replace(before, after))
+    assert any(message in problem for problem in check_docs.check_threads(threads_page.parents[2]))
