@@ -65,6 +65,15 @@ class Requests:
         self.recordings = self._failures.recordings
 
     @property
+    def recent_errors(self) -> list[dict[str, Any]]:
+        """The latest errors of the worker, with the lines that caused them; see `FailureReports.recent`."""
+        return list(self._failures.recent)
+
+    def line_of(self, place: dict[str, Any]) -> str:
+        """Return the line that recorded the command at a "sequence" and "position"; empty where that is not known."""
+        return self._failures.line_at(place)
+
+    @property
     def bytes_saved(self) -> int:
         """Bytes of uploads that the worker had already."""
         return self._uploads.offers.saved_bytes

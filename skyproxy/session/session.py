@@ -152,6 +152,11 @@ class Session(Requests):
         return self._housekeeping.round_trip_seconds
 
     @property
+    def queue(self) -> tuple[int, int]:
+        """Batches that left and are not executed yet, and their bytes, as far as the worker said."""
+        return self._unacked()
+
+    @property
     def bytes_sent(self) -> int:
         return sum(item.bytes_sent for item in (self._operations, self._bulk, *self.auxiliary))
 

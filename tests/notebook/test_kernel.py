@@ -41,6 +41,17 @@ def test_the_extension_loads_before_anything_heavy(kernel: Kernel) -> None:
         assert "`%sky` not found" in fresh.run("%sky status").printed["stderr"]
 
 
+def test_the_dashboard_is_a_frame_with_a_link_of_its_own(sky: Kernel) -> None:
+    shown = [sky.succeed("%sky dashboard").result for _ in range(2)]
+    links = [re.search(r'<iframe src="(http://127\.0\.0\.1:\d+/)#([\w-]{32})"', one["text/html"]) for one in shown]
+    assert links[0] is not None
+    assert links[1] is not None
+    assert links[0][1] == links[1][1]  # one view
+    assert links[0][2] != links[1][2]  # and a secret for each frame
+    assert all(links[0][2] not in one["text/plain"] for one in shown)
+    sky.succeed("skyproxy.ui().close()")
+
+
 def test_a_tensor_is_shown_in_both_forms_for_one_fetch(sky: Kernel) -> None:
     sky.succeed("x = torch.arange(6., device='sky:0').reshape(2, 3)")
     before = trips(sky)
