@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from skyproxy_server.safe_forms import SAFE_FORMS
+
 Tensor = torch.Tensor
 CPU_OVERRIDES: dict[str, Callable[..., Any]] = {}
 
@@ -114,7 +116,7 @@ def lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
     The last argument, whether to train, tells whether they are on for the client.
     """
     with torch.set_grad_enabled(bool(arguments[-1])):
-        layer: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer(*arguments)
+        layer: tuple[Tensor, ...] = SAFE_FORMS["aten::mkldnn_rnn_layer"](*arguments)
     return layer
 
 

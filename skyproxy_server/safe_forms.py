@@ -15,11 +15,10 @@ import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.foreign_memory import bytes_of, clear, clear_from
+from skyproxy_server.kernel_checks import CHECKS, Check, require, within
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-Check = Callable[[dict[str, Any]], None]
-"""Looks at the arguments of a call by name, and may put others in their place."""
 SAFE_FORMS: dict[str, Callable[..., Any]] = {
     # They leave out checks in graphs that are compiled, and are the same ops otherwise.
     "aten::_unsafe_index.Tensor": aten.index.Tensor._op,
@@ -65,14 +64,8 @@ def _checked(overload: torch._ops.OpOverload, check: Check) -> Callable[..., Any
     return call
 
 
-def _require(right: bool, message: str) -> None:
-    if not right:
-        raise RuntimeError(message)
-
-
-def _within(indices: Tensor, count: int) -> Tensor:
-    """Indices of a run of `count` elements."""
-    return indices.clamp(0, max(count - 1, 0))
+for _packet, _check in CHECKS.items():
+    _checks(_packet)(_check)
 
 
 # --- strides and sparse indices --------------------------------------------------------------------------------------
@@ -114,7 +107,7 @@ _CHANNEL_VECTORS = ("weight", "bias", "running_mean", "running_var", "save_mean"
 )
 def _batch_norm(given: dict[str, Any]) -> None:
     tensor: Tensor = given["input"]
-    _require(tensor.dim() >= 2, f"batch_norm takes at least 2 dimensions, got {tensor.dim()}")
+    require(tensor.dim() >= 2, f"batch_norm takes at least 2 dimensions, got {tensor.dim()}")
     channels = tensor.shape[1]
     training = given.get("train", given.get("training", given.get("update")))
     for name in _CHANNEL_VECTORS:
@@ -128,14 +121,21 @@ def _batch_norm(given: dict[str, Any]) -> None:
             name.startswith("save_") and vector is not None and vector.numel() == 0 and not given.get("train", True)
         )
         if vector is not None and not unused:
-            _require(tuple(vector.shape) == (channels,), f"{name} has {list(vector.shape)} elements for {channels}")
+            require(tuple(vector.shape) == (channels,), f"{name} has {list(vector.shape)} elements for {channels}")
     if training is not None:
         backward = "grad_out" in given
         needed = ("save_mean", "save_invstd", "save_var") if training else ("running_mean", "running_var")
         for name in needed if backward or not training else ():
-            _require(name not in given or given[name] is not None, f"batch_norm needs {name} here")
+            require(name not in given or given[name] is not None, f"batch_norm needs {name} here")
     grad = given.get("grad_out")
-    _require(grad is None or grad.shape == tensor.shape, "the gradient looks otherwise than the input")
+    require(grad is None or grad.shape == tensor.shape, "the gradient looks otherwise than the input")
+
+
+@_checks("_batch_norm_no_update")
+def _batch_norm_as_learned(given: dict[str, Any]) -> None:
+    for name in ("running_mean", "running_var"):
+        require(given.get(name) is not None, f"batch_norm needs {name} here")
+    _batch_norm(given)
 
 
 # --- pooling ---------------------------------------------------------------------------------------------------------
@@ -144,16 +144,16 @@ def _batch_norm(given: dict[str, Any]) -> None:
 def _pool(dimensions: int) -> Check:
     def check(given: dict[str, Any]) -> None:
         grad, tensor, indices = given["grad_output"], given["self"], given.get("indices")
-        _require(tensor.dim() in (dimensions + 1, dimensions + 2), f"pooling takes no {tensor.dim()} dimensions")
-        _require(
+        require(tensor.dim() in (dimensions + 1, dimensions + 2), f"pooling takes no {tensor.dim()} dimensions")
+        require(
             grad.dim() == tensor.dim() and grad.shape[:-dimensions] == tensor.shape[:-dimensions],
             f"the gradient {list(grad.shape)} does not belong to the input {list(tensor.shape)}",
         )
         size = given.get("output_size")
-        _require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
+        require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
         if indices is not None:
-            _require(indices.shape == grad.shape, "the indices look otherwise than the gradient")
-            given["indices"] = _within(indices, math.prod(tensor.shape[-dimensions:]))
+            require(indices.shape == grad.shape, "the indices look otherwise than the gradient")
+            given["indices"] = within(indices, math.prod(tensor.shape[-dimensions:]))
 
     return check
 
@@ -177,55 +177,55 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     indices, offsets, bags = given["indices"], given.get("offsets"), given.get("offset2bag")
     count = indices.numel()
     weights = given.get("per_sample_weights")
-    _require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
+    require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
     if offsets is not None:
-        _require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
+        require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
         given["offsets"] = offsets.clamp(0, count)
     rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
     if "grad" not in given:
         return
     grad = given["grad"]
-    _require(grad.dim() == 2 and indices.dim() == 1, "the gradient of bags is a matrix, and their indices a list")
+    require(grad.dim() == 2 and indices.dim() == 1, "the gradient of bags is a matrix, and their indices a list")
     if bags is not None and bags.numel():
-        _require(bags.shape == indices.shape, "offset2bag and indices have other sizes")
-        given["offset2bag"] = _within(bags, grad.shape[0])
-    _require(int(rows) > 0 or count == 0, "there are no rows")
-    given["indices"] = _within(indices, int(rows))
+        require(bags.shape == indices.shape, "offset2bag and indices have other sizes")
+        given["offset2bag"] = within(bags, grad.shape[0])
+    require(int(rows) > 0 or count == 0, "there are no rows")
+    given["indices"] = within(indices, int(rows))
     if "weight" in given:
-        _require(given["weight"].dim() == 2 and given["weight"].shape[1] == grad.shape[1], "weight and gradient differ")
+        require(given["weight"].dim() == 2 and given["weight"].shape[1] == grad.shape[1], "weight and gradient differ")
     for name in ("bag_size", "maximum_indices"):
         known = given.get(name)
         if known is None or known.numel() == 0:
             continue
-        _require(known.shape[0] == grad.shape[0], f"{name} and the gradient have other sizes")
+        require(known.shape[0] == grad.shape[0], f"{name} and the gradient have other sizes")
         if name == "maximum_indices" and known.dim() == 2:
-            _require(known.shape == grad.shape, f"{name} and the gradient have other sizes")
+            require(known.shape == grad.shape, f"{name} and the gradient have other sizes")
             given[name] = known.clamp(-1, int(rows) - 1)
 
 
 @_checks("segment_reduce", "_segment_reduce_backward")
 def _segments(given: dict[str, Any]) -> None:
     data, axis = given["data"], int(given.get("axis", 0))
-    _require(0 <= axis < max(data.dim(), 1), f"the data have no dimension {axis}")
+    require(0 <= axis < max(data.dim(), 1), f"the data have no dimension {axis}")
     count = data.shape[axis] if data.dim() else 1
     lengths, offsets = given.get("lengths"), given.get("offsets")
     for name, places in (("lengths", lengths), ("offsets", offsets)):
         if places is not None:
-            _require(
+            require(
                 places.dim() == axis + 1 and places.shape[:axis] == data.shape[:axis] and places.numel() > 0,
                 f"the {name} of segments have other sizes than the data",
             )
     if offsets is not None:
         given["offsets"] = offsets.clamp(0, count)
     if lengths is not None:
-        _require(bool((lengths >= 0).all()) and bool((lengths.sum(-1) <= count).all()), "segments end behind the data")
+        require(bool((lengths >= 0).all()) and bool((lengths.sum(-1) <= count).all()), "segments end behind the data")
     if "output" in given:
         output, places = given["output"], lengths if lengths is not None else offsets
         if places is None:
             raise RuntimeError("segments need lengths or offsets")
         segments = places.shape[-1] - (lengths is None)
         expected = (*data.shape[:axis], segments, *data.shape[axis + 1 :])
-        _require(tuple(output.shape) == expected == tuple(given["grad"].shape), "the results have other sizes")
+        require(tuple(output.shape) == expected == tuple(given["grad"].shape), "the results have other sizes")
 
 
 # --- numbers that kernels believe ------------------------------------------------------------------------------------
@@ -234,11 +234,11 @@ def _segments(given: dict[str, Any]) -> None:
 @_checks("_fft_c2r", "_fft_r2c", "_fft_c2c")
 def _fft(given: dict[str, Any]) -> None:
     tensor, dims = given["self"], given["dim"]
-    _require(len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
-    _require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
+    require(len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
+    require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
     if "last_dim_size" in given:
         size = given["last_dim_size"]
-        _require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers do not come of so few")
+        require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers do not come of so few")
 
 
 @_checks(
@@ -252,7 +252,7 @@ def _polynomial(given: dict[str, Any]) -> None:
         if degree.device.type != "cpu" or not degree.numel():
             return
         degree = degree.max().item()
-    _require(not degree > _MOST_STEPS, f"a polynomial of the degree {degree}; up to {_MOST_STEPS} are computed")
+    require(not degree > _MOST_STEPS, f"a polynomial of the degree {degree}; up to {_MOST_STEPS} are computed")
 
 
 @_checks(*(f"_upsample_{kind}2d_aa{end}" for kind in ("bilinear", "bicubic", "lanczos") for end in ("", "_backward")))
@@ -260,23 +260,23 @@ def _antialiased(given: dict[str, Any]) -> None:
     sizes = given["input_size"][-2:] if "input_size" in given else given["self"].shape[-2:]
     factors = given.get("scale_factors") or (given.get("scales_h"), given.get("scales_w"))
     for size, factor in zip(sizes, factors, strict=False):
-        _require(factor is None or factor * (size + 1) >= 0.5, f"{size} pixels cannot be scaled by {factor}")
+        require(factor is None or factor * (size + 1) >= 0.5, f"{size} pixels cannot be scaled by {factor}")
 
 
 @_checks("smooth_l1_loss_backward", "huber_loss_backward")
 def _loss(given: dict[str, Any]) -> None:
-    _require(given["self"].is_floating_point(), "a loss that has a gradient is a floating point number")
+    require(given["self"].is_floating_point(), "a loss that has a gradient is a floating point number")
 
 
 @_checks("multi_margin_loss_backward")
 def _margins(given: dict[str, Any]) -> None:
     tensor, target, weight, grad = given["self"], given["target"], given.get("weight"), given["grad_output"]
-    _require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
+    require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
     rows, classes = (1, 1, *tensor.shape)[-2:]
-    _require(target.dim() <= 1 and target.numel() == rows, f"{target.numel()} targets for {rows} rows")
-    _require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
-    _require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
-    given["target"] = _within(target, classes)
+    require(target.dim() <= 1 and target.numel() == rows, f"{target.numel()} targets for {rows} rows")
+    require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
+    require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
+    given["target"] = within(target, classes)
 
 
 @_checks("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve")
@@ -285,15 +285,15 @@ def _pivots(given: dict[str, Any]) -> None:
     name = "LU_pivots" if "LU_pivots" in given else "pivots"
     matrix: Tensor = next(given[key] for key in ("LU_data", "LU", "LD", "self") if isinstance(given.get(key), Tensor))
     pivots: Tensor = given[name]
-    _require(matrix.dim() >= 2, "the factors are matrices")
+    require(matrix.dim() >= 2, "the factors are matrices")
     rows, columns = matrix.shape[-2:]
-    _require(
+    require(
         pivots.dtype is torch.int32 and pivots.shape == (*matrix.shape[:-2], min(rows, columns)),
         f"the pivots {list(pivots.shape)} do not belong to the factors {list(matrix.shape)}",
     )
     if "LD" in given:
         for row in pivots.reshape(-1, rows).tolist() if pivots.numel() else ():
-            _require(_are_block_pivots(row), "the pivots of LDL do not come in blocks")
+            require(_are_block_pivots(row), "the pivots of LDL do not come in blocks")
     else:
         given[name] = pivots.clamp(1, max(rows, 1))
 
@@ -313,10 +313,10 @@ def _are_block_pivots(row: list[int]) -> bool:
 @_checks("grid_sampler_2d_backward", "grid_sampler_3d_backward", "_grid_sampler_2d_cpu_fallback_backward")
 def _grid(given: dict[str, Any]) -> None:
     tensor, grid, grad = given["input"], given["grid"], given["grad_output"]
-    _require(tensor.dim() == grid.dim() in (4, 5), "images and grid have four or five dimensions")
-    _require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid is of other images")
-    _require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient looks otherwise than the result")
-    _require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
+    require(tensor.dim() == grid.dim() in (4, 5), "images and grid have four or five dimensions")
+    require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid is of other images")
+    require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient looks otherwise than the result")
+    require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
 
 
 # --- oneDNN's recurrent layers ---------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ def _recurrent_layer(given: dict[str, Any]) -> None:
     """oneDNN believes the sizes, and the workspace of its forward op: what must be in it, only that op tells."""
     backward = "workspace" in given
     tensor, hidden = given["input"], given["hidden_size"]
-    _require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")
-    _require(not given["batch_sizes"], "the sequences have one length")
+    require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")
+    require(not given["batch_sizes"], "the sequences have one length")
     biases = ("weight3", "weight4") if backward else ("weight2", "weight3")
     weights = ("weight1", "weight2") if backward else ("weight0", "weight1")
     sizes: dict[str, tuple[int, ...] | None] = {
@@ -349,9 +349,9 @@ def _recurrent_layer(given: dict[str, Any]) -> None:
         if size is None or found is None:
             continue
         flat = found.shape == size or (name in states and math.prod(found.shape) == math.prod(size))
-        _require(flat and found.dtype is tensor.dtype, f"{name} has {list(found.shape)} elements, not {list(size)}")
+        require(flat and found.dtype is tensor.dtype, f"{name} has {list(found.shape)} elements, not {list(size)}")
     if backward:
-        _require(given["workspace"].numel() == _workspace_bytes(given, weights, biases), "another layer's workspace")
+        require(given["workspace"].numel() == _workspace_bytes(given, weights, biases), "another layer's workspace")
 
 
 def _workspace_bytes(given: dict[str, Any], weights: tuple[str, ...], biases: tuple[str, ...]) -> int:
