@@ -83,6 +83,13 @@ class SessionHost(Protocol):
             LookupError: there is no such session, or this worker runs no functions.
         """
 
+    def end_refused(self, refusal: Callable[[Identity], str]) -> None:
+        """End what has no connection, kept sessions and what others left behind, where its client is refused now.
+
+        Args:
+            refusal: why a client is refused; an empty text where it is not.
+        """
+
     def activity(self) -> Mapping[str, Any]:
         """What this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
 
@@ -197,7 +204,7 @@ class Listener:
                 sock.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
     def _watch_tokens(self) -> None:
-        """Takes note of new tokens, and ends the connections of those that are revoked or have expired."""
+        """Takes note of new tokens, and ends what belongs to those that are revoked or have expired."""
         while not self._stopping.wait(self._settings.token_poll_seconds):
             self._tokens.refresh()
             with self._lock:
@@ -211,6 +218,7 @@ class Listener:
                     threading.Thread(target=transport.close, args=words, name="skyproxy-closer", daemon=True).start()
                     with self._lock:
                         self._transports.discard(transport)
+            self._host.end_refused(self._tokens.refusal)
 
     # --- one connection ----------------------------------------------------------------------------------------------
 

@@ -425,6 +425,16 @@ class WorkerHost:
         for _, lasting in detached[: max(len(detached) - self._settings.max_detached_sessions, 0)]:
             lasting.expire()
 
+    def end_refused(self, refusal: Callable[[Identity], str]) -> None:
+        """End the sessions that wait for a client who is refused now."""
+        with self._lock:
+            detached = [session for session in self._sessions.values() if session.is_detached]
+        for session in detached:
+            reason = refusal(session.client)
+            if reason and session.lasting is not None:
+                audit.note(session.client, "ended", reason=reason)
+                session.lasting.expire()
+
     def join_bulk(self, session_id: str, transport: Transport) -> _Bulk:
         """Gives a session its bulk connection.
 

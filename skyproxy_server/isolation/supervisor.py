@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +173,15 @@ class ProcessHost:
         detached = sorted(((at, item) for at, item in found if at is not None), key=lambda entry: entry[0])
         for _, session in detached[: max(len(detached) - self._settings.max_detached_sessions, 0)]:
             session.expire(self._settings.call_grace_seconds)
+
+    def end_refused(self, refusal: Callable[[Identity], str]) -> None:
+        """End the processes that wait for a client who is refused now, or run what it left behind."""
+        with self._lock:
+            alone = [item for item in self._sessions.values() if not item.is_open or item.detached_at is not None]
+        for session in alone:
+            reason = refusal(session.client)
+            if reason:
+                session.kill(reason)
 
     def join_bulk(self, session_id: str, transport: Transport) -> LentConnection:
         """Give a session its bulk connection.

@@ -38,6 +38,9 @@ class NoSessions:
     def join_bulk(self, session_id: str, transport: Transport) -> Any:
         raise LookupError
 
+    def end_refused(self, refusal: Any) -> None:
+        """Nothing lasts here without a connection."""
+
     def join_functions(self, session_id: str, transport: Transport) -> Any:
         raise LookupError
 

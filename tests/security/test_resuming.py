@@ -20,7 +20,7 @@ from skyproxy_server.worker_session import WorkerHost
 
 ALICE = "alice-0123456789abcdef0123456789"
 MALLORY = "mallory-0123456789abcdef0123456789"
-SETTINGS = Settings(close_timeout_seconds=0.3, max_detached_sessions=2)
+SETTINGS = Settings(close_timeout_seconds=0.3, max_detached_sessions=2, token_poll_seconds=0.05)
 
 
 @pytest.fixture
@@ -140,3 +140,21 @@ def test_no_secret_is_logged(listener: Listener, caplog: pytest.LogCaptureFixtur
         first.close()
     assert welcome.secret.hex() not in caplog.text
     assert repr(welcome.secret)[2:-1] not in caplog.text
+
+
+def test_a_revoked_token_ends_the_sessions_that_wait_for_its_client(
+    listener: Listener, host: WorkerHost, tmp_path: Path
+) -> None:
+    first, welcome = open_session(listener)
+    other, kept = greet(listener, Hello([1], OPERATIONS, "", {}, 600), MALLORY)
+    for transport in (first, other):
+        transport.cut()
+    deadline = time.monotonic() + 60  # far less than the 600 seconds for which they are kept
+    while not all(session.is_detached for session in host._sessions.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # another thread notices, and tells nobody
+    (tmp_path / "alice").unlink()
+    while welcome.session in host._sessions:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    take_up(listener, kept.session, kept.secret, MALLORY)[0].close()

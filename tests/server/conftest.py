@@ -60,6 +60,9 @@ class EchoHost:
         self.sessions[session_id]
         return EchoSession(session_id, transport)
 
+    def end_refused(self, refusal: object) -> None:
+        """Nothing lasts here without a connection."""
+
     def join_functions(self, session_id: str, transport: Transport) -> EchoSession:
         return self.join_bulk(session_id, transport)
 

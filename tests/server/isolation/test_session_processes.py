@@ -343,12 +343,24 @@ def test_a_token_bounds_its_sessions_and_its_end_ends_them_whatever_they_do(tmp_
         with worker.connect(token=owner) as honest:
             hog = worker.connect(token=small)
             hog.submit(hold_the_interpreter)
+            waits, _ = connect_websocket(worker.url, small, Hello([1], "operations", "", {}, 600), settings=FAST)
+            waits.cut()
+            with worker.connect(token=small) as left:
+                left.submit(signal.pause)
+                assert left.run(abs, -3) == 3  # the other one has begun
+            wait_for(lambda: _counts(worker) == (2, 4), "one waits for its client, and one has a function running")
             file.unlink()
-            wait_for(lambda: worker.activity()["sessions"] == 1, "the session of the revoked token ends")
+            wait_for(lambda: _counts(worker) == (1, 1), "all that the revoked token has ends")
             assert ones(honest, 2).sum().item() == 2
             hog.close()
     finally:
         worker.end()
+
+
+def _counts(worker: Worker) -> tuple[object, object]:
+    """Sessions with a connection, and processes of sessions."""
+    activity = worker.activity()
+    return activity["sessions"], activity["processes"]
 
 
 def _functions(worker: Worker, token: str) -> int | None:
