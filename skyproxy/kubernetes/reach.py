@@ -177,6 +177,17 @@ async def reach_by_name(address: ClusterAddress, name: str, *, via: str = "auto"
         return await reach(client, compute, via=via)
 
 
+async def credentials_by_name(address: ClusterAddress, name: str) -> tuple[str, str | None]:
+    """Return the token of a Compute as its Secret has it now, and the authority of its certificate if it has one.
+
+    Raises:
+        ClusterError: they cannot be read.
+    """
+    async with ClusterClient(address) as client:
+        token, _, authority = await _credentials(client, name)
+        return token, authority
+
+
 def reach_in_thread(address: ClusterAddress, name: str, *, via: str = "auto") -> Way:
     """`reach_by_name` for code that may or may not run on an event loop."""
     return run_apart(reach_by_name(address, name, via=via))

@@ -128,6 +128,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             shares_files=endpoint.shares_files,
             trust_worker=endpoint.trusted,
             explain_end=endpoint.explain_end,
+            renew=endpoint.renew,
             source=f"rank {endpoint.rank} of {spec.name}",
         )
     )

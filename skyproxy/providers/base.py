@@ -158,6 +158,7 @@ class Endpoint:
         shares_files: whether the worker sees this program's folders under the same paths.
         trusted: whether this program had it started, so that functions there may return any object.
         explain_end: how the worker's process ended, and the end of its log; None while it lives.
+        renew: gives the token, and the certificate where it is another, once the worker takes the former token no more.
     """
 
     url: str
@@ -172,6 +173,7 @@ class Endpoint:
     shares_files: bool = False
     trusted: bool = True
     explain_end: Callable[[], tuple[str, str] | None] | None = field(default=None, repr=False, compare=False)
+    renew: Callable[[], tuple[str, str | None]] | None = field(default=None, repr=False, compare=False)
 
 
 Phase = Literal["provisioning", "bootstrapping", "running", "failed"]

@@ -8,6 +8,7 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError, WorkerStartError
@@ -16,7 +17,7 @@ from skyproxy.kubernetes.api_server import Manifest
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.explain import Explanation
 from skyproxy.kubernetes.gpus import placement
-from skyproxy.kubernetes.reach import VIA, Way, reach
+from skyproxy.kubernetes.reach import VIA, Way, credentials_by_name, reach, run_apart
 from skyproxy.kubernetes.resources import compute_manifest
 from skyproxy.kubernetes.waiting import apply_and_wake, wait_until_ready
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
@@ -185,6 +186,7 @@ class KubernetesLaunched:
                         address=peer or rows.get(node, {}).get("podIP") or "127.0.0.1",
                         certificate=way.certificate,
                         server_name=way.server_name,
+                        renew=partial(_renewed, self._address, spec.name, pinned=way.certificate is not None),
                     )
                 )
 
@@ -300,3 +302,9 @@ def with_packages(pod_template: Mapping[str, Any] | None, image: Image) -> dict[
     wanted = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
     worker["command"] = ["python", "-m", "skyproxy_server.bootstrap", json.dumps(wanted)]
     return template
+
+
+def _renewed(address: ClusterAddress, name: str, *, pinned: bool) -> tuple[str, str | None]:
+    """Ask for a worker's token after a rotation, and its authority; at a gateway, the system's are trusted instead."""
+    token, authority = run_apart(credentials_by_name(address, name))
+    return token, authority if pinned else None

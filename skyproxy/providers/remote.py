@@ -37,6 +37,7 @@ class Remote:
         urls: Sequence[str],
         *,
         token: str | Sequence[str] | None = None,
+        token_file: str | Path | None = None,
         certificate: str | Path | None = None,
         server_name: str | None = None,
         insecure: bool = False,
@@ -47,6 +48,8 @@ class Remote:
         Args:
             urls: "wss://host:8765", "ws://host:8765" or links ("sky://..."), in the order of ranks.
             token: of all workers, or one for each; the variable SKYPROXY_TOKEN by default.
+            token_file: a file that holds the token of all workers, in place of `token`. It is read again when a worker
+                takes the former one no more, so that a pool outlives a token that is replaced.
             certificate: whom to trust and nobody else, for "wss://": a PEM file, PEM text, or the fingerprint
                 ("sha256:...") of the workers' own certificate.
             server_name: the name in the workers' certificate, where it is not the host of the url.
@@ -55,7 +58,7 @@ class Remote:
                 they return plain data.
 
         Raises:
-            ConfigurationError: an url is none, or there are not as many tokens.
+            ConfigurationError: an url is none, there are not as many tokens, or both token and token_file are given.
         """
         if isinstance(urls, str):
             raise ConfigurationError(f"Remote({urls!r}): a list of urls is meant. Write Remote([{urls!r}]).")
@@ -76,6 +79,9 @@ class Remote:
             raise ConfigurationError(
                 f"Remote: {len(self.urls)} urls and {len(self._tokens)} tokens. Give one for each."
             )
+        if token is not None and token_file is not None:
+            raise ConfigurationError("Remote: both token= and token_file= were given. Give one.")
+        self._token_file = None if token_file is None else Path(token_file)
         self._certificate = certificate
         self._server_name = server_name
         self._insecure = insecure
@@ -113,7 +119,7 @@ class Remote:
                 "are started."
             )
         report(Progress("bootstrapping", None, f"using {len(self.urls)} workers that run already"))
-        tokens = self._tokens or [_token_of_environment()] * len(self.urls)
+        tokens = self._tokens or [self._current_token()] * len(self.urls)
         endpoints = [
             Endpoint(
                 url,
@@ -126,10 +132,17 @@ class Remote:
                 server_name=self._server_name,
                 insecure=self._insecure,
                 trusted=self._trusted,
+                renew=None if self._tokens else self._renewed,
             )
             for rank, (url, token) in enumerate(zip(self.urls, tokens))
         ]
         return RemoteWorkers(endpoints, image)
+
+    def _current_token(self) -> str:
+        return _token_of_environment() if self._token_file is None else _token_of_file(self._token_file)
+
+    def _renewed(self) -> tuple[str, None]:
+        return self._current_token(), None
 
 
 class RemoteWorkers:
@@ -159,6 +172,16 @@ class RemoteWorkers:
             f"rank {rank} ({self.endpoints[rank].url}) is gone, and Remote() cannot start it again. Start it "
             "where it ran."
         )
+
+
+def _token_of_file(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"Remote(): the token file {path} cannot be read: {error}.") from error
+    if not token:
+        raise ConfigurationError(f"Remote(): the token file {path} is empty.")
+    return token
 
 
 def _token_of_environment() -> str:

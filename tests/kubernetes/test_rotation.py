@@ -18,6 +18,7 @@ from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.reach import Way, reach
 from skyproxy.kubernetes.rotation import rotate_token
+from skyproxy.providers.kubernetes_provider import _renewed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,3 +167,12 @@ def test_a_worker_that_sleeps_gets_its_token_when_it_wakes(running: Running, kub
     rotated(kubeconfig)
     assert running.asked == []
     assert "former" in running.data
+
+
+def test_a_pools_workers_are_asked_for_with_the_token_of_their_secret(running: Running, kubeconfig: Path) -> None:
+    rotated(kubeconfig)
+    new = base64.b64decode(running.data["token"]).decode()
+    address = ClusterAddress(kubeconfig=str(kubeconfig))
+    assert _renewed(address, "w", pinned=True) == (new, "PEM")
+    # At a gateway, its own certificate is trusted as the system says.
+    assert _renewed(address, "w", pinned=False) == (new, None)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyproxy as sky
 from skyproxy.errors import AuthenticationError, ConfigurationError, WorkerStartError
+from skyproxy.pools.workers import _connect
 from skyproxy.providers import Image, Launched, Provider, WorkerSpec
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
+from tests.integration.programs import wait_for
+from tests.integration.programs import worker as running_worker
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,46 @@ def test_a_token_of_the_environment(worker: LocalWorker, monkeypatch: pytest.Mon
     monkeypatch.delenv("SKYPROXY_TOKEN")
     with pytest.raises(ConfigurationError, match="SKYPROXY_TOKEN"):
         sky.Compute(provider=sky.Remote([worker.url])).start()
+
+
+def test_a_pools_further_connections_have_the_new_token(tmp_path: Path) -> None:
+    extra = {"SKYPROXY_TOKEN_POLL_SECONDS": "0.05", "SKYPROXY_TOKEN_OVERLAP_SECONDS": "0"}
+    spec, file = WorkerSpec("a"), tmp_path / "token"
+    with running_worker(tmp_path, **extra) as (url, former):
+        launched = asyncio.run(sky.Remote([url], token_file=file).launch(spec, lambda progress: None))
+        (endpoint,) = launched.endpoints
+        assert endpoint.token == former
+        first, second = (asyncio.run(_connect(spec, each)) for each in (endpoint, replace(endpoint, renew=None)))
+        draft = tmp_path / ".draft"
+        draft.write_text("another-token-for-this-worker")
+        draft.chmod(0o600)
+        draft.rename(file)
+        wait_for(lambda: _is_refused(url, former), "the former token is refused")
+        # Functions have a connection of their own, which is made now.
+        assert first.run(abs, -2) == 2
+        with pytest.raises(AuthenticationError):
+            second.run(abs, -2)
+        first.close()
+        second.close()
+
+
+def _is_refused(url: str, token: str) -> bool:
+    try:
+        sky.connect(url, token=token).close()
+    except AuthenticationError:
+        return True
+    return False
+
+
+def test_a_token_file_is_read_and_is_the_only_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="both token= and token_file="):
+        sky.Remote(["ws://host:1"], token="x", token_file=tmp_path / "token")
+    provider = sky.Remote(["ws://127.0.0.1:1"], token_file=tmp_path / "token")
+    for text, problem in ((None, "cannot be read"), ("", "is empty")):
+        if text is not None:
+            (tmp_path / "token").write_text(text)
+        with pytest.raises(ConfigurationError, match=problem):
+            asyncio.run(provider.launch(WorkerSpec("a"), lambda progress: None))
 
 
 def test_packages_are_checked_and_not_installed(worker: LocalWorker) -> None:
