@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from skyproxy.tensor.ops.async_values import prefetch as prefetch
     from skyproxy.tensor.torch_api.state_dicts import RemoteStateDict as RemoteStateDict
     from skyproxy.tensor.torch_api.state_dicts import load_into as load_into
+    from skyproxy.webview.program import ui as ui
 
 _PUBLIC = {
     "AWS": "skyproxy.providers.aws",
@@ -107,6 +108,7 @@ _PUBLIC = {
     "silent": "skyproxy.runtime",
     "stderr": "skyproxy.runtime",
     "stdout": "skyproxy.runtime",
+    "ui": "skyproxy.webview.program",
     "unload_ipython_extension": "skyproxy.notebook.extension",
 }
 _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}

@@ -94,6 +94,7 @@ class Node(NodeModels):
         *,
         shares_files: bool = False,
         trust_worker: bool = False,
+        ask_status: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.url = url
         self.source = source
@@ -101,8 +102,8 @@ class Node(NodeModels):
         self._session = session
         self._worker = worker
         self._on_close = on_close
+        self._ask_status = ask_status
         self._devices = DEVICES.add(session)
-        session.backlogs.device = " and ".join(str(chosen.torch_device) for chosen in self._devices)
         for chosen in self._devices:
             seed = torch.initial_seed()
             session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
@@ -188,6 +189,18 @@ class Node(NodeModels):
     def log_tail(self) -> str | None:
         """The end of what an embedded worker wrote to its log; None for others, whose log is not ours."""
         return self._worker.output() if self._worker is not None else None
+
+    def worker_status(self) -> dict[str, Any]:
+        """Ask the worker what it does, beside the operations: "worker", "sessions" and "log".
+
+        A token without the scope `admin` is told of its own sessions only.
+
+        Raises:
+            ConnectError: the worker does not answer.
+        """
+        if self._ask_status is None:
+            raise ConnectError("this node was made without a way to ask its worker")
+        return self._ask_status()
 
     def _repr_html_(self) -> str:
         """What Jupyter shows; asks the worker nothing."""
@@ -411,8 +424,22 @@ def _connect(
         session.explain_end = explain_end
         if reconnector is not None:
             reconnector.explain_end = explain_end
+
+    def ask_status() -> dict[str, Any]:
+        from skyproxy.transport.worker_report import ask_worker
+
+        return ask_worker(url, token or "", "/status", ssl_context=ssl_context, server_name=server_name)
+
     node = Node(
-        url, source, session, worker, on_close, open_functions, shares_files=shares_files, trust_worker=trust_worker
+        url,
+        source,
+        session,
+        worker,
+        on_close,
+        open_functions,
+        shares_files=shares_files,
+        trust_worker=trust_worker,
+        ask_status=ask_status,
     )
     logger.info("skyproxy: connected to %r", node)
     return node

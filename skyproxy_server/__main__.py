@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="listen for other machines without TLS; for a worker behind a gateway where TLS ends",
     )
+    add("--ui", action="store_true", help="serve the page of the web view at /ui; it shows nothing without a token")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may connect; repeatable")
     add(
         "--blob-bytes",
@@ -215,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             partial(_announce, arguments),
             insecure=arguments.insecure,
             allowed_origins=arguments.allow_origin,
+            has_page=arguments.ui,
         )
         _wait(listener, stop, arguments.drain_seconds)
     except ConfigurationError as exc:

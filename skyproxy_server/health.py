@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+from skyproxy.webpage import page_file
+
 LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
 ACTIVITY_PATH = "/activity"
 METRICS_PATH = "/metrics"
+STATUS_PATH = "/status"
+PAGE_FOLDER = "ui"
 
 
 def answer(path: str, *, ready: bool) -> bytes | None:
@@ -41,6 +45,30 @@ def activity_response(report: Mapping[str, Any], path: str = ACTIVITY_PATH) -> b
     if path.partition("?")[0] == METRICS_PATH:
         return http_response(HTTPStatus.OK, metrics(report), {"Content-Type": "text/plain; version=0.0.4"})
     return http_response(HTTPStatus.OK, json.dumps(report), {"Content-Type": "application/json"})
+
+
+def is_status(path: str) -> bool:
+    """Tell the requests for what the web view shows; whoever has a token may be told of its own sessions."""
+    return path.partition("?")[0] == STATUS_PATH
+
+
+def status_response(report: Mapping[str, Any]) -> bytes:
+    """Return the answer to a request for what the web view shows."""
+    return http_response(HTTPStatus.OK, json.dumps(report), {"Content-Type": "application/json"})
+
+
+def page_response(path: str) -> bytes | None:
+    """Return the page of the web view, or a file of it; None for another path.
+
+    It holds nothing of the worker's. What it shows it asks for with a token, which whoever reads it must enter.
+    """
+    folder, _, name = path.partition("?")[0].removeprefix("/").partition("/")
+    if folder != PAGE_FOLDER:
+        return None
+    if path.partition("?")[0] == f"/{PAGE_FOLDER}":  # so that the page finds its files beside itself
+        return http_response(HTTPStatus.MOVED_PERMANENTLY, "", {"Location": f"/{PAGE_FOLDER}/"})
+    found = page_file(name)
+    return None if found is None else http_response(HTTPStatus.OK, found.text, found.headers("'none'"))
 
 
 _METRICS = (

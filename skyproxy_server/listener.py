@@ -33,6 +33,7 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
 from skyproxy_server.addresses import listen
 from skyproxy_server.auth import Authenticator, Identity, TokenCheck
+from skyproxy_server.status import status_report
 from skyproxy_server.upgrade import Upgrader
 
 logger = logging.getLogger("skyproxy.server")
@@ -93,6 +94,9 @@ class SessionHost(Protocol):
     def activity(self) -> Mapping[str, Any]:
         """What this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
 
+    def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
+        """What the web view shows of the sessions; with a client, of its own ones."""
+
 
 class Listener:
     """A listening port and its connections; `serve` makes one.
@@ -110,6 +114,7 @@ class Listener:
         ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None,
         allowed_origins: Sequence[str],
         settings: Settings,
+        has_page: bool = False,
     ) -> None:
         self.port: int = listening[0].getsockname()[1]
         self._listening = listening
@@ -123,6 +128,8 @@ class Listener:
             allowed_origins,
             is_ready=self._is_ready,
             activity=host.activity,
+            status=lambda client: status_report(client, host.activity, host.session_rows),
+            has_page=has_page,
             pause=self._stopping.wait,
         )
         self._draining = False
@@ -393,6 +400,7 @@ def serve(
     insecure: bool = False,
     allowed_origins: Sequence[str] = (),
     settings: Settings = SETTINGS,
+    has_page: bool = False,
 ) -> Listener:
     """Starts to listen; the work happens on the listener's threads.
 
@@ -406,6 +414,7 @@ def serve(
         insecure: allows unencrypted connections from other machines.
         allowed_origins: web pages that may connect; without, no browser may.
         settings: limits and timeouts.
+        has_page: serves the page of the web view, which shows nothing without a token.
 
     Raises:
         ConfigurationError: other machines could connect without encryption, or the address cannot be used.
@@ -417,7 +426,13 @@ def serve(
         )
     listening = listen(host, port)
     listener = Listener(
-        listening, token, session_host, ssl_context=ssl_context, allowed_origins=allowed_origins, settings=settings
+        listening,
+        token,
+        session_host,
+        ssl_context=ssl_context,
+        allowed_origins=allowed_origins,
+        settings=settings,
+        has_page=has_page,
     )
     logger.info("listening on %s port %d", host, listener.port)
     if on_ready is not None:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
+from typing import TYPE_CHECKING, TextIO
 
 from skyproxy.errors import visible
 from skyproxy_server.log_limits import RepetitionFilter
+
+LOG_TAIL: deque[str] = deque(maxlen=100)
+"""The latest lines, for the web view."""
+_MAX_TAIL_CHARACTERS = 300
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler
 
 
 class OneLineFormatter(logging.Formatter):
@@ -24,6 +34,14 @@ class OneLineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _HandlerWithTail(_StreamHandler):
+    """Writes lines, and keeps the latest of them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        LOG_TAIL.append(self.format(record)[:_MAX_TAIL_CHARACTERS])
+        super().emit(record)
+
+
 def log_to_stderr(level: str, session: str = "") -> None:
     """Send the worker's own log to standard error; not the root logger's, which clients' functions have here.
 
@@ -31,7 +49,7 @@ def log_to_stderr(level: str, session: str = "") -> None:
         level: how much.
         session: the session that this process is for.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _HandlerWithTail(sys.stderr)
     handler.setFormatter(OneLineFormatter(session))
     handler.addFilter(RepetitionFilter())
     own = logging.getLogger("skyproxy")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from skyproxy_server.failures import Failed
 from skyproxy_server.kernel_warnings import KernelWarning
 
 _REMEMBERED_FAILURES = 100
+_RECENT_FAILURES = 10
 _REPORTED_WARNINGS = 64
 """How often a session is told of the same warning of one operation; each comes with the line that recorded it."""
 _DIFFERENT_WARNINGS = 1000
@@ -23,6 +26,7 @@ class Reports:
         sequence: the batch that is being executed.
         graph: the number of the graph that is being replayed, else None; positions are in its own stream then.
         unseen: failures that the client was not given as an answer yet.
+        recent: the latest failures and when they happened, in seconds since 1970; for the web view.
         watch: called with each message before it leaves; None as long as nobody watches.
     """
 
@@ -32,6 +36,7 @@ class Reports:
         self.sequence = 0
         self.graph: int | None = None
         self.unseen: list[Failed] = []
+        self.recent: deque[tuple[float, Failed]] = deque(maxlen=_RECENT_FAILURES)
         self.watch: Callable[[Message], None] | None = None
 
     def send(self, message: Message) -> None:
@@ -60,6 +65,7 @@ class Reports:
         failed = Failed(error, op, self.sequence if sequence is None else sequence, position)
         if self.graph is not None:
             failed.record["graph"] = self.graph
+        self.recent.append((time.time(), failed))
         if len(self.unseen) < _REMEMBERED_FAILURES:
             self.unseen.append(failed)
         self.refuse(0, failed)

@@ -16,7 +16,15 @@ from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import Stream, remaining, write_all
 from skyproxy_server import audit
 from skyproxy_server.auth import ADMIN, OPERATIONS, Authenticator, Identity
-from skyproxy_server.health import activity_response, answer, http_response, is_activity
+from skyproxy_server.health import (
+    activity_response,
+    answer,
+    http_response,
+    is_activity,
+    is_status,
+    page_response,
+    status_response,
+)
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -36,6 +44,8 @@ class Upgrader:
         is_ready: Callable[[], bool],
         activity: Callable[[], Mapping[str, Any]],
         pause: Callable[[float], object],
+        status: Callable[[Identity], Mapping[str, Any]] = lambda client: {},
+        has_page: bool = False,
     ) -> None:
         """Args:
         token: who may connect.
@@ -43,6 +53,8 @@ class Upgrader:
         is_ready: whether new sessions are taken.
         activity: what the worker is doing.
         pause: waits that many seconds, or less when the listener ends.
+        status: what the web view shows to a client.
+        has_page: whether the page of the web view is served here.
         """
         self._token = token
         # None stands for a request without Origin, that is, one that no browser makes.
@@ -50,6 +62,8 @@ class Upgrader:
         self._is_ready = is_ready
         self._activity = activity
         self._pause = pause
+        self._status = status
+        self._has_page = has_page
 
     def upgrade(
         self,
@@ -87,6 +101,8 @@ class Upgrader:
             return None
         identity: Identity | None = None
         response = answer(request.path, ready=self._is_ready())
+        if response is None and self._has_page:
+            response = page_response(request.path)
         if response is None:
             identity = self._token.identify(request.headers.get_all("Authorization"))
             response = self._answer(request, peer, identity)
@@ -111,6 +127,8 @@ class Upgrader:
             logger.warning("%s was refused: no token or a wrong one", peer)
             self._pause(_REFUSAL_SECONDS)
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
+        if is_status(request.path):  # with any scope: it decides what is told
+            return status_response(self._status(identity))
         scope = ADMIN if is_activity(request.path) else OPERATIONS
         if not identity.may(scope):
             audit.note(identity, "refused", peer=peer, reason=f"the token has no scope {scope}")

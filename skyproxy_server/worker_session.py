@@ -7,6 +7,7 @@ import hmac
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,10 @@ from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
+from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op
+from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
-from skyproxy_server.whereabouts import running_position
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -82,10 +84,11 @@ class WorkerSession:
         self._transfers.lasting = self.lasting is not None
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
-        self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
         self._executing = 0
-        self._executor_thread = 0
+        self._thread_id: int | None = None
+        self._began_at = time.monotonic()
+        self._memory = MemoryGauge()
         self._bulk: Transport | None = None
         self._bulk_running = threading.Lock()
         self._taking_bulk = threading.Lock()
@@ -106,6 +109,27 @@ class WorkerSession:
     def commands_done(self) -> int:
         """How many commands were executed, up to the latest whole batch."""
         return self._executor.commands_done
+
+    def row(self) -> dict[str, Any]:
+        """Return what the web view shows of it; reads counters, and never waits for the session."""
+        state, now = self._executor.state, time.monotonic()
+        links = [link for link in (self._transport, self._bulk) if link is not None]
+        return {
+            "session": self.identity[:8],
+            "client": self.client.name,
+            "address": self.client.address,
+            "seconds": round(now - self._began_at, 1),
+            "state": "detached" if self.is_detached else "running" if self._executing else "idle",
+            "running": running_op(state, self._thread_id) if self._executing else {},
+            "commands": self.commands_done,
+            "tensors": len(state.values.slots) - 1,
+            "tensor_bytes": self._memory.read(state.values.slots),
+            "bytes_received": sum(link.bytes_received for link in links),
+            "bytes_sent": sum(link.bytes_sent for link in links),
+            "is_profiled": state.profile is not None,
+            "calls": call_rows(self.calls.running_names(self.identity), now) if self.calls is not None else [],
+            "failures": failure_rows(state.reports.recent),
+        }
 
     def knows(self, secret: bytes) -> bool:
         """Return whether this is the secret of a session that may be taken up, in a time that tells nothing of it."""
@@ -132,7 +156,7 @@ class WorkerSession:
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
         transport, executor, state = self._transport, self._executor, self._executor.state
-        self._executor_thread = threading.get_ident()
+        self._thread_id = threading.get_ident()
         named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.
@@ -179,10 +203,6 @@ class WorkerSession:
         with self._bulk_running:  # the one before was cut, and its threads are about to end
             self._run_bulk(transport)
 
-    def _load(self) -> dict[str, int]:
-        position = running_position(self._executor_thread) if self._executing else -1
-        return {"executing": self._executing, "sequence": self._executor.state.reports.sequence, "position": position}
-
     def _run_bulk(self, transport: Transport) -> None:
         sender = threading.Thread(
             target=self._transfers.sender(transport), name=f"skyproxy-bulk-{self.identity[:8]}", daemon=True
@@ -190,7 +210,7 @@ class WorkerSession:
         sender.start()
         is_over = True
         try:
-            self._transfers.receive(transport, self._load)
+            self._transfers.receive(transport, lambda: {"executing": self._executing})
         except SessionLostError:
             is_over = self.lasting is None or transport.was_closed or transport.connection.state is State.ENDED
         except ProtocolError as error:
@@ -463,6 +483,12 @@ class WorkerHost:
             "software": self._software,
         }
 
+    def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
+        """Return what the web view shows of the sessions; with a client, of its own ones."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        return [one.row() for one in sessions if client is None or one.client.name == client.name][:MAX_SESSIONS]
+
     def join_functions(self, session_id: str, transport: Transport) -> _Functions:
         """Gives a session a functions connection, in place of the one that it had.
 
@@ -486,7 +512,7 @@ class WorkerHost:
         return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(session.calls is not None), "cancels": 1}
+        limits = {"functions": int(session.calls is not None)}
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.lasting is not None:

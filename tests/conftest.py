@@ -52,15 +52,12 @@ def _modes_are_left_as_found() -> Iterator[None]:
     from skyproxy.tensor.core.devices import DEVICES
     from skyproxy.torch_modes import MODES, put_in_force, record_of, values_in_force
 
-    # A worker in this process hears every warning, from its first operation on.
     worker = sys.modules.get("skyproxy_server.kernel_warnings")
-    its_own = {("warn_always", True)} if worker is not None and worker._installed else set()
-    left = tuple(mode for mode in record_of(values_in_force()) if mode not in its_own)
-    on_devices = {
-        device.index: device.modes
-        for device in DEVICES.alive()
-        if tuple(mode for mode in device.modes if mode not in its_own) != left
-    }
+    # A worker in this process hears every warning, for good, and nobody is asked to take that back.
+    usual = {"warn_always"} if worker is not None and worker._installed else set()
+    left = tuple(row for row in record_of(values_in_force()) if row[0] not in usual)
+    kept = {one.index: tuple(row for row in one.modes if row[0] not in usual) for one in DEVICES.alive()}
+    on_devices = {index: modes for index, modes in kept.items() if modes != left}
     if left or on_devices:
         put_in_force({name: mode.usual for name, mode in MODES.items()})
         pytest.fail(f"the test left global modes of PyTorch set: {left}; on devices: {on_devices}")

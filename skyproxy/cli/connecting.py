@@ -30,7 +30,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import is_fingerprint, normal_fingerprint, pem_text
 
-_SCHEMES = ("ws://", "wss://", "sky://")
+URL_SCHEMES = ("ws://", "wss://", "sky://")
 _MAX_TOKEN_CHARACTERS = 4096
 
 
@@ -70,7 +70,7 @@ def connect(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Check that a worker can be reached, and use it as sky:0."""
-    if target is not None and target.startswith(_SCHEMES):
+    if target is not None and target.startswith(URL_SCHEMES):
         _connect_url(target, name, token_file, certificate, server_name, print_environment)
         return
     if name or token_file or certificate or server_name:
@@ -113,7 +113,7 @@ def _connect_url(
     kept = checked_name(name) if name else "remote"
     if is_link(url):
         url, certificate = read_url(url, certificate)
-    token = _ask_for_token(url) if token_file is None else token_file.read_text(encoding="ascii").strip()
+    token = ask_for_token(url) if token_file is None else token_file.read_text(encoding="ascii").strip()
     options = {"url": url} | ({"server_name": server_name} if server_name else {})
     if certificate is not None and is_fingerprint(certificate):
         options["certificate"] = certificate = normal_fingerprint(certificate)
@@ -137,7 +137,7 @@ def _connect_url(
     note(f"sky:0 is now {url}, kept as {kept} (torch {report.get('software', {}).get('torch', 'unknown')}).")
 
 
-def _ask_for_token(url: str) -> str:
+def ask_for_token(url: str) -> str:
     """Return the token of a worker, from the terminal or from standard input: arguments can be read by everybody.
 
     Raises:

@@ -9,6 +9,7 @@ EXAMPLES = {
     "skyproxy status": ("skyproxy status dev",),
     "skyproxy logs": ("skyproxy logs dev --follow --tail 100",),
     "skyproxy top": ("skyproxy top dev --interval 5",),
+    "skyproxy ui": ("skyproxy ui", "skyproxy ui dev --port 8900"),
     "skyproxy connect": ("skyproxy connect sky://gpu-box:8765#sha256:3f0c...", "skyproxy connect dev --env"),
     "skyproxy run": ("skyproxy run --on dev train.py --epochs 3", "skyproxy run -m package.train"),
     "skyproxy port-forward": ("skyproxy port-forward dev --local-port 8765",),

@@ -74,13 +74,16 @@ class Access:
         if self.release is not None:
             self.release()
 
-    def report(self) -> dict[str, Any]:
+    def report(self, path: str = "/activity") -> dict[str, Any]:
         """What the worker says of itself.
+
+        Args:
+            path: "/status" for what the web view shows.
 
         Raises:
             ConnectError: it does not answer.
         """
-        return ask_worker(self.url, self.token, certificate=self.certificate, server_name=self.server_name)
+        return ask_worker(self.url, self.token, path, certificate=self.certificate, server_name=self.server_name)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from skyproxy.cli import connecting, doctor, inspecting, installing, lifecycle, saved_contexts, serving, tokens
+from skyproxy.cli import (
+    connecting,
+    doctor,
+    inspecting,
+    installing,
+    lifecycle,
+    saved_contexts,
+    serving,
+    tokens,
+    web_view,
+)
 from skyproxy.cli.arguments import Json
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import code_of
@@ -46,6 +56,7 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
         ("status", inspecting.status),
         ("logs", inspecting.logs),
         ("top", inspecting.top),
+        ("ui", web_view.ui),
     ],
     "Using one": [
         ("connect", connecting.connect),

@@ -85,6 +85,12 @@ def serve_command(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Accept other machines without TLS; for a worker behind a gateway.")
     ] = False,
+    ui: Annotated[
+        bool,
+        typer.Option(
+            "--ui", help="Serve the page of the web view at /ui; it asks for the token before it shows anything."
+        ),
+    ] = False,
     allow_origin: Annotated[list[str] | None, typer.Option(help="A web origin that may connect; repeatable.")] = None,
     blob_bytes: Annotated[
         int | None,
@@ -192,6 +198,7 @@ def serve_command(
     switches = {
         "--insecure": insecure,
         "--embedded": embedded,
+        "--ui": ui,
         "--no-functions": no_functions,
         "--share-uploads": share_uploads,
     }

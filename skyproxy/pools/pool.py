@@ -318,6 +318,15 @@ class Compute:
         """The end of what a worker process itself wrote, apart from the output of functions."""
         return loop_thread().run(self.launched.logs(rank))
 
+    def status(self) -> dict[str, Any]:
+        """What the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks"."""
+        busy, waiting = self._running_scheduler().load()
+        ranks = [
+            {"rank": rank, "worker": node.url, "state": "connected" if node.alive else "lost", "busy": busy[rank]}
+            for rank, node in enumerate(self.nodes)
+        ]
+        return {"name": self.spec.name, "waiting": waiting, "ranks": ranks}
+
     def _running_workers(self) -> Workers:
         if self._workers is None:
             raise ConfigurationError("this pool does not run. Use it inside its `with` block, or call start() before.")
@@ -524,6 +533,11 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pe
 
 # Strong on purpose: a pool that a program forgets still has workers, and they may cost money.
 _running: set[Compute] = set()
+
+
+def running_pools() -> list[Compute]:
+    """Return the pools of this program whose workers run."""
+    return list(_running)
 
 
 def _close_all() -> None:

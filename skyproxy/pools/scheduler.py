@@ -145,6 +145,11 @@ class Scheduler:
         """Whether calls can be made."""
         return not self._closed
 
+    def load(self) -> tuple[list[int], int]:
+        """How many single calls each process runs, by rank, and how many calls and broadcasts wait."""
+        with self._lock:
+            return list(self._busy), self._waiting + len(self._broadcasts)
+
     # --- one process --------------------------------------------------------------------------------------------------
 
     def submit(self, call: PendingCompute[Any]) -> PoolFuture[Any]:

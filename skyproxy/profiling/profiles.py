@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +22,11 @@ from skyproxy.profiling.clock import Clock, Reading, read_clock
 from skyproxy.profiling.timeline import Side, Timeline, merge
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES
+
+logger = logging.getLogger("skyproxy")
+
+AT_END: list[Callable[[Profile], object]] = []
+"""Called with each profile whose block has ended."""
 
 
 class _Profiled:
@@ -124,6 +131,11 @@ class Profile:
         self.trace = self._timeline.trace
         if self._path is not None:
             self.save(self._path)
+        for observer in list(AT_END):
+            try:
+                observer(self)
+            except Exception:
+                logger.exception("a profile could not be shown")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace, to be opened at ui.perfetto.dev or chrome://tracing. A name that ends in .gz is compressed.

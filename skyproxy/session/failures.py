@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import time
+from collections import deque
 from typing import Any
 
 import torch
 
 from skyproxy.errors import (
-    CancelledOperationError,
     InferenceMismatchError,
     LimitExceededError,
     RemoteError,
@@ -26,12 +27,13 @@ _ERRORS: dict[str, type[BaseException]] = {
     "UnsupportedOpError": UnsupportedOpError,
     "InferenceMismatchError": InferenceMismatchError,
     "LimitExceededError": LimitExceededError,
-    "CancelledOperationError": CancelledOperationError,
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 }
 _NEVER_REBUILT = (BaseExceptionGroup, StopIteration, StopAsyncIteration)
 """Exceptions that end a loop in silence, or are made of others; a worker's is a `RemoteError` with its text."""
+_RECENT_ERRORS = 20
+_MAX_SHOWN_CHARACTERS = 300
 _REMEMBERED_FAILURES = 1024
 """The worker tells of a failed op at once, while its batch is still known here; the error may be raised much later."""
 
@@ -43,12 +45,14 @@ class FailureReports:
         recordings: captured graphs, by number: commands, and the lines that recorded them.
         lines: for the place of a command that failed, the line that recorded it.
         warnings: what the worker warned of and was not shown yet.
+        recent: the latest errors as texts, for the web view: "at", "message", "op", "line", and where it stood.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recordings: dict[int, SentBatch] = {}
         self.lines: dict[tuple[int, int], str] = {}
         self.warnings = WorkerWarnings()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_ERRORS)
         self._recorder = recorder
 
     def error(self, record: dict[str, Any]) -> RemoteError:
@@ -58,14 +62,31 @@ class FailureReports:
             KeyError: the record does not say where the command stood.
             TypeError: likewise.
         """
-        return remote_error(record, self._line_of(record))
+        return self._noted(record, self._line_of(record))
 
     def answer(self, record: dict[str, Any]) -> RemoteError:
         """Return the error for whoever waits; where the record names no command, it names no line."""
         line = ""
         with contextlib.suppress(KeyError, TypeError):
             line = self._line_of(record)
-        return remote_error(record, line)
+        return self._noted(record, line)
+
+    def line_at(self, place: dict[str, Any]) -> str:
+        """Return the line that recorded the command at a place, as long as its batch is known; else an empty text."""
+        with contextlib.suppress(KeyError, TypeError, RuntimeError):  # no place, or the batches change meanwhile
+            sent = self._batch_of(place)
+            return describe_line(sent, place["position"], self._recorder.widths) if sent is not None else ""
+        return ""
+
+    def _noted(self, record: dict[str, Any], line: str) -> RemoteError:
+        error = remote_error(record, line)
+        place = {"sequence": record.get("sequence"), "position": record.get("position"), "graph": record.get("graph")}
+        kind, message = (visible(record.get(key) or "") for key in ("type", "message"))
+        shown = f"{kind}: {message}"[:_MAX_SHOWN_CHARACTERS]
+        row = {**place, "graph": place["graph"] or 0, "message": shown, "op": error.op, "line": line}
+        if not any(row.items() <= known.items() for known in self.recent):  # it is raised again
+            self.recent.append({"at": time.time(), **row})
+        return error
 
     def on_warned(self, warned: Warned) -> None:
         """Keep a warning until somebody waits, with the line that caused it."""
@@ -74,11 +95,6 @@ class FailureReports:
             sent = self._batch_of(place)
             found = find_line(sent, place["position"], self._recorder.widths) if sent is not None else None
         self.warnings.add(warned.category, visible(warned.message), found)
-
-    def remember_line(self, sequence: int, position: int) -> None:
-        """Look up the line of a command now: an error may name it when its batch is not known any more."""
-        with contextlib.suppress(KeyError, TypeError):
-            self._line_of({"sequence": sequence, "position": position})
 
     def _line_of(self, record: dict[str, Any]) -> str:
         graph = record.get("graph")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,16 +22,20 @@ _MAX_BYTES = 1 << 20
 def ask_worker(
     url: str,
     token: str,
+    path: str = "/activity",
     *,
+    ssl_context: ssl.SSLContext | None = None,
     certificate: str | Path | None = None,
     server_name: str | None = None,
     timeout_seconds: float = 5.0,
 ) -> dict[str, Any]:
-    """The worker's own report: sessions, calls_running, idle_seconds, devices, software.
+    """The worker's own report: sessions, calls_running, idle_seconds, devices, software; or another one.
 
     Args:
         url: "ws://host:port" or "wss://host:port", with a path where a gateway wants one; or a link, "sky://...".
         token: the worker's.
+        path: "/status" for what the web view shows.
+        ssl_context: whom to trust, in place of a certificate.
         certificate: whom to trust, as `trust.client_context` takes it; the system's authorities by default.
         server_name: the name in its certificate, where the url says another.
         timeout_seconds: for each step.
@@ -52,9 +57,9 @@ def ask_worker(
     try:
         connection.sock = socket.create_connection((host, port), timeout_seconds)
         if secure:
-            context = client_context(certificate)
+            context = ssl_context or client_context(certificate)
             connection.sock = context.wrap_socket(connection.sock, server_hostname=server_name or host)
-        connection.request("GET", parts.path.rstrip("/") + "/activity", headers={"Authorization": f"Bearer {token}"})
+        connection.request("GET", parts.path.rstrip("/") + path, headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         body = answer.read(_MAX_BYTES)
         if answer.status in (401, 403):

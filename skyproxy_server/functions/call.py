@@ -8,6 +8,7 @@ import ctypes
 import inspect
 import pickle
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class FunctionCall:
         session: the session that began it.
         events: what its caller is told.
         running: whether its thread runs; it may, after the caller was told the end.
+        began_at: when that began, on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FunctionCall:
         self.session = session
         self.running = False
         self.name = ""
+        self.began_at = 0.0
         self._plain = False
         self._devices = devices
         self.events = Events(identity, settings)
@@ -131,6 +134,7 @@ class FunctionCall:
             return
         self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
         self.running = True
+        self.began_at = time.monotonic()
         timeout = self._task["timeout"]
         if timeout is not None:
             text = f"{self.name} did not finish within {timeout:g} s, the timeout of this call."

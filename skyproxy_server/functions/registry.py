@@ -81,6 +81,12 @@ class Calls:
         with self._lock:
             return list(self._calls)
 
+    def running_names(self, session: str) -> list[tuple[str, float]]:
+        """Return the names of the functions that run for a session, and when they began by `time.monotonic`."""
+        with self._lock:
+            calls = [self._calls.get(name) for name, owner in self._running.items() if owner == session]
+        return [(call.name, call.began_at) for call in calls if call is not None]
+
     def _elsewhere(self, identity: str) -> Elsewhere | None:
         """Return who speaks for a call that runs in another process; None for one of ours, or of nobody."""
         elsewhere = self.elsewhere

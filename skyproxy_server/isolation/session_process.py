@@ -82,6 +82,7 @@ class SessionProcess:
         self._operations_over = threading.Event()
         self._over_since = 0.0
         self._left_in_order = False
+        self._tells_rows = False
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
         self._host.on_session_end = self._on_session_end
@@ -115,7 +116,7 @@ class SessionProcess:
                 begun = True
                 self._take(socket.socket(fileno=descriptors[0]), order)
             elif order["order"] == "report":
-                self._control.send({"report": order["number"], **self._report()})
+                self._control.send({"report": order["number"], **self._report(order.get("rows") is True)})
             elif order["order"] == "close":
                 self._close(order["code"], order["reason"])
             elif order["order"] == "prepare":
@@ -175,8 +176,11 @@ class SessionProcess:
         finally:
             self._visitors.discard(visitor)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, rows_wanted: bool) -> dict[str, Any]:
+        self._tells_rows = self._tells_rows or rows_wanted
         activity = self._host.activity()
+        if self._tells_rows:
+            activity["row"] = next(iter(self._host.session_rows()), None)
         rows = [
             {**row, "used_memory_bytes": limits.private_bytes()} if row["type"] == "cpu" else row
             for row in activity["devices"]

@@ -22,6 +22,7 @@ from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.endings import Ending
 from skyproxy_server.isolation.slots import Slots
 from skyproxy_server.isolation.uploads import UploadDesk
+from skyproxy_server.status import checked_row
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -198,13 +199,25 @@ class SupervisedSession:
 
     # --- reports -------------------------------------------------------------------------------------------------
 
-    def ask(self) -> int:
-        """Ask for a report; returns the number that it will have."""
+    @property
+    def row(self) -> dict[str, Any]:
+        """What the web view shows of it, as its process said it the last time."""
+        with self._lock:
+            report = self._report or {}
+        row = checked_row(report.get("row"), self.identity, self.client)
+        return row if self.is_open else {**row, "state": "over"}
+
+    def ask(self, *, rows: bool = False) -> int:
+        """Ask for a report; returns the number that it will have.
+
+        Args:
+            rows: whether reports tell of the session, too, from now on.
+        """
         with self._lock:
             self._asked += 1
             number = self._asked
         with suppress(ChannelClosedError):
-            self._control.send({"order": "report", "number": number}, wait=False)
+            self._control.send({"order": "report", "number": number, "rows": rows}, wait=False)
         return number
 
     def answer(self, number: int, deadline: float) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from skyproxy_server.isolation.spawner import Template, TemplateSetup
 from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, Resume, SupervisedSession
 from skyproxy_server.isolation.uploads import UploadDesk
 from skyproxy_server.lasting import SECRET_BYTES
+from skyproxy_server.status import MAX_SESSIONS
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -267,6 +268,16 @@ class ProcessHost:
             "devices": [{**row, **_usage(row, used.get((row["type"], row["index"]), []))} for row in self._devices],
             "software": self._software,
         }
+
+    def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
+        """What the web view shows of the sessions; with a client, of its own ones."""
+        with self._lock:
+            sessions = [one for one in self._sessions.values() if client is None or one.client.name == client.name]
+        asked = [(session, session.ask(rows=True)) for session in sessions[:MAX_SESSIONS]]
+        deadline = time.monotonic() + _REPORT_SECONDS
+        for session, number in asked:
+            session.answer(number, deadline)
+        return [session.row for session, _ in asked]
 
     # --- processes -------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ main()
         (("status", "nobody", "--provider", "local"), 3),
         (("logs", "nobody", "--provider", "local"), 3),
         (("down", "nobody", "--provider", "local"), 3),
+        (("ui", "--help"), 0),
+        (("ui", "nobody"), 3),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -25,6 +25,20 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
         32,
         {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4},
     ),
+    "FocalNet": (
+        "ForImageClassification",
+        32,
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 2],
+            "focal_levels": [2, 2],
+            "focal_windows": [3, 3],
+            "num_labels": 4,
+        },
+    ),
+    "Pvt": ("ForImageClassification", 64, {**ATTENDING, "image_size": 64}),
     "ViT": (
         "ForImageClassification",
         32,
@@ -41,7 +55,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "PoolFormer": ("ForImageClassification", 64, SMALL),
     "RegNet": ("ForImageClassification", 32, {**SMALL, "embedding_size": 8, "groups_width": 4}),
 }
-SLOW = {"MobileNetV2", "PoolFormer", "RegNet", "Swin"}
+SLOW = {"FocalNet", "MobileNetV2", "PoolFormer", "Pvt", "RegNet", "Swin"}
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 

@@ -30,6 +30,7 @@ SHARED_WITH_SERVER = {
     "torch_versions",
     "transport",
     "units",
+    "webpage",
 }
 FACADES = {"client"}
 """Alias modules that only hand on the public names."""

@@ -29,6 +29,8 @@ _CORRECTIONS: dict[str, Correction] = {}
 _ROW_MAJOR: Strides = ()
 """Stands for the strides of a fresh row-major tensor, whatever its size."""
 _POSITIONS = frozenset({torch.int64, torch.int32})
+_REVERSED = frozenset({"aten::rsub.Tensor", "aten::threshold_backward"})
+"""Ops whose kernels iterate over their operands in the other order."""
 _TAKES_NUMBER_AS_TENSOR = frozenset({"Scalar", "Scalar_mode", "Scalar_Other", "Scalar_Self"})
 
 
@@ -82,7 +84,7 @@ def _elementwise(op: Any, operands: list[Any], result: Meta) -> Strides:
     if any(isinstance(a, list | tuple) for a in operands):
         return None
     name, operands = op.name(), list(operands)
-    if name == "aten::rsub.Tensor":  # which subtracts the other way round
+    if name in _REVERSED:
         operands.reverse()
     tensors = [a for a in operands if isinstance(a, Meta)]
     if not tensors:
@@ -117,19 +119,31 @@ def _copy(a: Meta, *args: Any, memory_format: torch.memory_format | None = None,
     "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
     "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_copy huber_loss_backward "
-    "smooth_l1_loss_backward mse_loss_backward native_layer_norm col2im renorm tril triu "
-    "softmax.int log_softmax.int"
+    "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
+    "softmax.int log_softmax.int nll_loss2d_forward"
 )
 def _row_major(*args: Any, **kwargs: Any) -> list[Strides]:
-    return [_ROW_MAJOR, _ROW_MAJOR]
+    return [_ROW_MAJOR] * 3
 
 
 @_corrects(
     "flip _conj_physical nan_to_num hardtanh frexp.Tensor sort sort.stable _prelu_kernel "
-    "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put"
+    "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put "
+    "log_sigmoid_backward"
 )
 def _preserving(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)] * 2
+
+
+@_corrects("abs")
+def _abs(a: Meta) -> list[Strides]:
+    """Of real numbers, an elementwise result; of complex ones, `empty_like` of another dtype."""
+    return [preserved_stride(a.size, a.stride) if a.dtype.is_complex else _stride_of(elementwise([a]))]
+
+
+@_corrects("angle")
+def _angle(a: Meta) -> list[Strides]:
+    return [_ROW_MAJOR if a.dtype.is_complex else _stride_of(elementwise([a]))]
 
 
 @_corrects("native_dropout_backward")
@@ -155,8 +169,11 @@ def _rms_norm(a: Meta, shape: Any, weight: Meta | None = None, eps: Any = None) 
 
 @_corrects("soft_margin_loss_backward")
 def _soft_margin_loss_backward(gradient: Meta, a: Meta, target: Meta, *args: Any) -> list[Strides]:
-    product = elementwise([target, a])
-    return [None if product is None else _stride_of(elementwise([target, plain_meta(product[0], a.dtype, product[1])]))]
+    """Step by step as the kernel: `target * exp(-target * a)`."""
+    negated = plain_meta(target.size, target.dtype, preserved_stride(target.size, target.stride))
+    product = elementwise([negated, a])
+    exponential = product and elementwise([plain_meta(product[0], a.dtype, product[1])])
+    return [exponential and _stride_of(elementwise([target, plain_meta(exponential[0], a.dtype, exponential[1])]))]
 
 
 @_corrects("_prelu_kernel_backward")
@@ -213,7 +230,12 @@ def _leaky_relu_backward(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
     return _iterated(a, gradient)
 
 
-@_corrects("floor_divide hardtanh_backward complex polar")
+@_corrects("elu_backward")
+def _elu_backward(gradient: Meta, alpha: Any, scale: Any, input_scale: Any, is_result: bool, a: Meta) -> list[Strides]:
+    return _iterated(gradient, a)
+
+
+@_corrects("floor_divide hardsigmoid_backward hardswish_backward hardtanh_backward softplus_backward complex polar")
 def _iterated(a: Meta, b: Meta, *args: Any) -> list[Strides]:
     return [_stride_of(elementwise([a, b]))]
 
@@ -237,7 +259,7 @@ def _loss_like_target(
     return [preserved_stride(target.size, target.stride) if reduction == 0 else _ROW_MAJOR]
 
 
-@_corrects("binary_cross_entropy_backward")
+@_corrects("binary_cross_entropy_backward nll_loss2d_backward")
 def _like_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)]
 
@@ -278,7 +300,9 @@ def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: Any) -> list[
     "_native_batch_norm_legit_no_training _batch_norm_no_update"
 )
 def _batch_norm(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
-    return [batch_norm_stride(a.size, a.stride)]
+    if all(is_contiguous(part.size, part.stride) for part in args if isinstance(part, Meta)):
+        return [batch_norm_stride(a.size, a.stride)]
+    return [suggested_stride(a.size, a.stride)]  # the kernel for weights and statistics that are expanded
 
 
 @_corrects("native_batch_norm_backward batch_norm_backward")

@@ -64,13 +64,16 @@ def _lerp_between(x: Any, end: Any, weight: Any) -> RuleResult:
     return _of_one_dtype(x, end, weight)
 
 
-_GRADIENTS = "gelu_backward threshold_backward silu_backward tanh_backward sigmoid_backward"
-
-
-@rule(_GRADIENTS)
+@rule("gelu_backward silu_backward tanh_backward sigmoid_backward")
 def _activation_backward(gradient: Any, x: Any, *numbers: Any, **options: Any) -> RuleResult:
     fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
     return _of_one_dtype(gradient, x) if fits else None
+
+
+@rule("threshold_backward")
+def _threshold_backward(gradient: Any, x: Any, threshold: Any) -> RuleResult:
+    """As above, but the kernel iterates over the input first."""
+    return _of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
 
 
 @rule("isnan isinf isposinf isneginf signbit")

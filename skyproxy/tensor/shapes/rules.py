@@ -221,7 +221,7 @@ def _comparison(a: Any, b: Any) -> RuleResult:
 @rule("logical_and logical_or logical_xor")
 def _logical(a: Meta, b: Meta) -> RuleResult:
     """Operands are not converted: each is asked whether it is zero."""
-    return _result((a, b), torch.bool, None) if a.dtype is b.dtype and _has_tensor(a, b) else None
+    return _result((a, b), torch.bool, a.dtype) if a.dtype is b.dtype and _has_tensor(a, b) else None
 
 
 @rule(_FLOAT_UNARY)
@@ -260,6 +260,8 @@ def _without_nan(a: Meta, *numbers: Any) -> RuleResult:
 @rule(_WITH_SCALARS)
 def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
+    if type(a) is Meta and a.dtype is torch.bool and all(type(n) is bool for n in numbers):
+        return _result((a,), torch.bool)  # fake tensors say that it is an integer
     fits = type(a) is Meta and a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
     return _result((a,), a.dtype) if fits else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -465,3 +466,18 @@ def test_nothing_is_left_of_many_sessions(worker: Worker, sessions) -> None:
     before = wait_for(counts, "they are counted")
     open_and_close()
     wait_for(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)), "descriptors and threads")
+
+
+def test_the_web_view_is_told_of_sessions_by_their_own_processes(worker: Worker, sessions) -> None:
+    first, second = sessions(), sessions()
+    for node in (first, second):
+        ones(node, 1000).sum().item()
+    names = {node._session.welcome.session[:8] for node in (first, second)}
+
+    def told() -> bool:
+        rows = [row for row in json.loads(worker.get("/status"))["sessions"] if row["session"] in names]
+        return len(rows) == 2 and all(row["state"] == "idle" and row["commands"] > 0 for row in rows)
+
+    wait_for(told, "both processes tell of their sessions")
+    assert {row["client"] for row in json.loads(worker.get("/status"))["sessions"]} == {"owner"}
+    assert second.worker_status()["worker"]["sessions"] >= 2

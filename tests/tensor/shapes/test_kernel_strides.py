@@ -1,0 +1,114 @@
+"""Kernels whose operands lie in different orders of memory: strides and bits of their results are local PyTorch's.
+
+A gradient comes in the order in which it was computed, which need not be that of the input that it belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+aten = torch.ops.aten
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _idle(x: torch.Tensor, stride: int) -> torch.Tensor:
+    return x.as_strided(x.shape, [stride if n == 1 else s for n, s in zip(x.shape, x.stride())])
+
+
+def _reversed(x: torch.Tensor) -> torch.Tensor:
+    order = list(range(x.dim()))[::-1]
+    return x.permute(order).contiguous().permute(order)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "row-major": lambda x: x,
+    "reversed": _reversed,
+    "last two swapped": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "odd idle strides": lambda x: _idle(x, 4096),
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+}
+
+
+def _norm_backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    shape = x.shape[-1:]
+    _, mean, deviation = aten.native_layer_norm(x, shape, None, None, 1e-5)
+    weight = torch.ones(shape, device=x.device)
+    return aten.native_layer_norm_backward(gradient, x, shape, mean, deviation, weight, weight, [True, True, True])
+
+
+def _norm_of_rows_backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    """Weights of several dimensions, laid out as the gradient is."""
+    shape = x.shape[1:]
+    _, mean, deviation = aten.native_layer_norm(x, shape, None, None, 1e-5)
+    weight = gradient[0]
+    return aten.native_layer_norm_backward(gradient, x, shape, mean, deviation, weight, weight, [True, True, True])
+
+
+def _loss_of_pixels_backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    target = torch.zeros(x.shape[0], *x.shape[2:], dtype=torch.int64, device=x.device)
+    scale = torch.ones((), device=x.device)
+    return aten.nll_loss2d_backward(gradient[:, 0].contiguous(), x, target, None, 0, -100, scale)
+
+
+def _loss_of_pixels(targets: torch.Tensor, x: torch.Tensor) -> Any:
+    return aten.nll_loss2d_forward(x, (targets[:, 0] > 9).long(), None, 0, -100)
+
+
+def _batch_norm(rows: torch.Tensor, x: torch.Tensor) -> Any:
+    weight = rows.reshape(-1)[:1].expand(x.shape[1])  # expanded: another kernel
+    return aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[:1]
+
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "layer norm": _norm_backward,
+    "layer norm of rows": _norm_of_rows_backward,
+    "loss of pixels": _loss_of_pixels,
+    "gradient of a loss of pixels": _loss_of_pixels_backward,
+    "batch norm": _batch_norm,
+    "relu": lambda g, x: aten.threshold_backward(g, x, 0),
+    "gelu": lambda g, x: aten.gelu_backward(g, x),
+    "silu": lambda g, x: aten.silu_backward(g, x),
+    "tanh": lambda g, x: aten.tanh_backward(g, x),
+    "hardswish": lambda g, x: aten.hardswish_backward(g, x),
+    "hardsigmoid": lambda g, x: aten.hardsigmoid_backward(g, x),
+    "hardtanh": lambda g, x: aten.hardtanh_backward(g, x, -1, 1),
+    "leaky relu": lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False),
+    "elu": lambda g, x: aten.elu_backward(g, 1, 1, 1, False, x),
+    "softplus": lambda g, x: aten.softplus_backward(g, x, 1, 20),
+    "log sigmoid": lambda g, x: aten.log_sigmoid_backward(g, x, x.sigmoid()),
+    "soft margin loss": lambda g, x: aten.soft_margin_loss_backward(x.mean(), x, g, 1),
+    "logical or": lambda g, x: aten.logical_or(g, x[0]),
+    "magnitude of complex numbers": lambda g, x: aten.abs(torch.complex(x, x)),
+    "angle of complex numbers": lambda g, x: aten.angle(torch.complex(x, x)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_operands_in_different_orders_of_memory_give_local_pytorchs_strides_and_bits(name: str, sky1: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for first, second in itertools.product(LAYOUTS, repeat=2):
+        size = (1, 6, 3, 4) if name in ("batch norm", "gradient of a loss of pixels") else (1, 4, 1, 6)
+        gradient, x = (torch.randn(size, generator=generator) for _ in range(2))
+        try:
+            expected = OPS[name](LAYOUTS[first](gradient), LAYOUTS[second](x))
+        except RuntimeError:  # a kernel that does not take this order
+            continue
+        found = OPS[name](LAYOUTS[first](gradient.to(sky1)), LAYOUTS[second](x.to(sky1)))
+        several = isinstance(expected, list | tuple)
+        for ours, theirs in zip(found if several else [found], expected if several else [expected], strict=True):
+            assert ours.stride() == theirs.stride(), (first, second)
+            assert torch.equal(ours.cpu(), theirs), (first, second)
+
+
+@pytest.mark.parametrize("exponent", [True, False, 2, 2.5])
+def test_a_mask_to_a_power_has_local_pytorchs_dtype(exponent: Any, sky1: str) -> None:
+    mask = torch.tensor([True, False])
+    expected = mask**exponent
+    found = mask.to(sky1) ** exponent
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.cpu(), expected)
