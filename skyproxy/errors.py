@@ -18,6 +18,7 @@ SkyproxyError
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
     ├── InferenceMismatchError            the worker's result has other metadata than we announced
     ├── LimitExceededError                a bound of the worker was hit
+    ├── CancelledOperationError           an interrupt, or `torch.sky.cancel()`, came before the op was begun
     └── RemoteFunctionError               a function raised what cannot be made again here
 
 An op that fails on the worker with an exception that PyTorch users know (RuntimeError, IndexError, ValueError,
@@ -184,6 +185,10 @@ class InferenceMismatchError(RemoteError):
 
 class LimitExceededError(RemoteError):
     """A bound was hit: handles, bytes in flight, sessions or the size of a message."""
+
+
+class CancelledOperationError(RemoteError):
+    """An operation was cancelled before the worker had begun it: by an interrupt, or by `torch.sky.cancel()`."""
 
 
 class RemoteFunctionError(RemoteError):

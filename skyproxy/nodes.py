@@ -104,6 +104,7 @@ class Node(NodeModels):
         self._on_close = on_close
         self._ask_status = ask_status
         self._devices = DEVICES.add(session)
+        session.backlogs.device = " and ".join(str(chosen.torch_device) for chosen in self._devices)
         for chosen in self._devices:
             seed = torch.initial_seed()
             session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))

@@ -120,7 +120,11 @@ class Settings:
     rank_close_timeout_seconds: float = 10.0
     """How long the ranks of a pool may take to leave their plugins' hooks when it ends."""
     show_progress: bool = True
-    """Whether transfers that take longer than a second show a progress bar, on a terminal or in a notebook."""
+    """Whether transfers that take longer than a second show a progress bar, and other waits of more than two seconds
+    what they wait for, on a terminal or in a notebook."""
+    cancel_on_interrupt: bool = True
+    """Whether Ctrl-C, and Stop in a notebook, that ends a wait also drops the operations that its worker has not begun;
+    without it, they run, and the next wait waits for them."""
     record_lines: bool = True
     """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
     launch_blocking: bool = False

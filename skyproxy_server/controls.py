@@ -40,6 +40,12 @@ def synchronize(session: SessionState) -> None:
 
 
 @_control
+def end_cancellation(session: SessionState, number: int) -> dict[str, Any]:
+    """What was cancelled ends here: what follows is run."""
+    return session.cancellation.meet(number)
+
+
+@_control
 def stats(session: SessionState) -> dict[str, int]:
     """What the session holds and did."""
     tensors = [value for value in session.values.slots.values() if isinstance(value, torch.Tensor)]

@@ -10,8 +10,9 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Message
 from skyproxy.settings import Settings
 from skyproxy_server import graph_controls
+from skyproxy_server.cancelling import Dropping
 from skyproxy_server.controls import CONTROLS
-from skyproxy_server.failures import PoisonedError
+from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.tensor_commands import TensorCommands
 from skyproxy_server.transfers import Transfers
@@ -37,6 +38,15 @@ class Executor:
         self._max_handles = settings.max_handles
         self._tensors = TensorCommands(state.values, state.reports, transfers, state.devices)
         self._verification = Verification(state.ops, state.values, state.modes)
+        self._dropping = Dropping(
+            state.cancellation,
+            state.ops,
+            state.values,
+            state.reports,
+            state.graphs,
+            self._verification.owe_check,
+            self._after_failure,
+        )
         state.ops.add_built_in(
             {
                 **self._tensors.handlers,
@@ -49,7 +59,7 @@ class Executor:
         )
 
     def run(self, batch: Batch) -> None:
-        """Execute a batch. Ops that fail poison their results; everything else goes on.
+        """Execute a batch. Ops that fail poison their results, as those do that the client cancels; the rest goes on.
 
         Raises:
             ProtocolError: the batch is malformed; the session cannot go on.
@@ -59,7 +69,11 @@ class Executor:
         self._tensors.buffers = list(reversed(batch.buffers))
         position, end = 0, len(stream)
         done = 0
+        cancellation = self.state.cancellation
         while position < end:
+            if gates and cancellation.is_on:
+                position = self._dropping.drop(stream, position)
+                continue
             error = self._pass_gates(stream, position) if gates else None
             if error is None:
                 position, count, error = commands.execute(stream, position, handlers, slots, gates)
@@ -133,11 +147,19 @@ class Executor:
             _control(name)(self.state, *arguments)
         except ProtocolError:
             raise
-        except PoisonedError:
-            pass  # the failure is known already
+        except PoisonedError as error:  # the failure is known already
+            self._poison_results(name, arguments, error.failed)
         except Exception as error:
-            self._reports.failure(error, name, position)
+            self._poison_results(name, arguments, self._reports.failure(error, name, position))
         return position + 3
+
+    def _poison_results(self, name: str, arguments: list[Any], failed: Failed) -> None:
+        """Let the slots that a control should have filled hold its failure, and not what was there before."""
+        _, fills = commands.RECORDABLE.get(name, ((), ()))
+        for number in fills:
+            filled = arguments[number]
+            for slot in filled if isinstance(filled, list) else (filled,):
+                self._values.slots[slot] = failed
 
 
 def _control(name: str) -> Callable[..., Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+CANCELLED = "CancelledOperationError"
+
 
 class Failed:
     """A command that failed. Stands in the slots of the values that do not exist because of it.
@@ -26,6 +28,26 @@ class Failed:
             "sequence": sequence,
             "position": position,
         }
+
+    @classmethod
+    def cancelled(cls, message: str, op: str, sequence: int, position: int) -> Failed:
+        """Make what stands for an operation that the client gave up before it was begun."""
+        made = cls.__new__(cls)
+        made.delivered = False
+        made.record = {
+            "type": CANCELLED,
+            "message": message,
+            "traceback": "",
+            "op": op,
+            "sequence": sequence,
+            "position": position,
+        }
+        return made
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether the operation did not fail, but was given up."""
+        return bool(self.record["type"] == CANCELLED)
 
     def __repr__(self) -> str:
         return f"<failed {self.record['op']}: {self.record['message']:.60}>"

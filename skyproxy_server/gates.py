@@ -16,6 +16,9 @@ import torch
 from skyproxy import torch_codec
 from skyproxy_server.failures import Failed, PoisonedError
 
+_NO_STORAGE = 0
+"""The key of what closes no storage: see `Gates.hold`."""
+
 
 @dataclass(slots=True)
 class Gate:
@@ -59,6 +62,14 @@ class Gates:
     def __bool__(self) -> bool:
         return bool(self._closed or self._shrunk)
 
+    def hold(self) -> None:
+        """Have this count as true, so that the executor looks up after the command that runs now. For any thread."""
+        self._closed[_NO_STORAGE] = []
+
+    def let_go(self) -> None:
+        """Take `hold` back."""
+        self._closed.pop(_NO_STORAGE, None)
+
     def resized(self, tensor: torch.Tensor, former_bytes: int) -> None:
         """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
@@ -87,8 +98,18 @@ class Gates:
 
     def mark_failed(self, tensor: Any, failed: Failed) -> None:
         """The tensor's storage was to be changed by a command that failed."""
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not self._is_marked(tensor, failed):
             self.close(tensor, Gate(None, failed=failed))
+
+    def _is_marked(self, tensor: torch.Tensor, failed: Failed) -> bool:
+        return any(gate.failed is failed for gate in self._closed.get(storage_key(tensor) or _NO_STORAGE, ()))
+
+    def forget_unheld(self) -> None:
+        """Forget the marks on storages that nobody but us holds any more."""
+        for key, gates in list(self._closed.items()):
+            storage = gates[0].storage if gates and all(gate.failed is not None for gate in gates) else None
+            if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES:
+                del self._closed[key]
 
     def pass_through(self, reads: Iterable[Any], writes: Iterable[Any], *, sizes: bool = True) -> None:
         """Waits until these tensors may be used.

@@ -152,6 +152,26 @@ class Graphs:
             self._replayed(recording.number)
         return position + 2
 
+    def cancel(self, number: int, changed: Failed) -> None:
+        """Mark what a replay would have changed, which is not begun: its results, and what it writes to.
+
+        Raises:
+            ProtocolError: there is no such graph.
+        """
+        recording = self._recordings.get(number)
+        if recording is None:
+            raise ProtocolError(f"graph {number!r:.40} does not exist")
+        held, gates = self._values.slots, self._values.gates
+        for slot in recording.exports:
+            gates.mark_failed(held.get(slot), changed)
+        for step in recording.steps:
+            if step.signature is None:
+                continue
+            at = commands.op_at(recording.stream, step.position)
+            for slot in step.signature.written_slots(recording.stream, at):
+                value = recording.externals.get(slot)
+                gates.mark_failed(held.get(slot) if slot in recording.dynamic else value, changed)
+
     def _replayed(self, number: int) -> None:
         for key in [key for key, (graph, _, _) in self._values.not_replayed.items() if graph == number]:
             del self._values.not_replayed[key]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from skyproxy.protocol.messages import Message
 from skyproxy.settings import Settings
 from skyproxy_server.allocator import give_back_memory
+from skyproxy_server.cancelling import Cancellation
 from skyproxy_server.devices import Devices
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
@@ -34,6 +35,7 @@ class SessionState:
         values: what its slots hold.
         ops: what runs each command.
         graphs: captured streams of commands.
+        cancellation: which commands are dropped.
         transfers: large tensors that come and go.
         profile: what watches the session, else None.
         max_bytes: the most that its values took, as far as it was asked for.
@@ -54,6 +56,7 @@ class SessionState:
             self.reports, self.random, on_cpu=self.devices.on_cpu, max_signatures=settings.max_signatures
         )
         self.graphs = Graphs(self.values, self.ops, self.reports, self.modes, self.random, self.devices)
+        self.cancellation = Cancellation(self.values, self.reports)
         self.transfers = transfers
         self.profile: WorkerProfile | None = None
         self.max_bytes = 0

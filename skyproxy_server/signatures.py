@@ -57,6 +57,8 @@ class Signature:
         draws: whether the op takes numbers from a generator.
         watch: what is done beyond running it; None as long as there is nothing.
         views: whether the op looks at no values: its result is another view of the same memory.
+        reshapes: whether the op changes in place what a tensor looks like, and none of its values.
+        fills_outs: whether the op writes to `out=` arguments, which it may resize.
         warns: whether its kernel has warned of something.
     """
 
@@ -80,6 +82,8 @@ class Signature:
         self._on_cpu = on_cpu
         self.views = name.partition(".")[0] in _VIEWS
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        self.reshapes = torch.Tag.inplace_view in overload.tags
+        self.fills_outs = any(argument.is_out for argument in schema.arguments)
         arguments = {argument.name: argument for argument in schema.arguments}
         names = list(arguments)
         if len(positional) > len(names):
@@ -135,7 +139,7 @@ class Signature:
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.watch: Watch | None = None
-        self.draws = self.views = self.warns = False
+        self.draws = self.views = self.warns = self.reshapes = self.fills_outs = False
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:

@@ -16,6 +16,7 @@ from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.digests import content_proof
 from skyproxy.protocol.messages import (
+    CancelOperations,
     CancelTransfer,
     Challenge,
     Chunk,
@@ -182,6 +183,7 @@ class Transfers:
     Attributes:
         blobs: where uploads are kept; None for a worker that keeps none.
         lasting: whether the bulk connection may be replaced when it breaks.
+        on_cancel_operations: called with the number of each `CancelOperations`, on the thread that receives.
     """
 
     lasting = False
@@ -225,6 +227,7 @@ class Transfers:
         self._complete: dict[int, int] = {}
         self._is_detached = False
         self._ended = False
+        self.on_cancel_operations: Callable[[int], object] = lambda number: None
 
     def arrival(self, number: int, byte_count: int) -> Arrival:
         """The arrival of this number; its first piece may have come before the command that announces it."""
@@ -329,6 +332,8 @@ class Transfers:
                 transport.send(Known(message.transfer, self.on_proof(message)))
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
+            elif isinstance(message, CancelOperations):
+                self.on_cancel_operations(message.number)
 
     # --- a bulk connection that is replaced --------------------------------------------------------------------------
 

@@ -133,6 +133,42 @@ class Values:
                     self.slots[slot] = failed
         return at + 1 + signature.width
 
+    def cancel(
+        self,
+        signature: Signature,
+        stream: list[Any],
+        at: int,
+        made: Failed,
+        changed: Failed,
+        expected: list[Any] | None,
+    ) -> None:
+        """Poison the outputs of the op at `at`, which is not begun, and mark what it would have written.
+
+        Args:
+            signature: the op's.
+            stream: the commands.
+            at: where the op stands.
+            made: what stands for its results.
+            changed: what marks the tensors that it would have changed; they keep their values.
+            expected: what the client believes of its outputs and of what it writes, where the command says so.
+        """
+        slots, outputs = self.slots, signature.output_slots(stream, at)
+        inputs = (slots.get(slot) for slot in signature.input_slots(stream, at))
+        cause = next((value for value in inputs if isinstance(value, Failed) and not value.was_cancelled), None)
+        written = signature.written_slots(stream, at)
+        slots.update((slot, cause or made) for slot in outputs if slot)
+        for slot in written:
+            self.gates.mark_failed(slots.get(slot), cause or changed)
+        if not written:
+            return
+        if expected is None:
+            # What it would have resized, perhaps, does not look as the client believes.
+            slots.update((slot, cause or changed) for slot in written if signature.fills_outs)
+            return
+        for slot, description in zip(written, decode_all(expected)[len(outputs) :], strict=False):
+            if not restore_look(slots.get(slot), description, allowed=True):
+                slots[slot] = cause or changed
+
     def _cause(self, signature: Signature, stream: list[Any], at: int, error: Exception) -> Failed:
         """Return the failure behind an error of the op at `at`: one that it was handed, or a new one."""
         if isinstance(error, PoisonedError):

@@ -32,7 +32,7 @@ from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
-from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op
+from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op, running_place
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
@@ -84,6 +84,7 @@ class WorkerSession:
         self._transfers.lasting = self.lasting is not None
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
+        self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
         self._executing = 0
         self._thread_id: int | None = None
@@ -203,6 +204,11 @@ class WorkerSession:
         with self._bulk_running:  # the one before was cut, and its threads are about to end
             self._run_bulk(transport)
 
+    def _load(self) -> dict[str, int]:
+        place = running_place(self._thread_id) if self._executing else None
+        position = place[1] if place is not None else -1
+        return {"executing": self._executing, "sequence": self._executor.state.reports.sequence, "position": position}
+
     def _run_bulk(self, transport: Transport) -> None:
         sender = threading.Thread(
             target=self._transfers.sender(transport), name=f"skyproxy-bulk-{self.identity[:8]}", daemon=True
@@ -210,7 +216,7 @@ class WorkerSession:
         sender.start()
         is_over = True
         try:
-            self._transfers.receive(transport, lambda: {"executing": self._executing})
+            self._transfers.receive(transport, self._load)
         except SessionLostError:
             is_over = self.lasting is None or transport.was_closed or transport.connection.state is State.ENDED
         except ProtocolError as error:
@@ -512,7 +518,7 @@ class WorkerHost:
         return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(session.calls is not None)}
+        limits = {"functions": int(session.calls is not None), "cancels": 1}
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.lasting is not None:

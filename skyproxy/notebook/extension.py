@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyproxy.notebook import stopping
 from skyproxy.notebook.magic import SkyMagic
 from skyproxy.notebook.tracebacks import show_shortened
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Add the magic `%sky`, and show errors without skyproxy's own frames; IPython calls this.
+    """Add the magic `%sky`, let Stop cancel what is queued, and show errors without skyproxy's own frames.
+
+    IPython calls this.
 
     Args:
         ipython: the `InteractiveShell`.
@@ -20,18 +23,21 @@ def load_ipython_extension(ipython: Any) -> None:
         ```
     """
     ipython.register_magic_function(SkyMagic(ipython), magic_kind="line_cell", magic_name="sky")
+    ipython.events.register("post_run_cell", stopping.after_cell)
     if not ipython.custom_exceptions:  # whoever shows errors already goes on with it
         ipython.set_custom_exc((BaseException,), show_shortened)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Take both away again; IPython calls this for `%unload_ext skyproxy`.
+    """Take all of it away again; IPython calls this for `%unload_ext skyproxy`.
 
     Example:
         ```python
         get_ipython().extension_manager.unload_extension("skyproxy")  # as %unload_ext skyproxy
         ```
     """
+    if stopping.after_cell in ipython.events.callbacks["post_run_cell"]:
+        ipython.events.unregister("post_run_cell", stopping.after_cell)
     if ipython.custom_exceptions == (BaseException,):
         ipython.set_custom_exc((), None)
     for kind in ("line", "cell"):

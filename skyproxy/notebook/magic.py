@@ -13,6 +13,8 @@ from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
 
 USAGE = """\
 %sky status               the workers of this notebook, their devices and memory, and what was sent
+%sky queue                what the workers of this notebook have still to do
+%sky cancel               drops what they have not begun, as an interrupt does
 %sky logs [sky:K]         the end of a worker's log
 %sky dashboard            the web view of this notebook's program, in a frame
 %%sky run [sky:K]         runs the cell on a worker: it reads this notebook's variables, and what it sets comes back;
@@ -50,7 +52,11 @@ class SkyMagic:
             from skyproxy.webview.program import ui
 
             return ui()
-        if name == "logs" and len(words) <= 2 and (len(words) == 1 or words[1].startswith("sky")):
+        if name in ("queue", "cancel") and len(words) == 1:
+            from skyproxy.notebook import stopping
+
+            stopping.cancel() if name == "cancel" else print(stopping.queues())
+        elif name == "logs" and len(words) <= 2 and (len(words) == 1 or words[1].startswith("sky")):
             print(_logs(words[1] if len(words) == 2 else None))
         elif name in ("help", "-h", "--help"):
             print(USAGE, end="")

@@ -25,6 +25,7 @@ from skyproxy.protocol.messages import (
     Ack,
     CallData,
     CallEvent,
+    CancelOperations,
     Chunk,
     Goodbye,
     Hello,
@@ -382,6 +383,11 @@ def _check_landed(connection: Connection, message: Landed) -> None:
         raise ProtocolError(f"Landed says that {message.byte_count} bytes of transfer {message.transfer} came.")
 
 
+def _check_cancel_operations(connection: Connection, message: CancelOperations) -> None:
+    if message.number < 1:
+        raise ProtocolError(f"CancelOperations has the number {message.number}; they count up from 1.")
+
+
 def _check_chunk(connection: Connection, message: Chunk) -> None:
     if len(message.buffers) != 1:
         raise ProtocolError(f"Chunk of transfer {message.transfer} has {len(message.buffers)} buffers instead of 1.")
@@ -438,6 +444,7 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Ack: _check_ack,
     Received: _check_received,
     Landed: _check_landed,
+    CancelOperations: _check_cancel_operations,
     Chunk: _check_chunk,
     PackedChunk: _check_packed_chunk,
     Offer: _check_offer,

@@ -285,6 +285,21 @@ class Continue(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CancelOperations(Message):
+    """The worker shall begin nothing more of what it has not begun, up to the end of this cancellation.
+
+    The end stands in the stream: a `CALL` of "end_cancellation" with the same `number`. Numbers of a session count up
+    from 1; one whose end was met already means nothing any more, so the message may come late, or twice. It goes past
+    the operations, on the other connection. Sent only to workers whose `Welcome` has the limit "cancels".
+    """
+
+    code: ClassVar[int] = 30
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({BULK})
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Offer(Message):
     """Before an upload's first chunk: the worker may keep what comes, for uploads of the same content later on.
 
@@ -348,7 +363,11 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Message):
-    """The answer to a `Ping`. `load` tells what the worker is doing: "queued_batches", "executing"."""
+    """The answer to a `Ping`.
+
+    `load` tells what the worker does: "executing", whether it executes a batch, "sequence", which one, the latest if
+    none, and "position", where in its stream; -1 where that is not known.
+    """
 
     code: ClassVar[int] = 11
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
@@ -469,6 +488,7 @@ MESSAGES: dict[int, type[Message]] = {
         CancelTransfer,
         Landed,
         Continue,
+        CancelOperations,
         Offer,
         Known,
         Challenge,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import (
+    CancelledOperationError,
     InferenceMismatchError,
     LimitExceededError,
     RemoteError,
@@ -27,6 +28,7 @@ _ERRORS: dict[str, type[BaseException]] = {
     "UnsupportedOpError": UnsupportedOpError,
     "InferenceMismatchError": InferenceMismatchError,
     "LimitExceededError": LimitExceededError,
+    "CancelledOperationError": CancelledOperationError,
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 }
@@ -95,6 +97,11 @@ class FailureReports:
             sent = self._batch_of(place)
             found = find_line(sent, place["position"], self._recorder.widths) if sent is not None else None
         self.warnings.add(warned.category, visible(warned.message), found)
+
+    def remember_line(self, sequence: int, position: int) -> None:
+        """Look up the line of a command now: an error may name it when its batch is not known any more."""
+        with contextlib.suppress(KeyError, TypeError):
+            self._line_of({"sequence": sequence, "position": position})
 
     def _line_of(self, record: dict[str, Any]) -> str:
         graph = record.get("graph")

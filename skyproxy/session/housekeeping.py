@@ -15,10 +15,14 @@ from skyproxy.session.liveness import Liveness, StalledOperations
 from skyproxy.session.reconnecting import Outage
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.transfers import Uploads
+from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
 from skyproxy.transport.base import LinkDownError, Transport
 
 logger = logging.getLogger("skyproxy.session")
+
+_ABOUT_LOAD = 0
+"""The number of pings that ask for the worker's load, and measure nothing."""
 
 
 class AuxiliaryConnection(Protocol):
@@ -77,6 +81,7 @@ class Housekeeping:
         self._stalled = StalledOperations()
         self._stop = threading.Event()
         self._asked_at = (0, 0.0)
+        self._asking: deque[Waiter] = deque(maxlen=64)
         self._round_trips_seconds: deque[float] = deque(maxlen=2)
         self._pending_before, self._unchanged = -1, 0
         self._bytes_before, self._silent_since = -1, self.last_heard
@@ -88,8 +93,19 @@ class Housekeeping:
         """End `run`."""
         self._stop.set()
 
+    def ask_load(self) -> Waiter:
+        """Ask the worker what it does, past its operations; never blocks. On a broken connection no answer comes."""
+        waiter = Waiter()
+        self._asking.append(waiter)
+        self._bulk.post(Ping(_ABOUT_LOAD))
+        return waiter
+
     def on_pong(self, pong: Pong) -> None:
         """Take the time of a round trip."""
+        if pong.number == _ABOUT_LOAD:
+            while self._asking:
+                self._asking.popleft().set(pong.load)
+            return
         number, asked_at = self._asked_at
         if pong.number == number:
             self._round_trips_seconds.append(time.monotonic() - asked_at)

@@ -87,7 +87,7 @@ class NotebookBar:
         }
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether what we display appears below a cell."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -96,7 +96,7 @@ def _in_notebook() -> bool:
 
 def visible_bar(text: str) -> RichBar | NotebookBar | None:
     """A bar, where there is somebody to look at it: this is a notebook, or standard error is a terminal."""
-    if _in_notebook():
+    if in_notebook():
         return NotebookBar(text)
     if sys.stderr is None or not sys.stderr.isatty():
         return None

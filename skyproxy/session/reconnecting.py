@@ -106,7 +106,7 @@ class Outage:
                 self._was_told = True
                 self._say(
                     f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to get it back for up "
-                    f"to {self._patience_seconds:g} s; Ctrl-C ends a wait, and loses nothing."
+                    f"to {self._patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
                 )
 
     @staticmethod

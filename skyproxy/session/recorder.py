@@ -60,6 +60,7 @@ class Recorder:
             never waits and nothing comes between: destructors may call it, and what must not be torn by Ctrl-C.
         emit_line: notes for the op that was just emitted a code object and an instruction offset, in the same way.
         drop_slot: takes a slot back whose value the worker still holds; for destructors too, however late.
+        wait_for_news: waits for a waiter, where the worker has as much to do as it may have.
         hidden_writes: how often something was recorded that may write to values which it does not name as operands of
             an op: a replay, a compiled graph, a function.
     """
@@ -114,7 +115,9 @@ class Recorder:
         # Whoever sends adds to it, the reading thread takes from it: no lock, for Ctrl-C could leave one held.
         self._sent: deque[SentBatch] = deque()
         self._kept: SentBatch | None = None
+        self._acked: list[SentBatch] | None = None
         self._waiting: deque[Waiter] = deque()
+        self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
         self._ended: SessionLostError | None = None
 
     def take_slot(self, handle: HasSlot) -> None:
@@ -387,13 +390,19 @@ class Recorder:
             self._waiting.append(waiter)
             if self._is_over() or self._has_room():  # after the insertion, so that no news is missed
                 return
-            waiter.wait()
+            self.wait_for_news(waiter)
 
     def ack(self, sequence: int) -> None:
         """Everything up to this batch was executed; called by the reading thread."""
         while self._sent and self._sent[0].sequence <= sequence:
-            self._sent.popleft()
+            batch, kept = self._sent.popleft(), self._acked
+            if kept is not None:
+                kept.append(batch)
         self._wake()
+
+    def keep_acked(self, *, kept: bool) -> None:
+        """Remember batches that are acknowledged from now on, or forget them; news of them are still to come."""
+        self._acked = [] if kept else None
 
     def _wake(self) -> None:
         while self._waiting:
@@ -401,7 +410,12 @@ class Recorder:
 
     def sent(self, sequence: int) -> SentBatch | None:
         """A batch that is not acknowledged yet; called by the reading thread."""
-        return next((item for item in tuple(self._sent) if item.sequence == sequence), None)
+        known = (*tuple(self._sent), *tuple(self._acked or ()))
+        return next((item for item in known if item.sequence == sequence), None)
+
+    def sent_batches(self) -> list[SentBatch]:
+        """Return the batches that are not acknowledged yet, in order; for any thread."""
+        return list(self._sent)
 
     def end(self, error: SessionLostError) -> None:
         """Nothing more can be sent; wakes whoever waits for room."""

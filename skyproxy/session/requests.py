@@ -12,7 +12,11 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import SessionLostError
+from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
+from skyproxy.session import backlog
+from skyproxy.session.backlog import Backlog, Backlogs, BacklogWatch
+from skyproxy.session.cancelling import Cancelling
 from skyproxy.session.failures import FailureReports
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.signatures import Signatures
@@ -42,6 +46,9 @@ class Requests:
         known_signature, signature, structures: see `Signatures`.
         failure: see `FailureReports.error`.
         recordings: captured graphs, by number: commands, and the lines that recorded them.
+        cancelling: gives up what the worker has not begun.
+        cancels_on_interrupt: whether an interrupt that ends a wait does so.
+        backlogs: what the worker has still to do.
     """
 
     _ended: SessionLostError | None = None
@@ -57,6 +64,10 @@ class Requests:
         self._failures = FailureReports(self.recorder)
         self._downloads = Downloads(self._waiters)
         self._uploads = uploads
+        self.cancelling = Cancelling(self.recorder, self._waiters, self._failures)
+        self.cancels_on_interrupt = settings.cancel_on_interrupt
+        self.backlogs = Backlogs(self.recorder, self._signatures.structures, self._ask_load)
+        self.recorder.wait_for_news = self._wait_for_room
         self._trace: SessionTrace | None = None
         self.known_signature = self._signatures.known
         self.signature = self._signatures.number
@@ -119,17 +130,20 @@ class Requests:
 
     def wait(self, waiter: Waiter, purpose: str, *, counted: bool = True) -> Any:
         """The answer of a request, counted as a round trip unless it comes with that of another one."""
-        if counted:
-            self.count_wait(purpose)
         started_ns = time.time_ns() if self._trace is not None else 0
         try:
+            if counted:
+                self.count_wait(purpose)
             target = waiter.keep_alive
             if isinstance(target, torch.Tensor) and not waiter.done:
                 missing = partial(self._downloads.missing_bytes, target)
                 return wait_for_download(waiter, target.nbytes, missing, self.settings.show_progress)
-            return waiter.wait()
+            return self._wait_long(waiter)
         except SessionLostError as lost:
             raise SessionLostError(str(lost)) from lost
+        except KeyboardInterrupt as interrupt:
+            self.on_interrupt(interrupt)
+            raise
         finally:
             if counted:
                 self.recorder.begin_small()
@@ -137,6 +151,40 @@ class Requests:
                 self._trace.add("wait", purpose, started_ns)
             if self._failures.warnings.pending:
                 self._failures.warnings.show()
+
+    def _wait_long(self, waiter: Waiter) -> Any:
+        """Wait for what comes behind all that the worker has to do; show what that is, if it takes long."""
+        if not self.settings.show_progress or waiter.done_within(backlog.PATIENCE_SECONDS):
+            return waiter.wait()
+        with BacklogWatch(self.backlogs) as watch:
+            return watch.wait(waiter)
+
+    def _wait_for_room(self, waiter: Waiter) -> None:
+        try:
+            self._wait_long(waiter)
+        except KeyboardInterrupt as interrupt:
+            self.on_interrupt(interrupt)
+            raise
+
+    @shielded
+    def on_interrupt(self, interrupt: BaseException) -> None:
+        """Cancel what the worker has not begun, for the program was interrupted; say so in a note."""
+        if not self.cancels_on_interrupt:
+            return
+        before = self.backlogs.read()
+        if self.cancelling.cancel():
+            interrupt.add_note(
+                f"skyproxy: what {before.device} had not begun is cancelled, of {before.operations:,} operations. "
+                "Values that depend on it raise CancelledOperationError; everything else is as it was."
+            )
+
+    def backlog(self, timeout_seconds: float = 2.0) -> Backlog:
+        """Return what the worker has to do; asks it past its operations, and waits for no longer than that."""
+        return self.backlogs.read(backlog.load_now(self.backlogs, timeout_seconds))
+
+    def _ask_load(self) -> Waiter:
+        """Ask what the worker does; a session without a bulk connection never learns."""
+        return Waiter()
 
     def count_wait(self, purpose: str) -> None:
         """Somebody is about to wait for the worker."""

@@ -38,7 +38,7 @@ from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperatio
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
 from skyproxy.session.transfers import Uploads
-from skyproxy.session.waiters import Waiters
+from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 
@@ -102,6 +102,8 @@ class Session(Requests):
         )
         if reconnector is not None:
             self._downloads.confirm = bulk.post
+        if welcome.limits.get("cancels"):
+            self.cancelling.post = bulk.post
         outage = reconnector.outage if reconnector is not None else None
         self._housekeeping = Housekeeping(self.recorder, self._uploads, operations, bulk, settings, self._end, outage)
         self.auxiliary = self._housekeeping.auxiliary
@@ -210,6 +212,7 @@ class Session(Requests):
 
     def _on_bulk_back(self, link: Transport) -> None:
         self._uploads.go_on(link, self._downloads.landed_bytes())
+        self.cancelling.send_again(link.post)
 
     def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
         try:
@@ -222,6 +225,9 @@ class Session(Requests):
         except Exception as error:  # the thread's last line of defence: whoever waits must learn of it
             logger.exception("skyproxy: a reading thread failed")
             self._end(f"an internal error on the client: {error!r}")
+
+    def _ask_load(self) -> Waiter:
+        return self._housekeeping.ask_load()
 
     def _on_reply(self, reply: Reply) -> None:
         if self._trace is not None:

@@ -82,6 +82,12 @@ class Waiters:
             raise self._ended
         return number, waiter
 
+    def open_for(self, waiter: Waiter) -> RequestId:
+        """Return a fresh number for a waiter; once the session is over, nothing will set it."""
+        number = RequestId(next(self._numbers))
+        self._open[number] = waiter
+        return number
+
     def take(self, number: int) -> Waiter | None:
         """The waiter of an answer that came; None if nobody waits for it any more."""
         return self._open.pop(number, None)

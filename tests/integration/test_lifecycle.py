@@ -71,6 +71,7 @@ def keep_busy(device: torch.device | str, seconds: float) -> torch.Tensor:
 def node(sky: str) -> Iterator[skyproxy.Node]:
     """A worker that may be killed. The devices of other tests come first and keep their numbers."""
     with skyproxy.launch_local("cpu") as fresh:
+        fresh._session.cancels_on_interrupt = False  # what an interrupt cancels is for test_cancelling.py
         yield fresh
 
 

@@ -50,12 +50,18 @@ class Kernel:
         self._client.start_channels()
         self._client.wait_for_ready(timeout=TIMEOUT_SECONDS)
 
-    def run(self, code: str, on_print: Callable[[str], object] = lambda text: None) -> Outcome:
+    def run(
+        self,
+        code: str,
+        on_print: Callable[[str], object] = lambda text: None,
+        on_display: Callable[[str], object] = lambda text: None,
+    ) -> Outcome:
         """Runs a cell to its end.
 
         Args:
             code: the cell.
             on_print: called with whatever it prints, as it comes.
+            on_display: called with the plain text of whatever else it shows, likewise.
         """
         outcome = Outcome()
 
@@ -68,6 +74,7 @@ class Kernel:
                 outcome.result = content["data"]
             elif kind in ("display_data", "update_display_data"):
                 outcome.displays.append(content["data"])
+                on_display(content["data"].get("text/plain", ""))
             elif kind == "error":
                 outcome.error = content["ename"], content["evalue"]
                 outcome.traceback = "\n".join(content["traceback"])

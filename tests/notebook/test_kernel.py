@@ -140,20 +140,51 @@ def test_top_level_await(sky: Kernel) -> None:
     assert sky.value("await skyproxy.list_nodes()[0].synchronize_async()\n3") == "3"
 
 
-def test_an_interrupt_returns_at_once_and_the_notebook_goes_on() -> None:
-    """The product would take the worker a quarter of an hour."""
+QUEUED = """for _ in range(1500): x = x @ x
+with observing(lambda what: print('waiting', flush=True)): x.sum().item()
+"""
+
+
+def test_an_interrupt_frees_the_worker_and_the_notebook_goes_on() -> None:
+    """The products would take the worker minutes."""
     with Kernel(OMP_NUM_THREADS="1") as kernel:
         kernel.succeed(
-            "import torch, skyproxy\nfrom skyproxy.nodes import observing\n"
-            "x = torch.ones(8192, 8192, device='sky:0')\nother = skyproxy.launch_local('cpu').devices[0]"
+            "%load_ext skyproxy\nimport torch, skyproxy\nfrom skyproxy.nodes import observing\n"
+            "x = torch.full((1536, 1536), 1 / 1536, device='sky:0')\nkept = x[0, :3].cpu()\nbefore = x"
         )
-        outcome = kernel.run(
-            "for _ in range(40): x = x @ x\nwith observing(lambda what: print('waiting', flush=True)): x.sum().item()",
-            on_print=lambda text: kernel.interrupt() if "waiting" in text else None,
-        )
+        shown: list[str] = []
+
+        def interrupt_when_shown(text: str) -> None:
+            if "is working: " in text:
+                if not shown:
+                    kernel.interrupt()
+                shown.append(text)
+
+        outcome = kernel.run(QUEUED, on_display=interrupt_when_shown)
         assert outcome.error[0] == "KeyboardInterrupt"
-        assert kernel.value("skyproxy.list_nodes()[0].alive") == "True"
-        assert kernel.value("torch.ones(3, device=other).sum().item()") == "3.0"
+        assert re.search(
+            r"sky:0 is working: [\d,]+ operations queued, running aten::\w+ from Cell In\[\d+\], line 1", shown[-1]
+        ), shown
+        assert outcome.displays[-1]["text/plain"] == ""
+        assert kernel.value("torch.ones(3, device='sky:0').sum().item()") == "3.0"
+        assert kernel.value("torch.equal(before[0, :3].cpu(), kept)") == "True"
+        touched = kernel.run("x.sum().item()")
+        assert touched.error[0] == "CancelledOperationError"
+        assert re.search(r"Cell In\[\d+\], line 1$", touched.error[1], re.MULTILINE), touched.error
+        assert kernel.succeed("%sky queue").printed["stdout"] == "sky:0 has nothing to do\n"
+
+
+def test_stop_cancels_wherever_it_strikes_in_a_cell(sky: Kernel) -> None:
+    sky.succeed("y = torch.full((1536, 1536), 1 / 1536, device='sky:0')\ny[0, 0].item()")
+    outcome = sky.run(
+        "for _ in range(1000): y = y @ y\ntorch.sky.queue()\nprint('recorded', flush=True)\n"
+        "import threading\nthreading.Event().wait(100)",
+        on_print=lambda text: sky.interrupt() if "recorded" in text else None,
+    )
+    assert outcome.error[0] == "KeyboardInterrupt"
+    assert sky.run("y.sum().item()").error[0] == "CancelledOperationError"
+    sky.succeed("for _ in range(1000): y = torch.ones(1536, 1536, device='sky:0') @ y\n%sky cancel")
+    assert sky.value("torch.ones(3, device='sky:0').sum().item()") == "3.0"
 
 
 def test_after_a_restart_the_same_worker_is_there_and_has_the_weights(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 
@@ -97,6 +98,30 @@ def synchronize(device: DeviceLike = None) -> None:
     """
     if DEVICES.existing():
         DEVICES.of(device).session.synchronize()
+
+
+def queue(device: DeviceLike = None) -> Backlog:
+    """What a worker has still to do for this program; asks it past its operations, so that nothing is waited for.
+
+    Printed, it is a line: "sky:0 is working: 1,240 operations queued, running aten::mm from Cell In[3], line 4".
+
+    Returns:
+        `operations`: recorded and not begun; `running`: what runs now; `line`: what recorded that; `is_working`.
+    """
+    return DEVICES.of(device).session.backlog()
+
+
+def cancel(device: DeviceLike = None) -> None:
+    """Has workers drop the operations of this program that they have not begun; does not wait.
+
+    What those would have made raises `CancelledOperationError`; tensors that they would have changed keep their values,
+    and raise that error once. Everything else stays as it is. An interrupt that ends a wait does the same.
+
+    Args:
+        device: of which worker; by default of all.
+    """
+    for session in _sessions() if device is None else [DEVICES.of(device).session]:
+        session.cancelling.cancel()
 
 
 # --- what a device is ------------------------------------------------------------------------------------------------
