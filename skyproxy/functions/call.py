@@ -186,6 +186,16 @@ class Call:
         """Whether the call was cancelled before it had a result."""
         return self._future.cancelled()
 
+    @property
+    def failure(self) -> str:
+        """What a call that is done ended with, in one word; empty for a result. Nothing of the result is read."""
+        if self._future.cancelled():
+            return "CancelledError"
+        error = self._future.exception()
+        if error is not None:
+            return type(error).__name__
+        return "RemoteFunctionError" if self._future.result().kind == "error" else ""
+
     def add_done_callback(self, callback: Callable[[Call], object]) -> None:
         """Calls `callback` with this call once it is done, on a thread of the session; at once if it is."""
         # Emptied when it is called: futures keep their callbacks, and a circle would keep the result until Python's

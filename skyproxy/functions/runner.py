@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.adoption import Adopter
 from skyproxy.functions.call import Call, OnOutput
@@ -72,7 +73,17 @@ class Runner:
         payload.check(self.session, platform.python_version())
         self._project.update(hurry=self._channel.is_busy)
         trusted = self.trusted if trust_worker is None else trust_worker
-        return self._begin(payload, on_output, timeout, name, results, context, trusted)
+        span = telemetry.begin(
+            "skyproxy.function", function=name or payload.name, session=self.session.welcome.session[:8]
+        )
+        try:
+            call = self._begin(payload, on_output, timeout, name, results, context, trusted)
+        except BaseException as error:
+            telemetry.end(span, type(error).__name__)
+            raise
+        if span is not None:
+            call.add_done_callback(lambda done: telemetry.end(span, done.failure))
+        return call
 
     def _run_own(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of this package on the worker, which needs nothing of the program for it."""

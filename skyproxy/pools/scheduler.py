@@ -8,10 +8,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.output_view import TaskOutput
@@ -49,6 +50,14 @@ class Job:
         self.future: PoolFuture[Any] = PoolFuture(call.name)
         self.running: Any = None
         self.keeps: Any = None
+        self.span = telemetry.begin("skyproxy.pool_call", function=call.name)
+        if self.span is not None:
+            self.future.add_done_callback(partial(_end_span, self.span))
+
+
+def _end_span(span: Any, future: Future[Any]) -> None:
+    error = CancelledError() if future.cancelled() else future.exception()
+    telemetry.end(span, type(error).__name__ if error is not None else "")
 
 
 class StreamItems:
@@ -308,14 +317,15 @@ class Scheduler:
         try:
             self._group.ensure()
             output = self._output(job.rank)
-            call = self._group.nodes[job.rank].submit_payload(
-                job.payload,
-                on_output=output.write,
-                timeout=job.timeout_seconds,
-                name=job.name,
-                results=job.results,
-                context=self._group.context(job.rank),
-            )
+            with telemetry.inside(job.span):
+                call = self._group.nodes[job.rank].submit_payload(
+                    job.payload,
+                    on_output=output.write,
+                    timeout=job.timeout_seconds,
+                    name=job.name,
+                    results=job.results,
+                    context=self._group.context(job.rank),
+                )
         except Exception as error:
             self._failed(job, error)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from skyproxy import torch_codec
+from skyproxy import telemetry, torch_codec
 from skyproxy.errors import SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
@@ -131,6 +132,7 @@ class Requests:
     def wait(self, waiter: Waiter, purpose: str, *, counted: bool = True) -> Any:
         """The answer of a request, counted as a round trip unless it comes with that of another one."""
         started_ns = time.time_ns() if self._trace is not None else 0
+        span = telemetry.begin("skyproxy.wait", purpose=purpose) if counted else None
         try:
             if counted:
                 self.count_wait(purpose)
@@ -145,6 +147,8 @@ class Requests:
             self.on_interrupt(interrupt)
             raise
         finally:
+            if span is not None:
+                telemetry.end(span, type(error).__name__ if (error := sys.exception()) is not None else "")
             if counted:
                 self.recorder.begin_small()
             if self._trace is not None and started_ns:
