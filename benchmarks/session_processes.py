@@ -6,8 +6,8 @@
 Four workers in turn, round by round: sessions in the worker's process and in processes of their own, without TLS and
 with it. Each gets uploads and downloads of so many MiB, values that the program waits for (`.item()`), and a loop of
 small operations. The last rows are an honest session's waits on each worker while another session computes a huge
-power, which holds the interpreter. Compare within a run, on a machine that does nothing else: the ratios are of
-medians, a session's own process to the worker's.
+power, which holds the interpreter. At the end it prints the table of docs/topics/session-processes.md. Compare within a
+run, on a machine that does nothing else: the ratios are of medians, a session's own process to the worker's.
 """
 
 from __future__ import annotations
@@ -130,6 +130,39 @@ def hold_the_interpreter() -> None:
         pow(7, 10**7)
 
 
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The table of docs/topics/session-processes.md: ratios, and for p99 and the start of a session the figures.
+
+    Args:
+        results: seconds by "measure, link" and kind of worker.
+    """
+
+    def cell(name: str, link: str, form: Callable[[float, float], str]) -> str:
+        (row,) = [row for key, row in results.items() if key.startswith(name) and key.endswith(f", {link}")]
+        return form(row["own process"], row["in process"])
+
+    def ratio(own: float, shared: float) -> str:
+        return f"{own / shared:.2f}"
+
+    def instead(own: float, shared: float) -> str:
+        return f"{own * 1e3:,.1f} ms instead of {shared * 1e3:,.1f} ms"
+
+    rows = {
+        "`.item()`": ("item", ratio),
+        "an operation of a loop": ("small operation", ratio),
+        "upload": ("upload", ratio),
+        "download": ("download", ratio),
+        "p99 of `.item()`, alone": ("p99 of item, alone", instead),
+        "p99 of `.item()` beside a session that holds its interpreter": ("p99 of item, beside", instead),
+        "another session, from `connect` to its first value": ("another session", instead),
+    }
+    lines = ["| | own process to the worker's, without TLS | with TLS |", "|---|---|---|"]
+    lines += [
+        f"| {title} | {cell(name, 'ws', form)} | {cell(name, 'wss', form)} |" for title, (name, form) in rows.items()
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -176,6 +209,8 @@ def main() -> None:
         ratio = row["own process"] / row["in process"]
         print(f"{name:<34}" + "".join(f"{kind} {row[kind] * 1e3:10.3f} ms   " for kind in kinds) + f"ratio {ratio:.2f}")
     print(json.dumps(results))
+    if not arguments.only:
+        print(f"\n{table(results)}")
 
 
 if __name__ == "__main__":
