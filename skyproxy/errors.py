@@ -5,12 +5,14 @@ SkyproxyError
 ├── ConnectError (ConnectionError)        no session came about
 │   ├── AuthenticationError               the worker refused our token
 │   ├── VersionMismatchError              client and worker cannot work together
+│   ├── SessionHeldError                  another client uses the named session
 │   └── WorkerStartError                  the embedded worker did not come up
 ├── ClusterError (RuntimeError)           a Kubernetes cluster refused a request, or could not be asked
 ├── SessionLostError (ConnectionError)    the worker is gone, and its tensors with it
 ├── CaptureError (RuntimeError)           a graph cannot be captured
 ├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
 ├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; those that differ
+├── UnknownNameError (LookupError)        nothing was put under a name
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 ├── UntrustedResultError (TypeError)      a function returned more than plain data, and its worker is not trusted
 ├── RemoteTraceback                       a worker's traceback, as the cause of what a function raised there
@@ -62,6 +64,14 @@ class VersionMismatchError(ConnectError):
 
 class WorkerStartError(ConnectError):
     """The embedded worker did not come up; carries the end of its output."""
+
+
+class SessionHeldError(ConnectError):
+    """Another client uses the named session. Nothing of it was touched; `take=True` takes it over."""
+
+
+class UnknownNameError(SkyproxyError, LookupError):
+    """Nothing was put under this name in the session; says what was."""
 
 
 class ClusterError(SkyproxyError, RuntimeError):

@@ -21,6 +21,7 @@ import torch
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError, SkyproxyError
 from skyproxy.functions.runner import Runner
 from skyproxy.loading.node_models import NodeModels
+from skyproxy.loading.node_names import NodeNames
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.session.local_worker import LocalWorker
@@ -64,7 +65,7 @@ class DeviceInfo(NamedTuple):
     alive: bool
 
 
-class Node(NodeModels):
+class Node(NodeModels, NodeNames):
     """A worker that this process is connected to.
 
     Use it as a context manager, synchronous or not, or call `close`. Whatever still lives when the process ends is
@@ -103,7 +104,7 @@ class Node(NodeModels):
         self._worker = worker
         self._on_close = on_close
         self._ask_status = ask_status
-        self._devices = DEVICES.add(session)
+        self._devices: list[SkyDevice] = DEVICES.add(session)
         session.backlogs.device = " and ".join(str(chosen.torch_device) for chosen in self._devices)
         for chosen in self._devices:
             seed = torch.initial_seed()
@@ -161,6 +162,7 @@ class Node(NodeModels):
         """Ends the session, and the worker if it is embedded. Its tensors are gone. Idempotent."""
         if self._session.is_foreign:
             return
+        self._finish_named()
         if self._worker is None:
             on_close, self._on_close = self._on_close, None
             try:
@@ -244,6 +246,8 @@ def connect(
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
+    session: str | None = None,
+    take: bool = False,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -264,9 +268,13 @@ def connect(
         shares_files: whether the worker sees this program's folders under the same paths; otherwise functions find
             copies of its modules there.
         explain_end: tells how the worker's process ended, and the end of its log; None while it lives.
+        session: a name for the session. What is put under a name in it (`node.put`) outlives this program: who connects
+            with the same token and the same name finds it.
+        take: whether to take the named session over if another client uses it; that client loses its session.
 
     Raises:
-        ConfigurationError: no token, or a url that cannot work.
+        ConfigurationError: no token, or a url that cannot work; or the worker keeps no named sessions.
+        SessionHeldError: another client uses the named session.
         ConnectError: nobody answers there, or not a worker.
         AuthenticationError: the worker refused the token.
         VersionMismatchError: its protocol is not ours.
@@ -285,7 +293,7 @@ def connect(
                 "both ssl_context= and certificate= were given; each says whom to trust. Give one."
             )
         ssl_context = client_context(certificate)
-    return _connect(
+    node = _connect(
         url,
         token,
         ssl_context,
@@ -298,6 +306,13 @@ def connect(
         trust_worker=_is_own(url) or SETTINGS.trust_worker if trust_worker is None else trust_worker,
         explain_end=explain_end,
     )
+    if session is not None:
+        try:
+            node._hold(session, take=take)
+        except BaseException:
+            node.close()
+            raise
+    return node
 
 
 def _is_own(url: str) -> bool:

@@ -110,6 +110,14 @@ class Settings:
     """How long a worker keeps a session without a connection, if its client asks for it. 0: not at all."""
     max_detached_sessions: int = 16
     """Sessions without a connection that one worker keeps; when one more breaks, the oldest of them ends."""
+    named_session_seconds: float = 86400.0
+    """How long a worker keeps a named session that nobody uses."""
+    max_named_sessions: int = 64
+    """Named sessions of one worker."""
+    max_names: int = 1024
+    """Values that one named session may have."""
+    max_named_bytes: int = 16 << 20
+    """What the structures of a named session's values may take; tensors on the worker count nothing."""
     max_kept_answer_bytes: int = 64 << 20
     """What a worker keeps of answers that a session's client has not told to have."""
     close_timeout_seconds: float = 1.0

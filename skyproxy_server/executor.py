@@ -9,7 +9,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Message
 from skyproxy.settings import Settings
-from skyproxy_server import graph_controls
+from skyproxy_server import graph_controls, name_controls
 from skyproxy_server.cancelling import Dropping
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
@@ -19,6 +19,7 @@ from skyproxy_server.transfers import Transfers
 from skyproxy_server.verification import Verification
 
 graph_controls.install()
+name_controls.install()
 
 
 class Executor:

@@ -22,6 +22,7 @@ from skyproxy_server.values import Values
 
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
+    from skyproxy_server.name_controls import Names
 
 
 class SessionState:
@@ -41,6 +42,7 @@ class SessionState:
         max_bytes: the most that its values took, as far as it was asked for.
         identity: the name of the session; empty in tests.
         calls: the functions of this worker; None where it runs none.
+        names: the named sessions of this worker; None where there are none.
         streams: the CUDA streams that the ops run on, one a device.
     """
 
@@ -51,7 +53,7 @@ class SessionState:
         self.reports = Reports(send)
         self.modes = SessionModes()
         self.random = RandomState(self.devices)
-        self.values = Values(self.reports, self._idle)
+        self.values = Values(self.reports, self.idle)
         self.ops = OpTable(
             self.reports, self.random, on_cpu=self.devices.on_cpu, max_signatures=settings.max_signatures
         )
@@ -62,10 +64,11 @@ class SessionState:
         self.max_bytes = 0
         self.identity = ""
         self.calls: Calls | None = None
+        self.names: Names | None = None
         self.streams: list[Any] = []
 
     @contextlib.contextmanager
-    def _idle(self) -> Iterator[None]:
+    def idle(self) -> Iterator[None]:
         """Keep nothing from other sessions during the block, in which this one waits for its client."""
         with self.random.lent(), self.modes.idle():
             yield

@@ -31,7 +31,9 @@ from skyproxy_server.functions import controls, output, terminal
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.lasting import LastingTransport
+from skyproxy_server.name_controls import Names
 from skyproxy_server.named_batches import NamedBatches
+from skyproxy_server.named_sessions import NamedSessions
 from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op, running_place
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
@@ -86,6 +88,8 @@ class WorkerSession:
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
+        self._over = threading.Event()
+        self._farewell = "the session ended"
         self._executing = 0
         self._thread_id: int | None = None
         self._began_at = time.monotonic()
@@ -145,6 +149,16 @@ class WorkerSession:
                 return False
             self._bulk = transport
             return True
+
+    def use_names(self, store: NamedSessions) -> None:
+        """Let the client put values where they outlive this session."""
+        self._executor.state.names = Names(store, self.client.name, self)
+
+    def take_away(self, reason: str, timeout_seconds: float) -> bool:
+        """End the session, and tell its client why; return whether it is over in time."""
+        self._farewell = reason  # of whichever connection the client reads first
+        self._transport.close("done", reason)
+        return self._over.wait(timeout_seconds)
 
     def take_functions(self, connection: FunctionsConnection) -> None:
         """From now on this is the session's functions connection; the one before, if any, is over."""
@@ -240,9 +254,10 @@ class WorkerSession:
         self._transfers.end()
         self._executor.end()
         if self._bulk is not None:
-            self._bulk.close("done", "the session ended")
+            self._bulk.close("done", self._farewell)
         if self._functions is not None:
             self._functions.close()
+        self._over.set()
 
 
 class _Operations:
@@ -323,6 +338,7 @@ class WorkerHost:
     Attributes:
         calls: the functions of all clients; None if there may be none.
         on_session_end: called with each session that is over.
+        named: what outlives sessions; None where nothing does.
     """
 
     def __init__(
@@ -344,6 +360,7 @@ class WorkerHost:
         self._sessions_ever = 0
         self._lock = threading.Lock()
         self.calls: Calls | None = None
+        self.named: NamedSessions | None = NamedSessions(settings)
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
@@ -377,6 +394,8 @@ class WorkerHost:
             on_detach=self._limit_detached,
             secret=secret,
         )
+        if self.named is not None:
+            session.use_names(self.named)
         with self._lock:
             # Those without a connection have a bound of their own.
             others = [other.client for other in self._sessions.values() if not other.is_detached]
@@ -532,4 +551,6 @@ class WorkerHost:
         logger.info("session %s closed", identity[:8])
         if ended is not None:
             audit.note(ended.client, "session-end", session=identity[:8])
+            if self.named is not None:
+                self.named.release(ended)
             self.on_session_end(ended)

@@ -24,6 +24,8 @@ EXAMPLES = {
     "skyproxy context use": ("skyproxy context use dev",),
     "skyproxy context clear": ("skyproxy context clear",),
     "skyproxy context remove": ("skyproxy context remove old",),
+    "skyproxy sessions list": ("skyproxy sessions list --on dev",),
+    "skyproxy sessions end": ("skyproxy sessions end exp1 --on dev",),
     "skyproxy token rotate": ("skyproxy token rotate dev --timeout 2m",),
 }
 

@@ -18,6 +18,7 @@ from skyproxy.cli import (
     lifecycle,
     saved_contexts,
     serving,
+    sessions,
     tokens,
     web_view,
 )
@@ -84,6 +85,7 @@ for panel, commands in _PANELS.items():
             epilog=examples_text(f"skyproxy {command_name}"),
         )(command)
 app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")
+app.add_typer(sessions.app, name="sessions", rich_help_panel="Using one")
 app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from typing import Any
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, visible
 from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
 
 USAGE = """\
 %sky status               the workers of this notebook, their devices and memory, and what was sent
 %sky queue                what the workers of this notebook have still to do
 %sky cancel               drops what they have not begun, as an interrupt does
+%sky session [sky:K]      the name of this notebook's session, and what is kept in it under names
 %sky logs [sky:K]         the end of a worker's log
 %sky dashboard            the web view of this notebook's program, in a frame
 %%sky run [sky:K]         runs the cell on a worker: it reads this notebook's variables, and what it sets comes back;
@@ -58,6 +59,8 @@ class SkyMagic:
             stopping.cancel() if name == "cancel" else print(stopping.queues())
         elif name == "logs" and len(words) <= 2 and (len(words) == 1 or words[1].startswith("sky")):
             print(_logs(words[1] if len(words) == 2 else None))
+        elif name == "session" and len(words) <= 2:
+            print(_session(words[1] if len(words) == 2 else None))
         elif name in ("help", "-h", "--help"):
             print(USAGE, end="")
         elif name == "run":
@@ -87,6 +90,21 @@ def _node(device: str | None) -> Any:
 
     chosen = DEVICES.of(torch.device(device or "sky")).torch_device
     return next(node for node in list_nodes() if chosen in node.devices)
+
+
+def _session(device: str | None) -> str:
+    """The name of a node's session, and a line for each value that is kept in it."""
+    node = _node(device)
+    if node.session_name is None:
+        return (
+            f"the session on {node.url} has no name, and ends with this kernel. "
+            'skyproxy.connect(url, session="exp1") makes one that is found again'
+        )
+    lines = [f"session {node.session_name!r} on {node.url}"]
+    for name, value in node.named().items():
+        size = f"{value.bytes / (1 << 20):.1f} MiB in {value.tensors} tensors"
+        lines.append(f"  {visible(name)}: {size}, put {value.age_seconds:.0f} s ago")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing yet: node.put(name, value)"])
 
 
 def _logs(device: str | None) -> str:

@@ -503,6 +503,16 @@ _WRITERS: dict[type, Callable[[PlainWriter, Any], None]] = {
 }
 
 
+def write_as(known: type, kind: type) -> None:
+    """Write values of a class as those of another one: what only one side knows comes back as the other's own.
+
+    Args:
+        known: a class that is plain data.
+        kind: the one whose values are written so, from now on.
+    """
+    _WRITERS[kind] = _WRITERS[known]
+
+
 def _writer_of_kin(value: Any) -> Callable[[PlainWriter, Any], None] | None:
     """What writes a value whose very class is not in the table."""
     kind = type(value)

@@ -132,6 +132,12 @@ class Session(Requests):
         return self._ended
 
     @property
+    def is_reachable(self) -> bool:
+        """Whether the session lives, and none of its connections is broken now."""
+        reconnector = self._reconnector
+        return self._ended is None and not (reconnector is not None and reconnector.outage.is_going_on)
+
+    @property
     def is_foreign(self) -> bool:
         """Whether the session belongs to the process that this one was forked from."""
         return self._process != os.getpid()

@@ -85,6 +85,7 @@ class SessionProcess:
         self._tells_rows = False
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
+        self._host.named = None  # it would end with this process
         self._host.on_session_end = self._on_session_end
         os.register_at_fork(after_in_child=self._abandon_in_child)
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+import skyproxy
 from skyproxy.cli.arguments import complete_worker
 from skyproxy.contexts import Context, ContextStore
+from skyproxy.errors import SessionLostError
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
 
@@ -54,6 +56,28 @@ def test_a_url_is_kept_with_the_path_of_its_token(run: Run, read: Read, worker: 
     assert ContextStore().names() == ["far"]
     for path in (home / "config").rglob("*"):
         assert path.is_dir() or worker.token not in path.read_text()
+
+
+def test_named_sessions_are_listed_and_ended(run: Run, read: Read, worker: LocalWorker, home: Path, sky: str) -> None:
+    import torch
+
+    token = home / "token"
+    token.write_text(worker.token)
+    token.chmod(0o600)
+    assert run("connect", worker.url, "--token-file", str(token), "--name", "far").exit_code == 0
+    assert "no named sessions" in run("sessions").output
+    with skyproxy.connect(worker.url, token=worker.token, session="exp1") as node:
+        x = torch.ones(1 << 10, device=node.devices[0])
+        node.put("x", x)
+        (row,) = read("sessions", "list")
+        assert (row["name"], row["names"], row["bytes"], row["held"]) == ("exp1", 1, 4 << 10, True)
+        assert row["expires_in_seconds"] is None
+        assert "exp1" in run("sessions", "list", "--on", "far").output
+        assert run("sessions", "end", "exp2").exit_code == 3
+        assert run("sessions", "end", "exp1").exit_code == 0
+        with pytest.raises(SessionLostError, match="ended by name"):
+            x.sum().item()
+    assert read("sessions", "list") == []
 
 
 def test_a_refused_token_ends_with_5_and_keeps_nothing(run: Run, worker: LocalWorker, home: Path) -> None:

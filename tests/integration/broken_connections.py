@@ -6,10 +6,11 @@ python -m tests.integration.broken_connections --cuts 2000
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -22,7 +23,12 @@ from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import worker
 
 
-def train(device: torch.device | str, steps: int = 60, seed: int = 0) -> list[torch.Tensor]:
+def train(
+    device: torch.device | str,
+    steps: int = 60,
+    seed: int = 0,
+    before_step: Callable[[int], object] = lambda step: None,
+) -> list[torch.Tensor]:
     """Train a small network, with values read, small and large uploads, and large downloads; the final weights."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 8))
@@ -32,6 +38,7 @@ def train(device: torch.device | str, steps: int = 60, seed: int = 0) -> list[to
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen = []
     for step in range(steps):
+        before_step(step)
         x = data[step].to(device)
         loss = model(x).square().mean()
         optimizer.zero_grad()
@@ -75,6 +82,18 @@ def move(device: torch.device | str, size_bytes: int, seed: int) -> None:
     assert bool((there == 7).all())
 
 
+def held(process: int | None = None) -> dict[str, int]:
+    """What a process has: threads, descriptors, and memory in MB."""
+    gc.collect()
+    status = Path(f"/proc/{process or 'self'}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return {
+        "threads": int(fields["Threads"]),
+        "descriptors": len(os.listdir(f"/proc/{process or 'self'}/fd")),
+        "MB": int(fields["VmRSS"].split()[0]) // 1024,
+    }
+
+
 def main() -> None:
     """Break connections at random places until there were enough cuts; end with an error at the first difference."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -89,7 +108,9 @@ def main() -> None:
     ):
         device = node.devices[0]
         expected = train(device)
-        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        assert node.run(sum, [1, 2, 3]) == 6
+        process = node.run(os.getpid)
+        before = held(), held(process)
         rounds, began = 0, time.monotonic()
         while proxy.cuts < arguments.cuts:
             rounds += 1
@@ -99,12 +120,15 @@ def main() -> None:
             assert count(device, 2000) == 2000
             move(device, 3 << 20, rounds)
             assert node.run(sum, [1, 2, 3]) == 6
-            print(f"{rounds} rounds, {proxy.cuts} cuts, {time.monotonic() - began:.0f} s: exact", flush=True)
+            print(
+                f"{rounds} rounds, {proxy.cuts} cuts, {time.monotonic() - began:.0f} s: exact, {held()['MB']} MB",
+                flush=True,
+            )
         proxy.cut_after(1, 1, cuts=0)
         torch.sky.synchronize(device)
-        print(
-            "threads", threads, threading.active_count(), "descriptors", descriptors, len(os.listdir("/proc/self/fd"))
-        )
+        for who, then, now in zip(("client", "worker"), before, (held(), held(process)), strict=True):
+            print(f"{who}: " + ", ".join(f"{name} {then[name]} -> {now[name]}" for name in now))
+        print("handles on the worker", node._session.call("stats")["handles"])
 
 
 if __name__ == "__main__":

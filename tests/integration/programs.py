@@ -80,7 +80,7 @@ def worker(folder: Path, *arguments: str, **extra: str) -> Iterator[tuple[str, s
     with log.open("wb") as stderr:
         process = start_worker(path, stderr, *arguments, **extra)
         try:
-            port = wait_for(lambda: _port_in(log, process), "the worker listens")
+            port = wait_for(lambda: port_in(log, process), "the worker listens")
             yield f"ws://127.0.0.1:{port}", token
         finally:
             process.terminate()
@@ -100,7 +100,7 @@ def start_worker(token_file: Path, stderr: IO[bytes], *arguments: str, **extra: 
     )
 
 
-def _port_in(log: Path, process: subprocess.Popen[bytes]) -> int | None:
+def port_in(log: Path, process: subprocess.Popen[bytes]) -> int | None:
     text = log.read_text(errors="replace")
     assert process.poll() is None, text
     for line in text.splitlines():

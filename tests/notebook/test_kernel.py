@@ -111,6 +111,17 @@ def test_logs_are_the_workers(sky: Kernel) -> None:
     assert "skyproxy.server: devices: cpu:0" in sky.succeed("%sky logs").printed["stdout"]
 
 
+def test_a_session_is_shown_with_what_it_keeps(sky: Kernel) -> None:
+    assert "has no name" in sky.succeed("%sky session").printed["stdout"]
+    sky.succeed(
+        "from skyproxy.nodes import list_nodes\nnode = list_nodes()[0]\nnode._hold('exp1', take=False)\n"
+        "kept = torch.ones(1 << 18, device='sky:0')\nnode.put('weights', kept)"
+    )
+    shown = sky.succeed("%sky session sky:0").printed["stdout"]
+    assert "session 'exp1'" in shown
+    assert "weights: 1.0 MiB in 1 tensors" in shown
+
+
 def test_help_and_mistakes_say_what_there_is(sky: Kernel) -> None:
     assert "%%sky run" in sky.succeed("%sky").printed["stdout"]
     assert sky.run("%sky logs sky:7").error[0] == "ConfigurationError"

@@ -269,9 +269,11 @@ ALLOWED = {
     ("skyproxy_server/functions/known_functions.py", "Unpickler"),
     ("skyproxy_server/isolation/visits.py", "torch.load"),  # plain tensors only, of another session's process
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker
-    # What a client reads of a worker; both ask whether it is trusted.
+    # What a client reads of a worker; all ask whether it is trusted.
     ("skyproxy/functions/adoption.py", "Unpickler"),
     ("skyproxy/functions/call.py", "Unpickler"),
+    ("skyproxy/loading/node_names.py", "Unpickler"),
+    ("skyproxy/loading/node_names.py", "import pickle"),  # for the name of an error
     # Code that is written here, or by the user of a notebook.
     ("skyproxy/notebook/cells.py", "exec"),
     ("skyproxy/notebook/cells.py", "eval"),

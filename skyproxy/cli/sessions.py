@@ -1,0 +1,93 @@
+"""`skyproxy sessions`: what programs have left on a worker under names."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Provider, address_of, complete_worker
+from skyproxy.cli.examples import examples_text
+from skyproxy.cli.exit_codes import NotFoundError
+from skyproxy.cli.fleets import Access, locate
+from skyproxy.cli.output import age_text, bytes_text, note, show_json, show_table
+from skyproxy.errors import visible
+from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.transport.worker_questions import ask_control
+
+app = typer.Typer(help="List the named sessions on a worker, and end them.", invoke_without_command=True)
+_On = Annotated[
+    str | None,
+    typer.Option("--on", help="Name of the worker; default: the current context's.", autocompletion=complete_worker),
+]
+_COLUMNS = ("name", "names", "size", "age", "used", "expires")
+
+
+@app.callback()
+def sessions(ctx: typer.Context) -> None:
+    """List the named sessions on a worker, and end them."""
+    if ctx.invoked_subcommand is None:
+        list_sessions()
+
+
+@app.command("list", epilog=examples_text("skyproxy sessions list"))
+def list_sessions(
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """List the named sessions of your token, with what they hold, their age, and when they expire."""
+    rows: list[dict[str, Any]] = _ask(on, provider, address_of(namespace, context, kubeconfig), "named_sessions")
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        {
+            "name": visible(row["name"]),
+            "names": row["names"],
+            "size": bytes_text(row["bytes"]),
+            "age": age_text(row["age_seconds"]),
+            "used": "yes" if row["held"] else "no",
+            "expires": "" if row["expires_in_seconds"] is None else f"in {age_text(row['expires_in_seconds'])}",
+        }
+        for row in rows
+    ]
+    show_table(_COLUMNS, shown, 'There are no named sessions. Make one: skyproxy.connect(url, session="exp1")')
+
+
+@app.command("end", epilog=examples_text("skyproxy sessions end"))
+def end(
+    session: Annotated[str, typer.Argument(help="Name of the session.")],
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """End a named session: forget what it holds; a program that uses it is told."""
+    if not _ask(on, provider, address_of(namespace, context, kubeconfig), "end_named", session):
+        raise NotFoundError(f"there is no session {session!r} of your token. See: skyproxy sessions list")
+    note(f"The session {session} is over; its memory is free.")
+
+
+def _ask(on: str | None, provider: Any, address: ClusterAddress, control: str, *arguments: str) -> Any:
+    async def find() -> Access:
+        worker, fleet = await locate(on, provider, address)
+        return await fleet.access(worker)
+
+    access = asyncio.run(find())
+    try:
+        return ask_control(
+            access.url,
+            access.token,
+            control,
+            *arguments,
+            certificate=access.certificate,
+            server_name=access.server_name,
+        )
+    finally:
+        access.close()

@@ -1,0 +1,60 @@
+"""Asking a worker one of its controls, over a session that lasts as long as the answer takes. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skyproxy.errors import ConnectError, visible
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import OPERATIONS, Batch, Failure, Hello, Reply, RequestId, Sequence
+from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import client_context
+from skyproxy.transport.websocket import connect_websocket
+
+_REQUEST = RequestId(1)
+
+
+def ask_control(
+    url: str,
+    token: str,
+    control: str,
+    *arguments: Any,
+    certificate: str | Path | None = None,
+    server_name: str | None = None,
+    timeout_seconds: float = 30.0,
+) -> Any:
+    """The answer of a worker's control, as plain data.
+
+    Args:
+        url: "ws://host:port" or "wss://host:port"; or a link, "sky://...".
+        token: the worker's.
+        control: its name.
+        arguments: for it.
+        certificate: whom to trust, as `trust.client_context` takes it; the system's authorities by default.
+        server_name: the name in its certificate, where the url says another.
+        timeout_seconds: how long the answer may take.
+
+    Raises:
+        ConfigurationError: the token would travel unencrypted.
+        AuthenticationError: the worker refused the token.
+        ConnectError: nobody answers there, or the worker could not do it.
+    """
+    if is_link(url):
+        url, certificate = read_url(url, certificate)
+    context = client_context(certificate) if certificate is not None else None
+    hello = Hello(list(SUPPORTED), OPERATIONS, "", {})
+    transport, _ = connect_websocket(url, token, hello, ssl_context=context, server_name=server_name)
+    try:
+        transport.send(Batch(Sequence(1), [commands.CALL, _REQUEST, control, list(arguments)]))
+        while True:
+            message = transport.recv(timeout_seconds)
+            if isinstance(message, Reply) and message.request == _REQUEST:
+                return message.value
+            if isinstance(message, Failure) and message.request == _REQUEST:
+                raise ConnectError(visible(message.error.get("message") or "the worker could not do it"))
+    except TimeoutError as error:
+        raise ConnectError(f"the worker did not answer within {timeout_seconds:g} s") from error
+    finally:
+        transport.close()

@@ -1,0 +1,162 @@
+"""What clients ask about named sessions, and the values in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import ConfigurationError, ProtocolError
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.gates import storage_key
+from skyproxy_server.named_sessions import HeldError, Holder, NamedSession, NamedSessions, NamedValue
+from skyproxy_server.session_state import SessionState
+
+_MOST_CHARACTERS = 200
+_NONE_HERE = (
+    "this worker has a process for each session, and keeps nothing of one that ends. Named sessions need a worker that "
+    "was started with --sessions-in-process"
+)
+
+
+class Names:
+    """The named sessions as one session of a worker finds them.
+
+    Attributes:
+        store: all of the worker.
+        owner: the token's name.
+        holder: the session.
+        held: the named session that it uses; None before it uses one.
+    """
+
+    def __init__(self, store: NamedSessions, owner: str, holder: Holder) -> None:
+        self.store = store
+        self.owner = owner
+        self.holder = holder
+        self.held: NamedSession | None = None
+
+
+def _names(session: SessionState) -> Names:
+    if session.names is None:
+        raise ConfigurationError(_NONE_HERE)
+    return session.names
+
+
+def _held(session: SessionState) -> tuple[NamedSessions, NamedSession]:
+    names = _names(session)
+    if names.held is None:
+        raise ProtocolError("this session has no name")
+    return names.store, names.held
+
+
+def _text(name: Any) -> str:
+    if type(name) is not str or not 0 < len(name) <= _MOST_CHARACTERS:
+        raise ProtocolError(f"a name is a text of 1 to {_MOST_CHARACTERS} characters")
+    return name
+
+
+def hold_named(session: SessionState, name: str, take: bool) -> dict[str, Any]:
+    """Use the named session; "held_seconds" where another client has it, "refused" where this worker has none."""
+    if session.names is None:
+        return {"refused": _NONE_HERE}
+    names = session.names
+    if names.held is not None:
+        raise ProtocolError("this session has a name already")
+    try:
+        with session.idle():  # who has it may be executing, under other modes of PyTorch
+            names.held = names.store.hold(names.holder, names.owner, _text(name), take=bool(take))
+    except HeldError as error:
+        return {"held_seconds": error.seconds}
+    return {}
+
+
+def put_named(session: SessionState, key: str, document: bytes, slots: list[int]) -> list[int]:
+    """Keep values under a name; the numbers by which their tensors are known."""
+    store, held = _held(session)
+    tensors = [session.values.get(slot, writes=True) for slot in slots]
+    if type(document) is not bytes or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise ProtocolError("a name stands for a document and tensors")
+    return store.put(held, _text(key), document, tensors)
+
+
+def named_value(session: SessionState, key: str) -> dict[str, Any]:
+    """What stands under a name: its document, and a row for each of its tensors; or "names", if nothing does."""
+    _, held = _held(session)
+    value = held.values.get(_text(key))
+    if value is None:
+        return {"names": sorted(held.values)}
+    return {"version": value.version, "document": value.document, "rows": msgpack.packb(_rows(held, value))}
+
+
+def _rows(held: NamedSession, value: NamedValue) -> list[list[Any]]:
+    """For each tensor: its number, what it looks like, its device, the size of its storage, the numbers of all that
+    share that."""
+    kin: dict[int, list[int]] = {}
+    everything = {id(tensor): tensor for other in held.values.values() for tensor in other.tensors}
+    for tensor in everything.values():
+        key = storage_key(tensor)
+        if key is not None:
+            kin.setdefault(key, []).append(held.number_of(tensor))
+    rows: list[list[Any]] = []
+    for tensor in value.tensors:
+        key = storage_key(tensor)
+        rows.append(
+            [
+                held.number_of(tensor),
+                torch_codec.encode_description(torch_codec.describe(tensor)),
+                [tensor.device.type, tensor.device.index or 0],
+                tensor.untyped_storage().nbytes() if key is not None else 0,
+                kin[key] if key is not None else [],
+            ]
+        )
+    return rows
+
+
+def adopt_named(session: SessionState, key: str, version: int, slots: list[int]) -> bool:
+    """The tensors of a named value become values of this session; slot 0 leaves one out. False if it has changed."""
+    _, held = _held(session)
+    value = held.values.get(_text(key))
+    if value is None or value.version != version or len(value.tensors) != len(slots):
+        return False
+    for slot, tensor in zip(slots, value.tensors, strict=True):
+        if slot:
+            if tensor.is_cuda:
+                # Another session's stream has written it, and the allocator must not give it away while ours reads it.
+                torch.cuda.synchronize(tensor.device)
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            session.values.slots[slot] = tensor
+    return True
+
+
+def list_named(session: SessionState) -> list[list[Any]]:
+    """For each name: how many tensors it has, their bytes, its age in seconds."""
+    store, held = _held(session)
+    return store.value_rows(held)
+
+
+def forget_named(session: SessionState, key: str) -> bool:
+    """Let go of a name; whether there was one."""
+    store, held = _held(session)
+    return store.forget(held, _text(key))
+
+
+def named_sessions(session: SessionState) -> list[dict[str, Any]]:
+    """The named sessions of this client's token."""
+    names = _names(session)
+    return names.store.rows(names.owner)
+
+
+def end_named(session: SessionState, name: str) -> bool:
+    """End a named session of this client's token; whether there was one."""
+    names = _names(session)
+    with session.idle():
+        return names.store.end(names.owner, _text(name))
+
+
+def install() -> None:
+    """Make these controls known."""
+    functions: list[Any] = [hold_named, put_named, named_value, adopt_named, list_named, forget_named]
+    functions += [named_sessions, end_named]
+    CONTROLS.update({function.__name__: function for function in functions})

@@ -1,0 +1,246 @@
+"""What clients put under names: it stays when their sessions end, for whoever comes with the same token."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from skyproxy.errors import LimitExceededError
+from skyproxy.settings import Settings
+from skyproxy_server.gates import storage_key
+
+TAKE_SECONDS = 20.0
+"""What a session that is taken over may need to end its last batch."""
+
+
+class Holder(Protocol):
+    """A session that uses a named one."""
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether its client has no connection now."""
+
+    def take_away(self, reason: str, timeout_seconds: float) -> bool:
+        """End it, and tell its client why; return whether it is over, and uses its values no more."""
+
+
+class HeldError(Exception):
+    """Another client holds the session, for so many seconds now."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("another client holds this session")
+        self.seconds = seconds
+
+
+@dataclass(slots=True)
+class NamedValue:
+    """A value under its name.
+
+    Attributes:
+        version: tells it from what has the same name before and after.
+        document: its structure, which the client wrote and nobody reads here.
+        tensors: what the structure refers to, in the order of its references.
+        put_at: when, on the clock of the store.
+    """
+
+    version: int
+    document: bytes
+    tensors: list[torch.Tensor]
+    put_at: float
+
+
+@dataclass(slots=True)
+class NamedSession:
+    """All values of one named session.
+
+    Attributes:
+        name: what its client calls it.
+        owner: the name of the token that it belongs to.
+        made_at: when it was made.
+        since: since when it is held, or is not.
+        holder: who uses it now.
+        values: by their names.
+    """
+
+    name: str
+    owner: str
+    made_at: float
+    since: float
+    holder: Holder | None = None
+    values: dict[str, NamedValue] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    timer: threading.Timer | None = None
+    count: int = 0
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor of this session; never given twice, so that a client knows a tensor again by it."""
+        number = self.numbers.get(id(tensor))
+        if number is None:
+            self.count += 1
+            number = self.numbers[id(tensor)] = self.count
+        return number
+
+    def forget_numbers(self) -> None:
+        """Forget the numbers of tensors that no value has any more."""
+        alive = {id(tensor) for value in self.values.values() for tensor in value.tensors}
+        self.numbers = {key: number for key, number in self.numbers.items() if key in alive}
+
+
+def byte_count(tensors: Iterable[torch.Tensor]) -> int:
+    """What tensors hold, a shared storage once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        key = storage_key(tensor)
+        if key is not None:
+            storages[key] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+class NamedSessions:
+    """All named sessions of a worker.
+
+    Args:
+        settings: how many there may be, and how long they are kept.
+        clock: tells the time.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._sessions: dict[tuple[str, str], NamedSession] = {}
+        self._lock = threading.RLock()
+
+    # --- who holds one -----------------------------------------------------------------------------------------------
+
+    def hold(self, holder: Holder, owner: str, name: str, *, take: bool) -> NamedSession:
+        """Have `holder` use the session of this name, which is made where there is none.
+
+        A client without a connection holds nothing against others: it may be a program that has ended.
+
+        Raises:
+            HeldError: another client holds it, and `take` is not set.
+            LimitExceededError: there are too many, or the one that holds it does not come to an end now.
+        """
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            if session is None:
+                if len(self._sessions) >= self._settings.max_named_sessions:
+                    raise LimitExceededError(
+                        f"this worker keeps {len(self._sessions)} named sessions already, its limit. End one: skyproxy "
+                        "sessions end NAME; or set SKYPROXY_MAX_NAMED_SESSIONS there"
+                    )
+                now = self._clock()
+                session = self._sessions[owner, name] = NamedSession(name, owner, now, now)
+            other = session.holder
+            if other is not None and not take and not other.is_detached:
+                raise HeldError(self._clock() - session.since)
+            self._set_holder(session, holder)
+        if other is not None:
+            reason = f"another client took the session {name!r} over; what was put under a name there lives on"
+            if not other.take_away(reason, TAKE_SECONDS):
+                self.release(holder)
+                raise LimitExceededError(f"the client that held {name!r} is being ended, and not done yet. Try again")
+        return session
+
+    def _set_holder(self, session: NamedSession, holder: Holder | None) -> None:
+        session.holder, session.since = holder, self._clock()
+        if session.timer is not None:
+            session.timer.cancel()
+            session.timer = None
+        if holder is None:
+            session.timer = threading.Timer(self._settings.named_session_seconds, self._expire, (session,))
+            session.timer.daemon = True
+            session.timer.start()
+
+    def release(self, holder: Holder) -> None:
+        """A session is over: what it held is kept for a while, for whoever comes; nothing is not kept."""
+        with self._lock:
+            for session in list(self._sessions.values()):
+                if session.holder is holder and session.values:
+                    self._set_holder(session, None)
+                elif session.holder is holder:
+                    del self._sessions[session.owner, session.name]
+
+    def _expire(self, session: NamedSession) -> None:
+        with self._lock:
+            if session.holder is None and self._sessions.get((session.owner, session.name)) is session:
+                del self._sessions[session.owner, session.name]
+                session.values.clear()
+
+    # --- what people ask ---------------------------------------------------------------------------------------------
+
+    def rows(self, owner: str) -> list[dict[str, Any]]:
+        """The sessions of a token: each with its size, age, and the time that it is still kept for."""
+        with self._lock:
+            now, kept = self._clock(), self._settings.named_session_seconds
+            return [
+                {
+                    "name": session.name,
+                    "names": len(session.values),
+                    "bytes": byte_count(tensor for value in session.values.values() for tensor in value.tensors),
+                    "age_seconds": now - session.made_at,
+                    "held": session.holder is not None and not session.holder.is_detached,
+                    "expires_in_seconds": None if session.holder is not None else max(session.since + kept - now, 0.0),
+                }
+                for session in self._sessions.values()
+                if session.owner == owner
+            ]
+
+    def end(self, owner: str, name: str) -> bool:
+        """Forget a session and its values; who holds it is told. Return whether there was one."""
+        with self._lock:
+            session = self._sessions.pop((owner, name), None)
+            if session is None:
+                return False
+            if session.timer is not None:
+                session.timer.cancel()
+            session.values.clear()
+            holder = session.holder
+        if holder is not None:
+            holder.take_away(f"the session {name!r} was ended by name, with all that it had", TAKE_SECONDS)
+        return True
+
+    # --- its values --------------------------------------------------------------------------------------------------
+
+    def put(self, session: NamedSession, key: str, document: bytes, tensors: list[torch.Tensor]) -> list[int]:
+        """Keep a value under a name, in place of what has it; return the numbers of its tensors.
+
+        Raises:
+            LimitExceededError: there are too many names, or their structures are too large.
+        """
+        with self._lock:
+            others = [value for name, value in session.values.items() if name != key]
+            if len(others) >= self._settings.max_names:
+                raise LimitExceededError(f"{len(others)} names, the limit of a session. Forget one: node.forget(name)")
+            most = self._settings.max_named_bytes
+            if sum(len(value.document) for value in others) + len(document) > most:
+                raise LimitExceededError(
+                    f"the structures of a session's named values may take {most >> 20} MiB, and with {key!r} they take "
+                    "more. Tensors on the node take none of it: move those of the CPU there first"
+                )
+            session.count += 1
+            session.values[key] = NamedValue(session.count, document, tensors, self._clock())
+            numbers = [session.number_of(tensor) for tensor in tensors]
+            session.forget_numbers()
+            return numbers
+
+    def value_rows(self, session: NamedSession) -> list[list[Any]]:
+        """For each name: how many tensors, their bytes, and its age in seconds."""
+        with self._lock:
+            now = self._clock()
+            return [
+                [key, len(value.tensors), byte_count(value.tensors), now - value.put_at]
+                for key, value in session.values.items()
+            ]
+
+    def forget(self, session: NamedSession, key: str) -> bool:
+        """Forget one value; return whether there was one."""
+        with self._lock:
+            is_there = session.values.pop(key, None) is not None
+            session.forget_numbers()
+            return is_there

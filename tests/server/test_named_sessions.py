@@ -1,0 +1,167 @@
+"""What a worker keeps under names: for whom, how much, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from skyproxy.errors import LimitExceededError
+from skyproxy.settings import Settings
+from skyproxy_server.named_sessions import HeldError, NamedSessions
+from tests.integration.programs import wait_for
+
+SETTINGS = Settings(max_named_sessions=2, max_names=3, max_named_bytes=1 << 20)
+
+
+class FakeHolder:
+    """A session that may be taken away, or refuses to end."""
+
+    def __init__(self, ends: bool = True) -> None:
+        self.is_detached = False
+        self.ends = ends
+        self.reasons: list[str] = []
+
+    def take_away(self, reason: str, timeout_seconds: float) -> bool:
+        self.reasons.append(reason)
+        return self.ends
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(clock: Callable[[], float]) -> Iterator[NamedSessions]:
+    made = NamedSessions(SETTINGS, clock)
+    yield made
+    for owner in ("alice", "mallory"):
+        for row in made.rows(owner):
+            made.end(owner, row["name"])
+
+
+def test_a_session_in_use_is_not_given_to_others(store: NamedSessions, clock: FakeClock) -> None:
+    first, second = FakeHolder(), FakeHolder()
+    store.hold(first, "alice", "exp", take=False)
+    clock.now += 7
+    with pytest.raises(HeldError) as held:
+        store.hold(second, "alice", "exp", take=False)
+    assert held.value.seconds == 7
+    assert first.reasons == []
+
+
+def test_who_takes_it_over_ends_the_one_that_used_it(store: NamedSessions) -> None:
+    first, second = FakeHolder(), FakeHolder()
+    store.hold(first, "alice", "exp", take=False).values.clear()
+    session = store.hold(second, "alice", "exp", take=True)
+    assert "took the session 'exp' over" in first.reasons[0]
+    store.release(first)  # late: it has nothing any more
+    assert session.holder is second
+
+
+def test_a_client_without_a_connection_holds_nothing(store: NamedSessions) -> None:
+    first, second = FakeHolder(), FakeHolder()
+    store.hold(first, "alice", "exp", take=False)
+    first.is_detached = True
+    assert store.hold(second, "alice", "exp", take=False).holder is second
+    assert len(first.reasons) == 1
+
+
+def test_one_that_does_not_end_is_not_shared(store: NamedSessions) -> None:
+    first = FakeHolder(ends=False)
+    session = store.hold(first, "alice", "exp", take=False)
+    store.put(session, "x", b"", [])
+    with pytest.raises(LimitExceededError, match="Try again"):
+        store.hold(FakeHolder(), "alice", "exp", take=True)
+    assert session.holder is None
+    assert list(session.values) == ["x"]
+
+
+def test_sessions_belong_to_a_token(store: NamedSessions) -> None:
+    session = store.hold(FakeHolder(), "alice", "exp", take=False)
+    store.put(session, "x", b"", [torch.ones(4)])
+    other = store.hold(FakeHolder(), "mallory", "exp", take=True)
+    assert other.values == {}
+    assert [row["bytes"] for row in store.rows("alice")] == [16]
+    assert [row["bytes"] for row in store.rows("mallory")] == [0]
+    assert not store.end("eve", "exp")
+    assert store.end("mallory", "exp")
+    assert list(session.values) == ["x"]
+
+
+def test_what_nobody_uses_is_forgotten_in_the_end(clock: FakeClock) -> None:
+    store = NamedSessions(dataclasses.replace(SETTINGS, named_session_seconds=0.05), clock)
+    holder = FakeHolder()
+    store.put(store.hold(holder, "alice", "exp", take=False), "x", b"", [])
+    assert store.rows("alice")[0]["expires_in_seconds"] is None
+    store.release(holder)
+    wait_for(lambda: store.rows("alice") == [], "it is forgotten")
+
+
+def test_an_unused_session_says_how_long_it_is_kept(store: NamedSessions, clock: FakeClock) -> None:
+    holder = FakeHolder()
+    store.put(store.hold(holder, "alice", "exp", take=False), "x", b"", [])
+    store.release(holder)
+    clock.now += 400
+    (row,) = store.rows("alice")
+    assert row["expires_in_seconds"] == SETTINGS.named_session_seconds - 400
+    assert row["age_seconds"] == 400
+    assert not row["held"]
+    assert store.end("alice", "exp")
+
+
+def test_a_session_without_values_is_not_kept(store: NamedSessions) -> None:
+    holder = FakeHolder()
+    store.hold(holder, "alice", "exp", take=False)
+    store.release(holder)
+    assert store.rows("alice") == []
+
+
+def test_who_uses_a_session_that_is_ended_is_told(store: NamedSessions) -> None:
+    holder = FakeHolder()
+    session = store.hold(holder, "alice", "exp", take=False)
+    store.put(session, "x", b"", [torch.ones(3)])
+    assert store.end("alice", "exp")
+    assert "was ended by name" in holder.reasons[0]
+    assert session.values == {}
+    store.release(holder)
+    assert store.rows("alice") == []
+
+
+def test_sessions_names_and_structures_are_bounded(store: NamedSessions) -> None:
+    session = store.hold(FakeHolder(), "alice", "one", take=False)
+    store.hold(FakeHolder(), "alice", "two", take=False)
+    with pytest.raises(LimitExceededError, match="MAX_NAMED_SESSIONS"):
+        store.hold(FakeHolder(), "alice", "three", take=False)
+    for key in "abc":
+        store.put(session, key, b"", [])
+    with pytest.raises(LimitExceededError, match="Forget one"):
+        store.put(session, "d", b"", [])
+    store.put(session, "a", bytes(1 << 20), [])  # in place of what has the name
+    with pytest.raises(LimitExceededError, match="1 MiB"):
+        store.put(session, "b", b"x", [])
+    assert store.forget(session, "a")
+    store.put(session, "b", b"x", [])
+
+
+def test_a_tensor_has_one_number_and_no_number_is_given_twice(store: NamedSessions) -> None:
+    session = store.hold(FakeHolder(), "alice", "exp", take=False)
+    x, y = torch.ones(2), torch.ones(2)
+    first = store.put(session, "a", b"", [x, y, x])
+    assert first[0] == first[2] != first[1]
+    assert store.put(session, "b", b"", [y]) == [first[1]]
+    store.forget(session, "a")
+    again = store.put(session, "c", b"", [x])
+    assert again[0] not in first
+    assert store.put(session, "d", b"", [y]) == [first[1]]
