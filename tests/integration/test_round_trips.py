@@ -130,3 +130,51 @@ def test_lbfgs_waits_as_often_as_it_asks(search: str | None, sky: str) -> None:
         return int(torch.sky.stats()["round_trips"]) - before
 
     assert 0 < run(sky, waited) <= run("cpu", asked)
+
+
+INDICES: dict[str, Callable[[], Any]] = {
+    "positions": lambda: torch.tensor([2, 0, 2]),
+    "pairs": lambda: (torch.tensor([0, 1]), torch.tensor([1, 1])),
+    "a part": lambda: (slice(1, None), torch.tensor([[0, 1], [2, 0]])),
+    "rows": lambda: torch.tensor([True, False, True, True]),
+    "elements": lambda: torch.arange(12).reshape(4, 3) % 2 == 0,
+    "columns": lambda: (slice(None), torch.tensor([True, False, True])),
+    "a mask and positions": lambda: (torch.tensor([True, False, True, False]), torch.tensor([1, 2])),
+    "nothing": lambda: torch.zeros(4, dtype=torch.bool),
+}
+
+
+def _indexed(index: Any, place: str) -> list[torch.Tensor]:
+    x = torch.arange(12.0).reshape(4, 3).to(place).requires_grad_()
+    chosen = (x * 2)[index]
+    chosen.square().sum().backward()
+    filled = x.detach().clone()
+    filled[index] = -1.0
+    taken = x.detach().clone()
+    taken[index] += taken[index]
+    added = x.detach().clone()
+    if isinstance(index, torch.Tensor):
+        added.index_put_((index,), torch.ones((), device=place), accumulate=True)
+    assert x.grad is not None
+    return [chosen, x.grad, filled, taken, added]
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_and_masks_of_the_cpu_wait_for_nothing(name: str, sky: str) -> None:
+    expected = _indexed(INDICES[name](), "cpu")
+    before = torch.sky.stats()["round_trips"]
+    found = _indexed(INDICES[name](), sky)
+    assert torch.sky.stats()["round_trips"] == before
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("mask", [[True, False, True], [True] * 5, [[True] * 3] * 3])
+def test_a_mask_of_the_cpu_that_does_not_fit_is_refused_as_locally(mask: Any, sky: str) -> None:
+    x = torch.zeros(4, 3)
+    with pytest.raises(IndexError) as expected:
+        x[torch.tensor(mask)]
+    with pytest.raises(IndexError, match="mask") as found:
+        x.to(sky)[torch.tensor(mask)]
+    assert str(expected.value) in str(found.value)

@@ -19,6 +19,9 @@ from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan
 
+_MOST_MASKED = 1 << 14
+"""Elements of a mask of the CPU that travels as positions: those of larger ones cost more than a round trip."""
+
 
 class Call:
     """One call of an op, taken apart: where it runs, what it looks like, what travels.
@@ -56,6 +59,8 @@ class Call:
         self.tensors: list[RemoteTensor] = []
         self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
         self.device = self._find_device()
+        if plan.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
+            self.args = args = (args[0], self._placed_indices(*args[:2]), *args[2:])
         self.key: list[Any] = [plan]
         self.wire: list[Any] = []
         writes = plan.writes
@@ -130,6 +135,30 @@ class Call:
         self.wire.append(_number(a))
         return commands.VALUE
 
+    def _placed_indices(self, indexed: Any, indices: Any) -> list[Any]:
+        """Indices with those of the CPU on the device, masks of the CPU as the positions that they choose.
+
+        So shapes can be inferred, from remote tensors alone, and the call does not wait.
+        """
+        size = indexed._sky.meta.size if type(indexed) is RemoteTensor else ()
+        placed: list[Any] = []
+        at = 0
+        for a in indices:
+            is_mask = isinstance(a, torch.Tensor) and a.dtype in (torch.bool, torch.uint8)
+            if not isinstance(a, torch.Tensor) or type(a) is RemoteTensor or a.device.type != "cpu":
+                placed.append(a)
+            elif (
+                a.dtype is torch.bool
+                and a.dim() > 0
+                and a.numel() <= _MOST_MASKED
+                and tuple(a.shape) == size[at : at + a.dim()]
+            ):
+                placed += [upload(positions, self.device) for positions in a.nonzero(as_tuple=True)]
+            else:
+                placed.append(upload(a, self.device))
+            at += a.dim() if is_mask else 1
+        return placed
+
     def _forget(self, handle: Handle) -> None:
         meta: Any = handle.meta
         value = known_values.forget(handle)
@@ -184,7 +213,7 @@ class Call:
             and not self.plan.for_each
             and isinstance(item, torch.Tensor)
             and item.device.type == "cpu"
-            and (item.dim() == 0 or self.plan.places_host_indices)
+            and item.dim() == 0
         ):
             return upload(item, self.device)
         place = getattr(item, "device", type(item).__name__)
