@@ -67,7 +67,8 @@ with skyproxy.launch_local("cpu") as node:
         try:
             node.run(fails)
         except ValueError:
-            pass
+            with tracer.start_as_current_span("handler"):
+                x.sum().item()  # waits while an exception is being handled, and is none the worse for it
 with skyproxy.Compute(provider=skyproxy.Local(), progress=False) as pool:
     with tracer.start_as_current_span("around"):
         assert (double(4) >> pool) == 8
@@ -91,6 +92,8 @@ print(json.dumps(rows))
     waits = [row for row in rows if row[0] == "skyproxy.wait" and row[1] == "outer"]
     assert waits
     assert waits[0][2] == "UNSET"
+    handled = [row for row in rows if row[0] == "skyproxy.wait" and row[1] == "handler"]
+    assert [row[2] for row in handled] == ["UNSET"] * len(handled) != []
     (failed,) = [row for row in rows if row[0] == "skyproxy.function" and row[1] == "outer"]
     assert failed[2] == "ERROR"
     assert failed[3]["error.type"] == "RemoteFunctionError"

@@ -133,6 +133,7 @@ class Requests:
         """The answer of a request, counted as a round trip unless it comes with that of another one."""
         started_ns = time.time_ns() if self._trace is not None else 0
         span = telemetry.begin("skyproxy.wait", purpose=purpose) if counted else None
+        outer = sys.exception() if span is not None else None  # of a handler that waits
         try:
             if counted:
                 self.count_wait(purpose)
@@ -148,7 +149,7 @@ class Requests:
             raise
         finally:
             if span is not None:
-                telemetry.end(span, type(error).__name__ if (error := sys.exception()) is not None else "")
+                telemetry.end(span, "" if (error := sys.exception()) is outer else type(error).__name__)
             if counted:
                 self.recorder.begin_small()
             if self._trace is not None and started_ns:
