@@ -10,6 +10,7 @@ from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
+    MESSAGES,
     OPERATIONS,
     WORKER,
     Ack,
@@ -22,17 +23,21 @@ from skyproxy.protocol.messages import (
     CallStart,
     CancelOperations,
     CancelTransfer,
+    Challenge,
     Chunk,
     Continue,
     Failure,
     Goodbye,
     Hello,
+    Known,
     Landed,
     Message,
     NamedBatch,
+    Offer,
     PackedChunk,
     Ping,
     Pong,
+    Proof,
     Received,
     Repeat,
     Reply,
@@ -67,6 +72,10 @@ SAMPLES: list[Message] = [
     Received(0),
     Landed(1, 0),
     Continue([], {}),
+    Offer(1, 4, b"d" * 32),
+    Known(1, True),
+    Challenge(1, b"n"),
+    Proof(1, b"p"),
     Ping(1),
     Pong(1),
     CallStart("c", {}, []),
@@ -79,8 +88,20 @@ SAMPLES: list[Message] = [
 LEGAL = {
     (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Received, Goodbye},
     (WORKER, OPERATIONS): {Ack, Reply, Failure, Warned, Goodbye},
-    (CLIENT, BULK): {Chunk, PackedChunk, CancelTransfer, CancelOperations, Landed, Continue, Ping, Pong, Goodbye},
-    (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Landed, Ping, Pong, Goodbye},
+    (CLIENT, BULK): {
+        Chunk,
+        PackedChunk,
+        CancelTransfer,
+        CancelOperations,
+        Landed,
+        Continue,
+        Offer,
+        Proof,
+        Ping,
+        Pong,
+        Goodbye,
+    },
+    (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Landed, Known, Challenge, Ping, Pong, Goodbye},
     (CLIENT, FUNCTIONS): {CallStart, CallData, CallAck, CallCancel, CallAttach, Goodbye},
     (WORKER, FUNCTIONS): {CallData, CallEvent, Goodbye},
 }
@@ -102,6 +123,10 @@ def accepts(act: object, message: Message) -> bool:
     except ProtocolError:
         return False
     return True
+
+
+def test_every_message_has_a_sample() -> None:
+    assert {type(message) for message in SAMPLES} == set(MESSAGES.values())
 
 
 @pytest.mark.parametrize("kind", [OPERATIONS, BULK, FUNCTIONS])
