@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyproxy.cli.doctor import Finding
+from skyproxy.cli.findings import Finding
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
 from skyproxy.kubernetes.api_server import GROUP

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleets import Access, Ending, WorkerRow
+from skyproxy.cli.fleet import Access, Ending, WorkerRow
 from skyproxy.contexts import Context
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient

@@ -23,7 +23,8 @@ from skyproxy.cli.arguments import (
     address_of,
     complete_worker,
 )
-from skyproxy.cli.fleets import Access, Fleet, locate, not_found
+from skyproxy.cli.fleet import Access, Fleet, not_found
+from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError

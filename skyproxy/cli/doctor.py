@@ -9,7 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,7 +18,9 @@ import typer
 from skyproxy import torch_versions
 from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, ProviderName, address_of
 from skyproxy.cli.exit_codes import ExitCode
-from skyproxy.cli.fleets import Access, fleet_of
+from skyproxy.cli.findings import Finding
+from skyproxy.cli.fleet import Access
+from skyproxy.cli.fleets import fleet_of
 from skyproxy.cli.output import console, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
 from skyproxy.errors import SkyproxyError
@@ -32,23 +34,6 @@ _MARKS = {
     "broken": "[red]broken[/]",
     "skipped": "[dim]skipped[/]",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found.
-
-    Attributes:
-        check: what was looked at.
-        state: "ok", "warning", "broken" or "skipped".
-        message: what was found.
-        hint: how to mend it; empty where nothing is to be done.
-    """
-
-    check: str
-    state: str
-    message: str
-    hint: str = ""
 
 
 def doctor(

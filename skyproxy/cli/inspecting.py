@@ -21,7 +21,8 @@ from skyproxy.cli.arguments import (
     address_of,
 )
 from skyproxy.cli.exit_codes import ExitCode
-from skyproxy.cli.fleets import Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
+from skyproxy.cli.fleet import Fleet, WorkerRow, not_found
+from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
 from skyproxy.cli.output import age_text, bytes_text, console, note, show_json, show_table, warn
 from skyproxy.contexts import ContextStore
 from skyproxy.errors import ClusterError, ConfigurationError, visible_output

@@ -21,7 +21,8 @@ from skyproxy.cli.arguments import (
     variables_of,
     volume_of,
 )
-from skyproxy.cli.fleets import Ending, Fleet, WorkerRow, asks_for_cluster, fleet_of, has_cluster, locate, not_found
+from skyproxy.cli.fleet import Ending, Fleet, WorkerRow, not_found
+from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
 from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError

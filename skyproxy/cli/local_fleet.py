@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
-from skyproxy.cli.fleets import Access, Ending, WorkerRow, not_found
+from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context, write_private
 from skyproxy.errors import ConnectError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from skyproxy.cli.fleets import Access, Ending, WorkerRow
+from skyproxy.cli.fleet import Access, Ending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.errors import ConfigurationError, ConnectError

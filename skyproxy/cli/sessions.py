@@ -10,7 +10,8 @@ import typer
 from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Provider, address_of, complete_worker
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleets import Access, locate
+from skyproxy.cli.fleet import Access
+from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import age_text, bytes_text, note, show_json, show_table
 from skyproxy.errors import visible
 from skyproxy.kubernetes.address import ClusterAddress

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleets import Access, Ending, WorkerRow, not_found
+from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible

@@ -16,7 +16,8 @@ from skyproxy.cli.arguments import (
     address_of,
 )
 from skyproxy.cli.examples import examples_text
-from skyproxy.cli.fleets import locate, not_found
+from skyproxy.cli.fleet import not_found
+from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import progress
 from skyproxy.units import duration_seconds
 

@@ -20,7 +20,8 @@ from skyproxy.cli.arguments import (
     complete_worker,
 )
 from skyproxy.cli.connecting import URL_SCHEMES, ask_for_token
-from skyproxy.cli.fleets import Access, Fleet, locate
+from skyproxy.cli.fleet import Access, Fleet
+from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
 from skyproxy.errors import AuthenticationError, ConfigurationError
 
