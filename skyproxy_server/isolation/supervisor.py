@@ -221,7 +221,7 @@ class ProcessHost:
         self, session: SupervisedSession, hello: Hello, transport: Transport, attempt: int = 0, received: int = 0
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
-        offers = {"functions": int(self._runs_functions(session.client))}
+        offers = {"functions": int(self._runs_functions(session.client)), "cancels": 1}
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.resume.grace_seconds:

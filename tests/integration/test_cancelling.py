@@ -21,6 +21,7 @@ from skyproxy import nodes
 from skyproxy.errors import CancelledOperationError
 from skyproxy.session import waiters
 from skyproxy.settings import SETTINGS
+from skyproxy_server.isolation.limits import are_sessions_separable
 from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import wait_for, worker
 
@@ -273,6 +274,16 @@ def test_over_a_connection_that_is_made_anew(sky: str, tmp_path: Path, monkeypat
             counter += 1
             proxy.cut()
             assert counter.tolist() == [6, 6, 6]
+
+
+@pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux")
+def test_in_a_session_with_a_process_of_its_own(sky: str, tmp_path: Path) -> None:
+    with worker(tmp_path, "--session-processes") as (url, token), skyproxy.connect(url, token=token) as node:
+        last = keep_busy(node.devices[0])
+        with interrupt_once_it_waits(), pytest.raises(KeyboardInterrupt):
+            last.sum().item()
+        assert torch.ones(2, device=node.devices[0]).sum().item() == 2
+        assert refuses(last)
 
 
 # --- interrupts at any moment ----------------------------------------------------------------------------------------
