@@ -116,12 +116,23 @@ def test_a_second_bulk_connection_needs_the_secret(listener: Listener) -> None:
         transport.close()
 
 
+def await_detached(host: WorkerHost, name: str, wanted: bool) -> None:
+    deadline = time.monotonic() + 60
+    while host._sessions[name].is_detached is not wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # another thread notices, and tells nobody
+
+
 def test_too_many_sessions_without_a_connection_end_the_oldest(listener: Listener, host: WorkerHost) -> None:
     opened = [open_session(listener) for _ in range(3)]
     for transport, welcome in opened:
         transport.cut()
-        # Taken up, to be sure that it was noticed that the connection broke; then it breaks again.
-        take_up(listener, welcome.session, welcome.secret)[0].cut()
+        # Taken up, to be sure that it was noticed that the connection broke; then it breaks again. One after the other:
+        # each has a thread that notices, and which is the oldest is when it did.
+        again, _ = take_up(listener, welcome.session, welcome.secret)
+        await_detached(host, welcome.session, False)
+        again.cut()
+        await_detached(host, welcome.session, True)
     session = opened[0][1]
     deadline = time.monotonic() + 60
     while session.session in host._sessions:
