@@ -92,7 +92,7 @@ def _distances(given: dict[str, Any]) -> None:
         require(given[name].dtype is tensor.dtype, f"{name} has another dtype than the rows")
 
 
-def _reflection(dimensions: int) -> Check:
+def _padding(dimensions: int, *, reflects: bool) -> Check:
     def check(given: dict[str, Any]) -> None:
         tensor, padding = given["self"], list(given["padding"])
         require(len(padding) == 2 * dimensions, f"{len(padding)} paddings for {dimensions} dimensions")
@@ -100,7 +100,7 @@ def _reflection(dimensions: int) -> Check:
         sizes = list(tensor.shape)
         for place, pad in enumerate(padding):
             size = tensor.shape[-1 - place // 2]
-            require(-size <= pad < size, f"a padding of {pad} reflects more than there is of {size}")
+            require(not reflects or -size <= pad < size, f"a padding of {pad} reflects more than there is of {size}")
             sizes[-1 - place // 2] += pad
         require(list(given["grad_output"].shape) == sizes, "the gradient looks otherwise than the result")
 
@@ -108,7 +108,8 @@ def _reflection(dimensions: int) -> Check:
 
 
 for _dimensions in (1, 2, 3):
-    _checks(f"reflection_pad{_dimensions}d_backward")(_reflection(_dimensions))
+    _checks(f"reflection_pad{_dimensions}d_backward")(_padding(_dimensions, reflects=True))
+    _checks(f"replication_pad{_dimensions}d_backward")(_padding(_dimensions, reflects=False))
 
 
 _SOBOL_BITS, _MOST_SOBOL_DIMENSIONS = 30, 21201
@@ -137,3 +138,18 @@ def _heads(given: dict[str, Any]) -> None:
     require(qkv.dim() == 3 and bias.dim() == 1 and qkv.shape[2] == bias.shape[0], "qkv is (N, T, 3 D), its bias 3 D")
     require(heads > 0 and bias.shape[0] % (3 * heads) == 0, f"{bias.shape[0]} values are not of {heads} heads")
     require(qkv.dtype is bias.dtype and qkv.is_floating_point(), "qkv and its bias are of one floating point type")
+
+
+@_checks("_sparse_mm_reduce_impl_backward")
+def _sparse_product(given: dict[str, Any]) -> None:
+    matrix, weight, grad, chosen = (given[name] for name in ("self", "weight", "grad_out", "arg_out"))
+    require(matrix.layout is torch.sparse_csr and matrix.dim() == 2, "the matrix is sparse, by rows")
+    require(weight.dim() == 2 and weight.shape[0] == matrix.shape[1], "the weight has a row for each column")
+    size = (matrix.shape[0], weight.shape[1])
+    require(tuple(grad.shape) == size, "the gradient has the product's shape")
+    require(grad.dtype is weight.dtype is matrix.dtype, "matrix, weight and gradient are of one type")
+    require(grad.layout is weight.layout is torch.strided, "weight and gradient are dense")
+    if given["reduce"] in ("amax", "amin"):
+        require(tuple(chosen.shape) == size and chosen.dtype is torch.int64, "arg_out has the product's shape")
+        # The forward op's own mark of a row without values is the number of values.
+        given["arg_out"] = chosen.clamp(0, matrix._nnz())
