@@ -144,8 +144,9 @@ class NotebookLine:
     def update(self, text: str) -> None:
         self._text = text
         if self._handle is None:
-            display: Any = importlib.import_module("IPython.display").display
-            self._handle = display(self, display_id=True)
+            # Known before it is shown: an interrupt may strike in between, and the line is to vanish all the same.
+            self._handle = importlib.import_module("IPython.display").DisplayHandle()
+            self._handle.display(self)
         else:
             self._handle.update(self)
 
