@@ -130,9 +130,12 @@ class Settings:
     show_progress: bool = True
     """Whether transfers that take longer than a second show a progress bar, and other waits of more than two seconds
     what they wait for, on a terminal or in a notebook."""
-    cancel_on_interrupt: bool = True
-    """Whether Ctrl-C, and Stop in a notebook, that ends a wait also drops the operations that its worker has not begun;
-    without it, they run, and the next wait waits for them."""
+    cancel_on_stop: bool = True
+    """Whether Stop in a notebook also drops the operations that the worker has not begun; without it, they run, and the
+    next cell waits for them."""
+    cancel_on_interrupt: bool = False
+    """Whether Ctrl-C that ends a wait does so in any other program. A program that saves what it has when it is
+    interrupted counts on all that it has recorded."""
     record_lines: bool = True
     """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
     launch_blocking: bool = False

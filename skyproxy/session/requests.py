@@ -19,6 +19,7 @@ from skyproxy.session import backlog
 from skyproxy.session.backlog import Backlog, Backlogs, BacklogWatch
 from skyproxy.session.cancelling import Cancelling
 from skyproxy.session.failures import FailureReports
+from skyproxy.session.progress import in_notebook
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.signatures import Signatures
 from skyproxy.session.trace import SessionTrace
@@ -66,7 +67,7 @@ class Requests:
         self._downloads = Downloads(self._waiters)
         self._uploads = uploads
         self.cancelling = Cancelling(self.recorder, self._waiters, self._failures)
-        self.cancels_on_interrupt = settings.cancel_on_interrupt
+        self.cancels_on_interrupt = settings.cancel_on_stop if in_notebook() else settings.cancel_on_interrupt
         self.backlogs = Backlogs(self.recorder, self._signatures.structures, self._ask_load)
         self.recorder.wait_for_news = self._wait_for_room
         self._trace: SessionTrace | None = None

@@ -21,6 +21,7 @@ from skyproxy import nodes
 from skyproxy.errors import CancelledOperationError
 from skyproxy.session import waiters
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy_server.isolation.limits import are_sessions_separable
 from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import wait_for, worker
@@ -34,6 +35,7 @@ _MANY = 600
 @pytest.fixture(scope="module")
 def launched(sky_devices: tuple[str, str]) -> Iterator[skyproxy.Node]:
     with skyproxy.launch_local("cpu") as made:
+        made._session.cancels_on_interrupt = True  # as in a notebook
         yield made
 
 
@@ -153,9 +155,12 @@ def test_it_is_cancelled_by_hand_and_shown(node: skyproxy.Node) -> None:
     assert torch.ones(2, device=device).sum().item() == 2
 
 
-def test_without_the_setting_nothing_is_dropped(node: skyproxy.Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_no_notebook_keeps_what_it_recorded(
+    node: skyproxy.Node, sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may save its model when it is interrupted, and counts on the steps that it has recorded."""
     device = node.devices[0]
-    monkeypatch.setattr(node._session, "cancels_on_interrupt", False)
+    monkeypatch.setattr(node._session, "cancels_on_interrupt", DEVICES.of(sky).session.cancels_on_interrupt)
     last = keep_busy(device, 5)
     with interrupt_once_it_waits(), pytest.raises(KeyboardInterrupt):
         last.sum().item()
@@ -279,6 +284,7 @@ def test_over_a_connection_that_is_made_anew(sky: str, tmp_path: Path, monkeypat
 @pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux")
 def test_in_a_session_with_a_process_of_its_own(sky: str, tmp_path: Path) -> None:
     with worker(tmp_path, "--session-processes") as (url, token), skyproxy.connect(url, token=token) as node:
+        node._session.cancels_on_interrupt = True
         last = keep_busy(node.devices[0])
         with interrupt_once_it_waits(), pytest.raises(KeyboardInterrupt):
             last.sum().item()

@@ -198,7 +198,7 @@ def test_errors_name_what_is_there_and_what_to_do(connect: Connect, served: tupl
             use()
     with pytest.raises(ConfigurationError, match="another worker"):
         node.put("x", torch.ones(2, device=nameless.devices[0]))
-    with pytest.raises(ConfigurationError, match="no name"):
+    with pytest.raises(ConfigurationError, match="not a name"):
         node.put("", 1)
     with pytest.raises(ConfigurationError, match="pickled"):
         node.put("generator", (number for number in range(3)))
