@@ -126,7 +126,7 @@ class ContextStore:
         context = self.get(name)
         if context is None and asked is not None:
             known = ", ".join(self.names()) or "none"
-            raise ConfigurationError(f"{CONTEXT_VARIABLE}={name!r} is no saved context. Saved are: {known}.")
+            raise ConfigurationError(f"{CONTEXT_VARIABLE}={name!r} is not a saved context. Saved are: {known}.")
         return context
 
     @property
@@ -172,7 +172,7 @@ def remote_address(context: Context) -> RemoteAddress:
         return RemoteAddress(options["url"], token, certificate, options.get("server_name"))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(
-            f"the context {context.name!r} cannot be used: {error}. Save it anew: skyproxy connect URL"
+            f"the context {context.name!r} cannot be used: {error}. Save it again: skyproxy connect URL"
         ) from error
 
 

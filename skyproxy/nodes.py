@@ -353,7 +353,7 @@ def launch_local(device: str = "auto") -> Node:
 
 def _launch_local(device: str, source: str) -> Node:
     if device not in ("auto", "cpu", "cuda"):
-        raise ConfigurationError(f"device={device!r} is none of 'auto', 'cpu', 'cuda'.")
+        raise ConfigurationError(f"device={device!r} is not one of 'auto', 'cpu', 'cuda'.")
     worker = LocalWorker(device, SETTINGS, wait=False)
     try:
         importlib.import_module("skyproxy.transport.websocket")  # while the worker starts, as all that follows

@@ -81,7 +81,7 @@ def _parsed_duration(text: str, name: str) -> float:
         return float(text)
     found = _DURATION.fullmatch(text)
     if found is None or not any(found.groups()):
-        raise ConfigurationError(f"{_shown(name, text)} is no duration. Examples: {DURATION_EXAMPLES}")
+        raise ConfigurationError(f"{_shown(name, text)} is not a duration. Examples: {DURATION_EXAMPLES}")
     # Decimal: 1.1h is 3960 s, and not a hair more.
     parts = zip(found.groups(), _DURATION_UNITS.values())
     return float(sum((Decimal(number) * Decimal(str(size)) for number, size in parts if number), Decimal(0)))
@@ -89,7 +89,7 @@ def _parsed_duration(text: str, name: str) -> float:
 
 def _number(given: object, name: str) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
-        raise ConfigurationError(f"{_shown(name, given)} is no duration. Examples: {DURATION_EXAMPLES}, or seconds")
+        raise ConfigurationError(f"{_shown(name, given)} is not a duration. Examples: {DURATION_EXAMPLES}, or seconds")
     return float(given)
 
 
@@ -117,7 +117,7 @@ def quantity(given: object, name: str = "") -> Decimal:
     """
     found = _QUANTITY.fullmatch(str(given)) if not isinstance(given, bool) else None
     if found is None:
-        raise ConfigurationError(f"{_shown(name, given)} is no quantity. Examples: 4, 500m, 8Gi")
+        raise ConfigurationError(f"{_shown(name, given)} is not a quantity. Examples: 4, 500m, 8Gi")
     number, exponent, suffix = found.groups()
     return Decimal(number) * (Decimal(10) ** int(exponent) if exponent is not None else _SUFFIXES[suffix])
 
@@ -137,7 +137,7 @@ def size_bytes(given: object, name: str = "") -> int:
     try:
         return int(quantity(with_unit[1] + with_unit[2] if with_unit else given))
     except ConfigurationError:
-        raise ConfigurationError(f"{_shown(name, given)} is no size. Examples: 512Mi, 8Gi, 8GiB") from None
+        raise ConfigurationError(f"{_shown(name, given)} is not a size. Examples: 512Mi, 8Gi, 8GiB") from None
 
 
 def size_text(byte_count: int) -> str:
@@ -190,5 +190,5 @@ def _setting(variable: str, text: str, kind: str) -> object:
     except ValueError:
         raise ConfigurationError(f"{variable}={text!r} is not a number. Example: {variable}=1000") from None
     if not value >= 0:  # NaN is neither below nor above
-        raise ConfigurationError(f"{variable}={text!r} is no number from 0. Example: {variable}=1000")
+        raise ConfigurationError(f"{variable}={text!r} is not a number from 0. Example: {variable}=1000")
     return value

@@ -146,19 +146,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; use a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use a number from 0 to 65535")
     return int(text)
 
 
 def _process_count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; use one from 1 to 64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; use one from 1 to 64")
     return int(text)
 
 
 def _byte_count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; use 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; use 0 or more")
     return int(text)
 
 
@@ -168,7 +168,7 @@ def _fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; use a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction; use a number from 0 to 1")
     return value
 
 

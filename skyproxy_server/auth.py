@@ -232,7 +232,7 @@ def new_token_file() -> tuple[str, Path]:
 
 def _decoded(text: bytes, where: str) -> str:
     if len(text) > _MAX_TOKEN_BYTES:
-        raise ConfigurationError(f"{where} is longer than {_MAX_TOKEN_BYTES} bytes; that is no token.")
+        raise ConfigurationError(f"{where} is longer than {_MAX_TOKEN_BYTES} bytes; that is not a token.")
     token = text.decode("utf-8", "replace").strip()
     if not token:
         raise ConfigurationError(f"{where} holds no token. Make one, for instance with: openssl rand -hex 32")

@@ -403,7 +403,7 @@ def clock(session: SessionState) -> int:
 def profile_start(session: SessionState, shapes: bool, stacks: bool) -> None:
     """From the next batch on, everything that the session runs is recorded."""
     if session.profile is not None:
-        raise RuntimeError("this session is being profiled already")
+        raise RuntimeError("this session is already being profiled")
     session.profile = WorkerProfile(session.devices, session.reports, shapes=shapes, stacks=stacks)
 
 

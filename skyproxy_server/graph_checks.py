@@ -90,7 +90,7 @@ class Numbers:
         """
         function = name.removeprefix("python::")
         if name not in GRAPH_FUNCTIONS:
-            raise ProtocolError(f"{name!r:.40} is no function of a graph")
+            raise ProtocolError(f"{name!r:.40} is not a function of a graph")
         if function == "getitem":
             self._add_item(arguments)
             return
@@ -150,7 +150,7 @@ def check_plain(value: Any, depth: int = 0) -> Any:
         return value
     if type(value) is list and depth < 3:
         return [check_plain(item, depth + 1) for item in value]
-    raise ProtocolError(f"a {type(value).__name__} is no constant of a graph")
+    raise ProtocolError(f"a {type(value).__name__} is not a constant of a graph")
 
 
 def as_number(value: Any) -> Any:

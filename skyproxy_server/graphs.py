@@ -89,7 +89,7 @@ class Graphs:
             held.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
             raise LimitExceededError(f"this session holds {_MAX_GRAPHS} graphs, the limit. Reset those not needed.")
         if number in self._recordings:
-            raise ProtocolError(f"graph {number} exists already")
+            raise ProtocolError(f"graph {number} already exists")
         recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=self._devices.has_cuda))
         for slot in recording.decode(self._ops.handlers, self._ops.signatures, self._ops.widths):
             if slot in self._filled_by:

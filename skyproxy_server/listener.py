@@ -276,11 +276,11 @@ class Listener:
         """
         most = identity.bounds.connections
         if most is not None and len(others) >= most:
-            raise LimitExceededError(f"the token {identity.name} has {len(others)} connections already, its limit")
+            raise LimitExceededError(f"the token {identity.name} already has {len(others)} connections, its limit")
         most = self._settings.max_connections_per_client
         if sum(other.address == identity.address for other in others) >= most:
             raise LimitExceededError(
-                f"{identity.address} has {most} connections already, its limit; SKYPROXY_MAX_CONNECTIONS_PER_CLIENT "
+                f"{identity.address} already has {most} connections, its limit; SKYPROXY_MAX_CONNECTIONS_PER_CLIENT "
                 "raises it"
             )
 
@@ -422,7 +422,7 @@ def serve(
     if ssl_context is None and not insecure and not is_loopback(host):
         raise ConfigurationError(
             f"Listening on {host or 'all addresses'} without TLS would send the token and all tensors over the network "
-            "in clear. Give --tls-cert and --tls-key; or --insecure, if TLS ends in front of this worker."
+            "in clear text. Give --tls-cert and --tls-key; or --insecure, if TLS ends in front of this worker."
         )
     listening = listen(host, port)
     listener = Listener(

@@ -63,7 +63,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, Any]:
         return {"refused": _NONE_HERE}
     names = session.names
     if names.held is not None:
-        raise ProtocolError("this session has a name already")
+        raise ProtocolError("this session already has a name")
     try:
         with session.idle():  # who has it may be executing, under other modes of PyTorch
             names.held = names.store.hold(names.holder, names.owner, _text(name), take=bool(take))

@@ -131,7 +131,7 @@ class NamedSessions:
             if session is None:
                 if len(self._sessions) >= self._settings.max_named_sessions:
                     raise LimitExceededError(
-                        f"this worker keeps {len(self._sessions)} named sessions already, its limit. End one: skyproxy "
+                        f"this worker already keeps {len(self._sessions)} named sessions, its limit. End one: skyproxy "
                         "sessions end NAME; or set SKYPROXY_MAX_NAMED_SESSIONS there"
                     )
                 now = self._clock()

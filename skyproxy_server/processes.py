@@ -91,7 +91,7 @@ def environment(given: Mapping[str, str], local_rank: int) -> dict[str, str]:
         try:
             pool = {**json.loads(text), "local_rank": local_rank}
         except (ValueError, TypeError):
-            raise ConfigurationError(f"{_POOL_VARIABLE}={text!r} is no JSON object.") from None
+            raise ConfigurationError(f"{_POOL_VARIABLE}={text!r} is not a JSON object.") from None
         # The rank follows from the node and the local rank.
         pool.pop("rank", None)
         result[_POOL_VARIABLE] = json.dumps(pool, separators=(",", ":"))

@@ -234,7 +234,7 @@ def _parsed(name: str, text: bytes, where: str) -> _Entry:
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{where!r} has a name that no token can have. Use letters, digits, '.', '_' and '-'.")
     if len(text) > _MAX_FILE_BYTES:
-        raise ConfigurationError(f"{where} is longer than {_MAX_FILE_BYTES} bytes; that is no token.")
+        raise ConfigurationError(f"{where} is longer than {_MAX_FILE_BYTES} bytes; that is not a token.")
     lines = [line.strip() for line in text.decode("utf-8", "replace").strip().splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:

@@ -69,7 +69,7 @@ def test_a_number_is_one_of_seconds(number: float) -> None:
 
 @pytest.mark.parametrize("text", [*NO_DURATIONS, "", True, float("nan")])
 def test_what_is_no_duration_is_named_with_its_place_and_examples(text: object) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^timeout={re.escape(repr(text))} is no duration.*1h30m"):
+    with pytest.raises(ConfigurationError, match=rf"^timeout={re.escape(repr(text))} is not a duration.*1h30m"):
         duration_seconds(text, "timeout")  # type: ignore[arg-type]
 
 
@@ -141,7 +141,7 @@ def test_quantities_are_read(value: object, number: object) -> None:
     "value", ["", "Gi", "1ki", "1K", "1 Gi", "-1", "1GiB", "1e", "1e999", True, None, "1mi", "\u00bc", "x", "1" * 31]
 )
 def test_others_are_no_quantities(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"^memory=.* is no quantity.*8Gi"):
+    with pytest.raises(ConfigurationError, match=r"^memory=.* is not a quantity.*8Gi"):
         quantity(value, "memory")
 
 
@@ -155,7 +155,7 @@ def test_sizes_are_read(value: object, count: int) -> None:
 
 @pytest.mark.parametrize("value", ["much", "", "8 GiBi", "8B", "-1", "1  Gi", "500mB"])
 def test_others_are_no_sizes(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"^uploads=.* is no size.*8GiB"):
+    with pytest.raises(ConfigurationError, match=r"^uploads=.* is not a size.*8GiB"):
         size_bytes(value, "uploads")
 
 
@@ -195,8 +195,8 @@ def test_settings_come_from_the_environment() -> None:
         ("X_COUNT", "many", "is not a number"),
         ("X_COUNT", "", "is not a number"),
         ("X_COUNT", "1.5", "is not a number"),
-        ("X_COUNT", "-1", "is no number from 0"),
-        ("X_SECONDS", "nan", "is no number from 0"),
+        ("X_COUNT", "-1", "is not a number from 0"),
+        ("X_SECONDS", "nan", "is not a number from 0"),
         ("X_OWNER", "me", "is not a number"),
         ("X_WANTED", "perhaps", "is neither true nor false"),
     ],

@@ -98,7 +98,7 @@ def version_of(item: Mapping[str, Any]) -> int:
     """
     text = str((item.get("metadata") or {}).get("resourceVersion", ""))
     if not (text.isascii() and text.isdigit()):
-        raise ApiError("resourceVersion", 0, "Unordered", f"the API server's resourceVersion {text!r} is no number")
+        raise ApiError("resourceVersion", 0, "Unordered", f"the API server's resourceVersion {text!r} is not a number")
     return int(text)
 
 

@@ -239,7 +239,7 @@ class Informer:
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         if isinstance(error, ApiError) and error.status in (_GONE, _TOO_LARGE):
-            logger.info("%s are listed anew: %s", self.kind, error)
+            logger.info("%s are listed again: %s", self.kind, error)
             self._synced.clear()
         elif isinstance(error, ApiError):
             logger.warning("%s are not watched: %s", self.kind, error)

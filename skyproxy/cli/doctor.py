@@ -122,7 +122,7 @@ def _private(check: str, path: Path) -> Finding:
         mode = path.stat().st_mode
     except OSError as error:
         return Finding(
-            check, "broken", f"{path}: {error.strerror}", "Connect anew: skyproxy connect URL --token-file FILE"
+            check, "broken", f"{path}: {error.strerror}", "Connect again: skyproxy connect URL --token-file FILE"
         )
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         return Finding(check, "warning", f"others can read {path}", f"chmod 600 {path}")

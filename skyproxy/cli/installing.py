@@ -56,7 +56,7 @@ def install(
     )
 
     if namespace and all_namespaces:
-        raise ConfigurationError("--namespace and --all-namespaces exclude one another. Leave one out.")
+        raise ConfigurationError("--namespace and --all-namespaces cannot be used together. Leave one out.")
     objects = render(manifests_folder(overlay.value))
     address = address_of(None, context, kubeconfig)
 
@@ -107,7 +107,7 @@ def uninstall(
     from skyproxy.kubernetes.manifests import manifests_folder, remove_manifests, render
 
     if delete_computes and keep_computes:
-        raise ConfigurationError("--delete-computes and --keep-computes exclude one another. Leave one out.")
+        raise ConfigurationError("--delete-computes and --keep-computes cannot be used together. Leave one out.")
     objects = render(manifests_folder(overlay.value))
     if dry_run:
         for item in reversed(objects):

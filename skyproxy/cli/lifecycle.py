@@ -218,7 +218,7 @@ async def _choose(provider: ProviderName | None, address: ClusterAddress, name: 
             return ProviderName(named), f"as {PROVIDER_VARIABLE} says"
         except ValueError:
             known = ", ".join(ProviderName)
-            raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is none of: {known}.") from None
+            raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is not one of: {known}.") from None
     if await has_cluster(address):
         return ProviderName.KUBERNETES, f"in {await address.resolved()}"
     return ProviderName.LOCAL, "on this machine, because no cluster is configured"
@@ -255,7 +255,7 @@ def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -
         for part in (value if isinstance(value, list) else [value])
     ]
     if not given:
-        note(f"{name} runs already; nothing was changed.")
+        note(f"{name} is already running; nothing was changed.")
         return
     again = (
         "skyproxy up ssh://..."
@@ -263,7 +263,7 @@ def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -
         else f"skyproxy up {name} --provider {provider.value} ..."
     )
     note(
-        f"{name} runs already, and such a worker keeps what it was started with: {', '.join(given)} "
+        f"{name} is already running, and such a worker keeps what it was started with: {', '.join(given)} "
         f"changed nothing. To start it anew, without its tensors: skyproxy down {name}; {again}"
     )
 

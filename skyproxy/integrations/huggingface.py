@@ -40,7 +40,7 @@ class use:
     def __init__(self, device: str | torch.device = "sky:0") -> None:
         chosen = torch.device(device)
         if chosen.type != "sky":
-            raise ConfigurationError(f"{device} is no sky device. Name one: use('sky:0')")
+            raise ConfigurationError(f"{device} is not a sky device. Name one: use('sky:0')")
         self.device = DEVICES.of(chosen).torch_device
         _forget_choice(self.device)
         if importlib.util.find_spec("transformers") is not None:

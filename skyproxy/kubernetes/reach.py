@@ -138,7 +138,7 @@ async def _credentials(client: ClusterClient, name: str) -> tuple[str, str, str 
     secret = await client.secret(f"{name}-token")
     token, former = secret.get("token", "").strip(), secret.get(FORMER, "").strip()
     if not token:
-        raise ClusterError(f"the Secret {name}-token holds no token. Make the worker anew: skyproxy down {name}")
+        raise ClusterError(f"the Secret {name}-token holds no token. Make the worker again: skyproxy down {name}")
     try:
         return token, former, (await client.secret(f"{name}-tls")).get("ca.crt")
     except ClusterError as error:

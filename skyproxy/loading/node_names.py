@@ -161,7 +161,7 @@ class NodeNames:
         except NotPlainError as error:
             if not self._runner.trusted:
                 raise ConfigurationError(
-                    f"{name!r} is no plain data: {error.what}. It would come back as a pickle, which can run any code "
+                    f"{name!r} is not plain data: {error.what}. It would come back as a pickle, which can run any code "
                     "here, and this worker is not trusted. Put its state_dict(); or connect with trust_worker=True."
                 ) from error
         try:
@@ -273,7 +273,7 @@ def _checked(name: Any) -> str:
         ConfigurationError: it may not.
     """
     if not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARACTERS:
-        raise ConfigurationError(f"{name!r:.80} is no name. Names are texts of 1 to {_MOST_CHARACTERS} characters.")
+        raise ConfigurationError(f"{name!r:.80} is not a name. Names are texts of 1 to {_MOST_CHARACTERS} characters.")
     return name
 
 
@@ -287,7 +287,7 @@ def _opened(document: bytes) -> tuple[str, dict[str, Any], list[Any]]:
     form, tables, pieces = fields["form"], fields["tables"], fields["pieces"]
     first = len(pieces) - len(tables["bases"])
     if form not in (PLAIN, PICKLE) or first < 1 or not all(type(piece) is bytes for piece in pieces):
-        raise ValueError("it is no document")
+        raise ValueError("it is not a document")
     contents = [torch.frombuffer(bytearray(piece), dtype=torch.uint8) if piece else _EMPTY for piece in pieces[first:]]
     return form, tables, [*pieces[:first], *contents]
 

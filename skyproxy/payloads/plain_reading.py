@@ -61,7 +61,7 @@ class PlainReader:
         except (UnknownClassError, ProtocolError):
             raise
         except Exception as error:  # whatever it is that the bytes lack
-            raise ProtocolError(f"what the worker sent is no plain data: {error!r:.200}") from error
+            raise ProtocolError(f"what the worker sent is not plain data: {error!r:.200}") from error
         if self._code != len(self._codes) or self._atom != len(self._atoms):
             raise ProtocolError("what the worker sent has more than one value")
         return value

@@ -32,7 +32,7 @@ class AcceleratePlugin(Plugin):
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in ("no", "fp16", "bf16", "fp8"):
-            raise ConfigurationError(f"mixed_precision={self.mixed_precision!r} is none of no, fp16, bf16, fp8.")
+            raise ConfigurationError(f"mixed_precision={self.mixed_precision!r} is not one of no, fp16, bf16, fp8.")
         requirement("accelerate", self.version)
 
     @property

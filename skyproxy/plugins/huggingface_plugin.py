@@ -71,4 +71,4 @@ class HuggingFacePlugin(Plugin):
                 ) from None
             logger.warning("the Hugging Face Hub answered HTTP %d; the token is set, but was not checked", status)
         except Exception as error:
-            logger.warning("the Hugging Face Hub is out of reach (%s); the token is set, but was not checked", error)
+            logger.warning("the Hugging Face Hub cannot be reached (%s); the token is set, but was not checked", error)

@@ -37,7 +37,7 @@ class KerasPlugin(Plugin):
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
-            raise ConfigurationError(f"backend={self.backend!r} is none of Keras's: {', '.join(_BACKENDS)}.")
+            raise ConfigurationError(f"backend={self.backend!r} is not one of Keras's: {', '.join(_BACKENDS)}.")
         requirement("keras", self.version)
 
     @property
@@ -53,7 +53,7 @@ class KerasPlugin(Plugin):
         keras = sys.modules.get("keras")
         if keras is not None and hasattr(keras, "backend") and keras.backend.backend() != self.backend:
             raise ConfigurationError(
-                f"Keras is loaded in this worker already, on {keras.backend.backend()}. Use workers of a pool's own."
+                f"Keras is already loaded in this worker, on {keras.backend.backend()}. Use workers of a pool's own."
             )
         return environment({"KERAS_BACKEND": self.backend})
 

@@ -32,7 +32,7 @@ def requirement(name: str, version: str) -> str:
     if _VERSION.fullmatch(version):
         return f"{name}=={version.strip()}"
     raise ConfigurationError(
-        f'{version!r} is no version of {name}. Use "latest", a version such as "2.3.0", or a constraint: ">=2.3".'
+        f'{version!r} is not a version of {name}. Use "latest", a version such as "2.3.0", or a constraint: ">=2.3".'
     )
 
 

@@ -201,7 +201,7 @@ class ActorCalls(Scheduler):
             super()._check_wait(job)
         except ConfigurationError:
             raise ConfigurationError(
-                f"{job.name} would wait for ever: the {self.place} is taken by a stream that is read here, and that "
+                f"{job.name} would wait forever: the {self.place} is taken by a stream that is read here, and that "
                 "goes on only when this wait is over. Take its items first: list(...); or let it run more calls at a "
                 "time, @actor(concurrency=2)."
             ) from None

@@ -126,7 +126,7 @@ class ActorPlace:
         self.group.ensure()
         node, output = self.group.nodes[self.rank], self.output()
         if self._closed.is_set():
-            raise ConfigurationError(f"the pool of {self} does not run any more.")
+            raise ConfigurationError(f"the pool of {self} is no longer running.")
         self._making = call = node.submit_payload(
             self._payload, on_output=output.write, name=self.name, results="value", context=self.context(0)
         )

@@ -283,7 +283,7 @@ class ActorGroup(Generic[S]):
         for one in self._actors:
             kind: type = one.__dict__["_sky_kind"]
             if not name or getattr(kind, name, None) is not method:
-                raise TypeError(f"{method!r:.80} is no method of {kind.__name__}. Write {kind.__name__}.method.")
+                raise TypeError(f"{method!r:.80} is not a method of {kind.__name__}. Write {kind.__name__}.method.")
             bound = _method(cast(_ActorHandle, one), name)
             calls.append(PendingCompute(bound, args, kwargs, CallOptions(), bound.__qualname__))
         futures = [cast(ActorMethod, call.function).__skyproxy_calls__.submit(call) for call in calls]

@@ -197,7 +197,7 @@ class Compute:
     @contextlib.contextmanager
     def _only_once(self) -> Iterator[None]:
         if self._starting or self._workers is not None:
-            raise ConfigurationError("this pool runs already. For another one make another Compute(...).")
+            raise ConfigurationError("this pool is already running. For another one make another Compute(...).")
         self._starting = True
         try:
             yield
@@ -524,7 +524,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pe
         return cast(PendingCompute[Any], function(*args, **kwargs))
     if isinstance(function, PendingCompute):
         raise TypeError(
-            f"{function!r} is a call already. Use call.submit(pool), or pass the function and its arguments."
+            f"{function!r} is already a call. Use call.submit(pool), or pass the function and its arguments."
         )
     name = function.__qualname__ if isinstance(function, ActorMethod) else getattr(function, "__name__", None)
     name = str(name or type(function).__name__)

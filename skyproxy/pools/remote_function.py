@@ -168,7 +168,7 @@ def function(
 
     def decorate(target: Callable[..., Any]) -> RemoteFunction[..., Any]:
         if isinstance(target, RemoteFunction):
-            raise ConfigurationError(f"{target!r} is decorated already. One @compute or @function is enough.")
+            raise ConfigurationError(f"{target!r} is already decorated. One @compute or @function is enough.")
         if not callable(target):
             raise ConfigurationError(
                 f"@compute decorates functions, not {target!r}. Options have names: @compute(timeout=60)."

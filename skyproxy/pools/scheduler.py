@@ -254,7 +254,7 @@ class Scheduler:
         where = "the pool's only process" if self._world_size == 1 else f"rank {', '.join(map(str, ranks))}"
         job.future.cancel()
         raise ConfigurationError(
-            f"{job.name} would wait for ever: {where} is taken by a stream that is read here, and that goes on only "
+            f"{job.name} would wait forever: {where} is taken by a stream that is read here, and that goes on only "
             "when this wait is over. Take its items first: list(...); or let a process run more calls at "
             "a time, Compute(concurrency=2), or the pool have more of them."
         )

@@ -106,7 +106,7 @@ def _amount(amounts: dict[str, str], key: str, name: str, value: float | None, u
         return
     if key in amounts:
         raise ConfigurationError(
-            f"{name}={value} and resources[{key!r}]={amounts[key]!r} say the same twice. Give one."
+            f"{name}={value} and resources[{key!r}]={amounts[key]!r} say the same thing twice. Give one."
         )
     if value <= 0:
         raise ConfigurationError(f"{name}={value}: use a number above 0.")

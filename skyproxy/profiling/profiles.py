@@ -84,7 +84,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self._profiler is not None:
-            raise ConfigurationError("this profile was made already. Make another one: skyproxy.profile(...)")
+            raise ConfigurationError("this profile was already made. Make another one: skyproxy.profile(...)")
         DEVICES.at(0)
         sessions: dict[int, tuple[Session, list[str]]] = {}
         for device in DEVICES.alive():

@@ -69,7 +69,7 @@ class Accelerator:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigurationError(
-                f"{self.count} accelerators of the kind {self.name} cannot be had. Ask for 1 or more."
+                f"{self.count} accelerators of the kind {self.name} are not available. Ask for 1 or more."
             )
         known = _BY_FOLDED_NAME.get(self.name.casefold())
         metadata = dict(self.metadata)
@@ -82,7 +82,7 @@ class Accelerator:
             near = difflib.get_close_matches(self.name.upper(), _KNOWN, n=3)
             hint = f"Did you mean {', '.join(near)}? " if near else f"Known are: {', '.join(sorted(_KNOWN))}. "
             raise ConfigurationError(
-                f"{self.name!r} is no accelerator that skyproxy knows. {hint}"
+                f"{self.name!r} is not an accelerator that skyproxy knows. {hint}"
                 f"Others need a word about them: Accelerator({self.name!r}, metadata={{'cuda': True}})."
             )
         object.__setattr__(self, "metadata", MappingProxyType(metadata))

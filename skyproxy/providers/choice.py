@@ -28,7 +28,7 @@ def default_provider(environ: Mapping[str, str] = os.environ, contexts: ContextS
     named = environ.get(PROVIDER_VARIABLE, "").strip().lower()
     if named:
         if named not in _CLASSES:
-            raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is none of: {', '.join(_CLASSES)}.")
+            raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is not one of: {', '.join(_CLASSES)}.")
         provider = _made(named)
         reason = PROVIDER_VARIABLE
     else:

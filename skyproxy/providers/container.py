@@ -64,7 +64,7 @@ class Container:
     async def launch(self, spec: WorkerSpec, report: Report) -> Containers:
         """Builds the image where it is not there yet, and starts all containers; see `Provider.launch`."""
         if spec.keep:
-            raise ConfigurationError("containers of Container() end with this program, so keep=True cannot be had.")
+            raise ConfigurationError("containers of Container() end with this program, so keep=True is not available.")
         refuse_options("Container()", spec.options)
         cli = await self._checked_cli()
         gpus = spec.accelerator is not None or int(spec.resources.get(_GPU, 0)) > 0
@@ -245,7 +245,7 @@ class Containers:
         if self._spec.procs_per_node > 1 and rank % self._spec.procs_per_node == 0:
             raise WorkerStartError(
                 f"rank {rank} cannot be restarted alone: the other processes of its node share its network. Start the "
-                "pool anew, or use procs_per_node=1."
+                "pool again, or use procs_per_node=1."
             )
         await self._remove(rank)
         await self._start_rank(rank, lambda progress: None)

@@ -81,7 +81,7 @@ class DetachedWorker:
             return (self.folder / "token").read_text(encoding="ascii").strip()
         except OSError as error:
             raise ConfigurationError(
-                f"the token of the worker {self.name!r} cannot be read: {error}. Start it anew: skyproxy down "
+                f"the token of the worker {self.name!r} cannot be read: {error}. Start it again: skyproxy down "
                 f"{self.name}; skyproxy up {self.name} --provider local"
             ) from error
 
@@ -186,8 +186,8 @@ def _claim(name: str, device: str) -> DetachedWorker:
                 existing = _read(worker.folder)
                 if existing is not None and existing.alive:
                     raise ConfigurationError(
-                        f"a worker {name!r} runs already, as process {existing.process_id}. Use it, or end it first: "
-                        f"skyproxy down {name}"
+                        f"a worker {name!r} is already running, as process {existing.process_id}. Use it, or end it "
+                        f"first: skyproxy down {name}"
                     ) from None
                 shutil.rmtree(worker.folder, ignore_errors=True)
         raise ConfigurationError(f"{worker.folder} cannot be made. Remove it, or set XDG_STATE_HOME.")
@@ -206,7 +206,7 @@ def local_address(name: str) -> tuple[str, str]:
     if worker is None or url is None:
         last = f" The end of its log:\n{worker.log_tail()}\n" if worker is not None and worker.log_tail() else " "
         raise ConnectError(
-            f"the worker {name!r} on this machine does not run any more.{last}"
+            f"the worker {name!r} on this machine is no longer running.{last}"
             f"Start it again: skyproxy up {name} --provider local; or forget it: skyproxy context remove {name}"
         )
     return url, worker.token()

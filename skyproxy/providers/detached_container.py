@@ -64,7 +64,7 @@ async def start_container(
     """
     engine, container = ContainerEngine.find(), container_name(name)
     if await engine.inspect(container) is not None:
-        raise ConfigurationError(f"a container {container!r} exists already. End it first: skyproxy down {name}")
+        raise ConfigurationError(f"a container {container!r} already exists. End it first: skyproxy down {name}")
     options = ["--label", f"{LABEL}={name}", "--publish", f"127.0.0.1::{PORT}", "--init", *CONFINEMENT]
     options += ["--gpus", str(gpus)] if gpus else []
     options += ["--cpus", plain_text(quantity(cpu, "cpu"))] if cpu else []

@@ -38,7 +38,7 @@ class PipIndex:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("https://", "http://", "file://")):
-            raise ConfigurationError(f"PipIndex(url={self.url!r}) is no address of an index. Use https://...")
+            raise ConfigurationError(f"PipIndex(url={self.url!r}) is not the address of an index. Use https://...")
         object.__setattr__(self, "packages", _texts("packages", self.packages))
         if not self.packages:
             raise ConfigurationError(
@@ -81,10 +81,10 @@ class Image:
         object.__setattr__(self, "pip_indexes", indexes)
         object.__setattr__(self, "env", MappingProxyType({str(k): str(v) for k, v in self.env.items()}))
         if self.python is not None and not _PYTHON_VERSION.fullmatch(self.python):
-            raise ConfigurationError(f"Image(python={self.python!r}) is no version of Python. Use one such as '3.12'.")
+            raise ConfigurationError(f"Image(python={self.python!r}) is not a Python version. Use one such as '3.12'.")
         for name in self.apt:
             if not _APT_NAME.fullmatch(name):
-                raise ConfigurationError(f"Image(apt=[{name!r}]) is no name of a Debian package.")
+                raise ConfigurationError(f"Image(apt=[{name!r}]) is not the name of a Debian package.")
         for requirement in self.pip:
             if requirement.startswith("-"):
                 raise ConfigurationError(

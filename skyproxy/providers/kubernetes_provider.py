@@ -72,7 +72,7 @@ class Kubernetes:
             ConfigurationError: `via` is none of those.
         """
         if via not in VIA:
-            raise ConfigurationError(f"via={via!r} is none of: {', '.join(VIA)}.")
+            raise ConfigurationError(f"via={via!r} is not one of: {', '.join(VIA)}.")
         self.address = ClusterAddress(namespace, context, kubeconfig)
         self._via = via
         self._spec = spec
@@ -142,7 +142,7 @@ class Kubernetes:
             if error.reason != "AlreadyExists":
                 raise
             raise ConfigurationError(
-                f"a worker {spec.name!r} exists already in {client.address}. Use another name; or keep=True, to use it "
+                f"a worker {spec.name!r} already exists in {client.address}. Use another name; or keep=True, to use it "
                 f"and leave it there; or end it: skyproxy down {spec.name}"
             ) from error
         return True, None
@@ -229,7 +229,7 @@ class KubernetesLaunched:
         if self._spec.procs_per_node > 1:
             raise WorkerStartError(
                 f"rank {rank} shares its Pod with {self._spec.procs_per_node - 1} others, which a restart would "
-                "end too. Use procs_per_node=1, or start the pool anew."
+                "end too. Use procs_per_node=1, or start the pool again."
             )
         async with ClusterClient(self._address) as client:
             path = f"/api/v1/namespaces/{client.namespace}/pods/{self._pod(rank)}"

@@ -48,7 +48,7 @@ class Local:
             cache: the folder for environments; by default that of SKYPROXY_CACHE, or ~/.cache/skyproxy.
         """
         if device not in ("auto", "cpu", "cuda"):
-            raise ConfigurationError(f"Local(device={device!r}) is none of 'auto', 'cpu', 'cuda'.")
+            raise ConfigurationError(f"Local(device={device!r}) is not one of 'auto', 'cpu', 'cuda'.")
         self.device = device
         self.isolated = isolated
         self._store = EnvironmentStore((Path(cache) if cache is not None else cache_folder()) / "environments")
@@ -89,7 +89,7 @@ class Local:
             )
         if spec.keep:
             raise ConfigurationError(
-                "Local() workers end with this program, so keep=True cannot be had. For one that stays: "
+                "Local() workers end with this program, so keep=True is not available. For one that stays: "
                 "skyproxy up NAME --provider local"
             )
         present = count_accelerators() if self.device != "cpu" else 0

@@ -71,8 +71,8 @@ class Remote:
             parts = urlsplit(url)
             if parts.scheme not in ("ws", "wss", "sky") or not parts.hostname:
                 raise ConfigurationError(
-                    f"Remote: {url!r} is no url of a worker. Use ws://host:port or wss://host:port, or the link that "
-                    "`skyproxy serve --tls` prints."
+                    f"Remote: {url!r} is not the URL of a worker. Use ws://host:port or wss://host:port, or the link "
+                    "that `skyproxy serve --tls` prints."
                 )
         self._tokens = None if token is None else [token] * len(self.urls) if isinstance(token, str) else list(token)
         if self._tokens is not None and len(self._tokens) != len(self.urls):

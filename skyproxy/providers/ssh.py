@@ -71,7 +71,7 @@ class SshWorker:
             return (self.folder / "token").read_text(encoding="ascii").strip()
         except OSError as error:
             raise ConfigurationError(
-                f"the token of the worker {self.name!r} cannot be read: {error}. Make it anew, after: skyproxy down "
+                f"the token of the worker {self.name!r} cannot be read: {error}. Make it again, after: skyproxy down "
                 f"{self.name}"
             ) from error
 
@@ -85,7 +85,7 @@ class SshWorker:
         if not found["alive"] or not found["port"]:
             last = f" The end of its log:\n{found.get('log')}\n" if found.get("log") else " "
             raise ConnectError(
-                f"the worker {self.name!r} on {self.target.shown} does not run any more.{last}"
+                f"the worker {self.name!r} on {self.target.shown} is no longer running.{last}"
                 f"Start it again: skyproxy up {self.url} --name {self.name}; or forget it: skyproxy down {self.name}"
             )
         tunnel = Tunnel(self.target, int(found["port"]))

@@ -94,7 +94,7 @@ class SshTarget:
         found = _TARGET.fullmatch(text)
         if found is None or found[2].startswith("-") or (found[1] or "").startswith("-"):
             raise ConfigurationError(
-                f"{text!r} is no host to log in to. Example: ssh://me@gpu-box, or ssh://gpu-box:2222"
+                f"{text!r} is not a host to log in to. Example: ssh://me@gpu-box, or ssh://gpu-box:2222"
             )
         return cls(found[2].strip("[]"), found[1], int(found[3]) if found[3] else None, config)
 

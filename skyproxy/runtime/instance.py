@@ -144,7 +144,7 @@ def instance_info() -> InstanceInfo:
         values = json.loads(text)
     except ValueError as error:
         raise ConfigurationError(
-            f"{POOL_VARIABLE}={text!r} is no JSON. Pools set this variable; unset it outside of one."
+            f"{POOL_VARIABLE}={text!r} is not JSON. Pools set this variable; unset it outside of one."
         ) from error
     return InstanceInfo.from_mapping(values)
 

@@ -262,7 +262,7 @@ class Session(Requests):
             ended = SessionLostError(
                 f"{f'The worker is gone: {how}' if how else reason}. The tensors that lived there are gone; tensors on "
                 "the CPU are unharmed. skyproxy.connect(...) puts another session in its place, with the same sky:N; "
-                f"after skyproxy.reset() the next use of sky:0 starts anew.{log}"
+                f"after skyproxy.reset() the next use of sky:0 starts afresh.{log}"
             )
             ended.process_ended = bool(how)
             self._ended = ended

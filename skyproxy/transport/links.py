@@ -45,7 +45,7 @@ def read_link(text: str) -> tuple[str, str]:
     except ValueError as error:
         raise ConfigurationError(f"the link to a worker cannot be read: {error}.") from None
     if not is_link(address) or not host or "@" in parts.netloc or parts.path.strip("/") or parts.query:
-        raise ConfigurationError("this is no link to a worker. Example: sky://gpu-box:8765#sha256:...")
+        raise ConfigurationError("this is not a link to a worker. Example: sky://gpu-box:8765#sha256:...")
     if not rest.startswith(FINGERPRINT_PREFIX) or len(rest) < _LENGTH:
         raise ConfigurationError(
             f"the link {address} lacks the fingerprint of the worker's certificate: copy the whole line that `skyproxy "

@@ -101,7 +101,7 @@ def normal_fingerprint(text: str) -> str:
     digits = text.strip().lower().removeprefix(FINGERPRINT_PREFIX).replace(":", "")
     if not _FINGERPRINT.fullmatch(FINGERPRINT_PREFIX + digits):
         raise ConfigurationError(
-            f"{text!r} is no fingerprint of a certificate: it has to be sha256: and 64 hexadecimal digits, as "
+            f"{text!r} is not the fingerprint of a certificate: it has to be sha256: and 64 hexadecimal digits, as "
             "`skyproxy serve --tls` prints it."
         )
     return FINGERPRINT_PREFIX + digits

@@ -63,7 +63,7 @@ def ask_worker(
         answer = connection.getresponse()
         body = answer.read(_MAX_BYTES)
         if answer.status in (401, 403):
-            raise AuthenticationError(f"the worker at {shown} refused the token. Connect anew: skyproxy connect NAME")
+            raise AuthenticationError(f"the worker at {shown} refused the token. Connect again: skyproxy connect NAME")
         if answer.status != 200:
             raise ConnectError(f"the worker at {shown} does not tell what it does (HTTP {answer.status}). Is it one?")
         report: dict[str, Any] = _shown(json.loads(body))

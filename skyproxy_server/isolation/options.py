@@ -44,7 +44,7 @@ def _processor_count(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= 4096.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processors; use one from 0 to 4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processors; use one from 0 to 4096")
     return value
 
 

@@ -96,7 +96,7 @@ def test_up_again_keeps_the_worker(run: Run, dev: str) -> None:
     before = find(dev)
     result = run("up", dev, "--provider", "local")
     assert result.exit_code == 0
-    assert "runs already" in result.stderr
+    assert "is already running" in result.stderr
     assert find(dev) == before
 
 
@@ -238,7 +238,7 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
         (["up", "x", "--provider", "local", "--cpu", "500m"], "whole number"),
         (["up", "x", "--provider", "moon"], "moon"),
         (["up", "x", "--provider", "kubernetes"], "no Kubernetes cluster is configured"),
-        (["up", "x", "--provider", "kubernetes", "--idle-timeout", "soon"], "--idle-timeout='soon' is no duration"),
+        (["up", "x", "--provider", "kubernetes", "--idle-timeout", "soon"], "--idle-timeout='soon' is not a duration"),
         (["up", "x", "--provider", "kubernetes", "--volume", "cache"], "NAME:SIZE:PATH"),
         (["up", "x", "--provider", "kubernetes", "--gpu-type", "A100", "--gpus", "0"], "--gpu-type was given"),
         (["status"], "no worker is named and no context is chosen"),

@@ -196,7 +196,7 @@ def test_a_device_chosen_before_is_not_silently_kept(sky1: str) -> None:
 
 
 def test_only_sky_devices_can_be_used() -> None:
-    with pytest.raises(ConfigurationError, match="is no sky device"):
+    with pytest.raises(ConfigurationError, match="is not a sky device"):
         huggingface.use("cuda:0")
 
 

@@ -79,7 +79,7 @@ def test_limits_are_rounded_up_to_whole_seconds(seconds: float, text: str) -> No
     [
         ({"name": "A"}, "cannot name a worker"),
         ({"nodes": 0}, "nodes=0"),
-        ({"resources": {"memory": "8 Gi"}}, "memory='8 Gi' is no quantity"),
+        ({"resources": {"memory": "8 Gi"}}, "memory='8 Gi' is not a quantity"),
         ({"resources": {"nvidia.com/gpu": "0.5"}}, "whole numbers"),
         ({"volumes": [{"name": "a", "path": "/a"}]}, "lacks storage"),
         ({"volumes": [{"name": "a", "storage": "1Gi", "path": "a"}]}, "must begin with '/'"),

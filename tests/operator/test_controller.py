@@ -158,7 +158,7 @@ def test_a_bad_spec_is_told_and_mended() -> None:
             "type": "Ready",
             "status": "False",
             "reason": "InvalidSpec",
-            "message": "spec.idleTimeout: 'soon' is no duration. Examples: 90s, 30m, 1h30m, 2d",
+            "message": "spec.idleTimeout: 'soon' is not a duration. Examples: 90s, 30m, 1h30m, 2d",
             "observedGeneration": 1,
             "lastTransitionTime": "",
         }

@@ -118,7 +118,7 @@ def test_an_answer_that_comes_later_than_the_news_brings_nothing_back() -> None:
 def test_a_version_that_is_no_number_is_refused(version: Any) -> None:
     item = pod("a", 1)
     item["metadata"]["resourceVersion"] = version
-    with pytest.raises(ApiError, match="is no number"):
+    with pytest.raises(ApiError, match="is not a number"):
         Store(compute_of, Told()).change("ADDED", item)
 
 

@@ -46,7 +46,7 @@ def test_a_version_becomes_a_requirement(version: str, expected: str) -> None:
 
 @pytest.mark.parametrize("version", ["newest", "", ">=", "two", "2.3.0; rm -rf /"])
 def test_what_is_no_version_is_refused_where_the_plugin_is_made(version: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no version of torch"):
+    with pytest.raises(ConfigurationError, match="is not a version of torch"):
         sky.plugins.torch(version=version)
 
 

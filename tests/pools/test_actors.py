@@ -242,7 +242,7 @@ def test_one_on_each_rank(pool: Compute) -> None:
     assert group[1].add() == 6
     assert group.submit(Counter.add).result(PATIENCE_SECONDS) == [6, 7]
     assert group.broadcast(Counter.later) == [6, 7]
-    with pytest.raises(TypeError, match="no method of Counter"):
+    with pytest.raises(TypeError, match="not a method of Counter"):
         group.broadcast(len)  # type: ignore[arg-type]
     with pytest.raises(MadeWrongError):
         group.broadcast(Counter.fail)

@@ -183,7 +183,7 @@ def test_a_profile_is_made_once_and_read_at_its_end(sky: str) -> None:
         profile.summary()
     with profile:
         torch.ones(2, device=sky).sum().item()
-    with pytest.raises(ConfigurationError, match="made already"):
+    with pytest.raises(ConfigurationError, match="already made"):
         profile.__enter__()
 
 

@@ -30,7 +30,7 @@ def leave(name: str, process_id: int, identity: str) -> DetachedWorker:
 
 def test_a_name_in_use_cannot_be_taken() -> None:
     leave("dev", os.getpid(), str(identity_of(os.getpid())))
-    with pytest.raises(ConfigurationError, match="runs already"):
+    with pytest.raises(ConfigurationError, match="is already running"):
         detached._claim("dev", "cpu")
     assert [worker.name for worker in list_detached()] == ["dev"]
 
@@ -70,7 +70,7 @@ def test_the_end_of_a_long_log_is_told() -> None:
     worker.log.write_text("first\n" + "x" * 100_000 + "\nlast words\n")
     assert worker.log_tail().endswith("last words")
     assert "first" not in worker.log_tail()
-    with pytest.raises(ConnectError, match=r"(?s)does not run any more.*last words.*skyproxy up dev"):
+    with pytest.raises(ConnectError, match=r"(?s)is no longer running.*last words.*skyproxy up dev"):
         local_address("dev")
 
 

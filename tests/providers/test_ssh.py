@@ -220,7 +220,7 @@ def test_a_worker_over_ssh_is_used_and_leaves_nothing(host: Host, worker: SshWor
     assert len(run("logs", "gpu-box", "--tail", "1").stdout.splitlines()) == 1
     again = up(host)
     assert again.exit_code == 0
-    assert "runs already" in again.stderr
+    assert "is already running" in again.stderr
     process_id, token = process_of(host), worker.token()
     # It belongs to the user, listens to its own machine only, and its token is in no command line.
     command = Path(f"/proc/{process_id}/cmdline").read_bytes()
@@ -282,7 +282,7 @@ def test_a_killed_worker_is_lost_and_its_name_can_be_taken_again(host: Host, wor
     status = run("status", "gpu-box", "--json")
     assert status.exit_code == 1
     assert json.loads(status.stdout)["phase"] == "Lost"
-    with pytest.raises(ConnectError, match="does not run any more"):
+    with pytest.raises(ConnectError, match="is no longer running"):
         worker.open()
     assert up(host).exit_code == 0
     assert run("token", "rotate", "gpu-box").exit_code == 0
@@ -368,7 +368,7 @@ def test_hosts_are_read(text: str, target: SshTarget) -> None:
     ],
 )
 def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no host"):
+    with pytest.raises(ConfigurationError, match="is not a host"):
         SshTarget.parse(text)
 
 

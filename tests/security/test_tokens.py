@@ -119,7 +119,7 @@ def test_nobody_joins_the_session_of_another_token(listener: Listener) -> None:
 
 def test_a_token_has_as_many_sessions_as_it_may(listener: Listener) -> None:
     first, _ = connect_websocket(url(listener), MATH, hello())
-    with pytest.raises(ConnectError, match="the token math has 1 sessions already"):
+    with pytest.raises(ConnectError, match="the token math already has 1 sessions"):
         connect_websocket(url(listener), MATH, hello())
     other, _ = connect_websocket(url(listener), CODE, hello())
     for transport in (first, other):
@@ -140,7 +140,7 @@ def test_a_token_has_as_many_connections_as_it_may(folder: Path) -> None:
     with worker(folder) as listener:
         operations, welcome = connect_websocket(url(listener), MATH, hello())
         bulk, _ = connect_websocket(url(listener), MATH, hello(welcome.session, "bulk"))
-        with pytest.raises(ConnectError, match="the token math has 2 connections already"):
+        with pytest.raises(ConnectError, match="the token math already has 2 connections"):
             connect_websocket(url(listener), MATH, hello())
         for transport in (operations, bulk):
             transport.close()

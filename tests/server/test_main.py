@@ -179,8 +179,8 @@ def test_a_dead_stdin_is_no_token() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--port", "seventy"], "'seventy' is no port"),
-        (["--port", "70000"], "no port"),
+        (["--port", "seventy"], "'seventy' is not a port"),
+        (["--port", "70000"], "not a port"),
         (["--device", "tpu"], "tpu"),
         (["--token", TOKEN], "unrecognized arguments"),
         (["--frobnicate"], "unrecognized arguments"),

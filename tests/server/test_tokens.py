@@ -90,7 +90,7 @@ def test_an_identity_travels_as_plain_data() -> None:
         (f"{ONE}\nscopes:", "scopes"),
         (f"{ONE}\nexpires: soon", "'soon'"),
         (f"{ONE}\nsessions: -1", "'sessions'"),
-        (f"{ONE}\nmemory: much", "memory='much' is no size"),
+        (f"{ONE}\nmemory: much", "memory='much' is not a size"),
         (f"{ONE}\n{TWO}", "says nothing known"),
     ],
 )

@@ -340,7 +340,7 @@ class Capture:
         DEVICES.at(None)
         with _lock:
             if _active is not None:
-                raise CaptureError("a graph is being captured already; captures cannot be nested, nor run side by side")
+                raise CaptureError("a graph is already being captured; captures cannot be nested, nor run side by side")
             _active = self
         try:
             by_session: dict[int, tuple[Session, list[SkyDevice]]] = {}

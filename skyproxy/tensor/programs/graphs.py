@@ -40,7 +40,7 @@ class SkyGraph:
             CaptureError: the graph holds a capture already, or another capture is under way.
         """
         if self._parts is not None or self._capture is not None:
-            raise CaptureError("this graph holds a capture already. Call reset() first, or make another graph.")
+            raise CaptureError("this graph already holds a capture. Call reset() first, or make another graph.")
         capture = Capture()
         capture.begin()
         self._capture = capture

@@ -308,7 +308,7 @@ def test_sessions_and_their_memory_are_bounded(tmp_path: Path) -> None:
     worker = Worker(tmp_path, "--session-memory", str(600 << 20), SKYPROXY_MAX_SESSIONS="2")
     try:
         with worker.connect() as first, worker.connect() as second:
-            with pytest.raises(ConnectError, match="serves 2 sessions already"):
+            with pytest.raises(ConnectError, match="already serves 2 sessions"):
                 worker.connect()
             fits = ones(first, 1 << 20)
             with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -411,7 +411,7 @@ def test_captures_cannot_be_nested(sky: str) -> None:
     with pytest.raises(CaptureError, match="inside the capture"):
         with torch.sky.graph(torch.sky.SkyGraph()):
             inner.replay()
-    with pytest.raises(CaptureError, match="holds a capture already"):
+    with pytest.raises(CaptureError, match="already holds a capture"):
         with torch.sky.graph(inner):
             pass
     inner.replay()
