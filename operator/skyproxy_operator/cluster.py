@@ -201,7 +201,7 @@ class Cluster:
         try:
             answer = await self.request("GET", "/version", what="version")
         except ApiError as exc:
-            logger.warning("the cluster does not tell its version: %s", exc)
+            logger.warning("the version of the cluster cannot be read: %s", exc)
         else:
             logger.info("Kubernetes %s", check_version(answer))
 

@@ -150,7 +150,7 @@ def ask_for_token(url: str) -> str:
         token = sys.stdin.readline(_MAX_TOKEN_CHARACTERS)
     if not token.strip():
         raise ConfigurationError(
-            "a worker at a url wants a token, and none came on standard input. Give it there, or name its file: "
+            "a worker at a URL needs a token, and standard input had none. Pipe it in, or name its file: "
             "--token-file FILE"
         )
     return token.strip()

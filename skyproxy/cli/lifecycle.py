@@ -177,7 +177,7 @@ def down(
     A Pod removed by force may keep running on its machine until that machine responds again.
     """
     if force and not wait:
-        raise ConfigurationError("--force has something to do only while it waits. Leave out --no-wait.")
+        raise ConfigurationError("--force matters only while the command waits. Leave out --no-wait.")
     address = address_of(namespace, context, kubeconfig)
     seconds = duration_seconds(timeout, "--timeout")
 
@@ -226,7 +226,7 @@ async def _choose(provider: ProviderName | None, address: ClusterAddress, name: 
 
 def _check_ssh_options(is_ssh: bool, provider: ProviderName | None, given: dict[str, Any]) -> None:
     if is_ssh and provider not in (None, ProviderName.SSH):
-        raise ConfigurationError(f"a host, ssh://..., is none for --provider {provider}. Leave --provider out.")
+        raise ConfigurationError(f"--provider {provider} takes no host (ssh://...). Leave --provider out.")
     if not is_ssh and (provider is ProviderName.SSH or any(given.values())):
         flags = [flag for flag, value in given.items() if value] or ["--provider ssh"]
         raise ConfigurationError(

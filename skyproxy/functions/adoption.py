@@ -81,7 +81,7 @@ class Adopter:
                 value = as_state_dict(from_plain(pieces, tables, lambda row, position: tensors[position]))
             except UnknownClassError as error:
                 raise UntrustedResultError(
-                    f"returned an object of {visible(error)}, which this program has not"
+                    f"returned an object of {visible(error)}, which this program does not have"
                 ) from error
             self._adopted = 0, []
             return value

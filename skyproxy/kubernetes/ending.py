@@ -69,7 +69,9 @@ async def end(
             return True
         reasons = list(waited_for(compute, pods))
     more = "" if force else f" To take it away all the same: skyproxy down {name} --force"
-    raise ClusterError(f"{name} is not gone after {timeout_seconds:g} s, and goes on ending. {' '.join(reasons)}{more}")
+    raise ClusterError(
+        f"{name} is not gone after {timeout_seconds:g} s; it is still being deleted. {' '.join(reasons)}{more}"
+    )
 
 
 async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[Manifest]]:

@@ -209,7 +209,7 @@ class NodeNames:
                 return as_state_dict(from_plain(pieces, tables, lambda row, position: tensors[position]))
             except UnknownClassError as error:
                 raise UntrustedResultError(
-                    f"{name!r} has an object of {visible(error)}, which this program has not. Import it first."
+                    f"{name!r} has an object of {visible(error)}, which this program does not have. Import it first."
                 ) from error
 
     def _device_at(self, place: Any) -> torch.device:

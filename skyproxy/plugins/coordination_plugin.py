@@ -88,7 +88,7 @@ class _Meeting:
         pause = 0.0005
         while not done():
             if self.aborted:
-                raise RuntimeError("another rank failed, and nobody will come any more")
+                raise RuntimeError("another rank failed, so nobody else will arrive")
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(pause)

@@ -302,7 +302,7 @@ class Instances:
             try:
                 self._ssm.delete_parameter(Name=self.parameter)
             except Exception as error:
-                logger.warning("skyproxy: the parameter %s of SSM stays behind: %s", self.parameter, error)
+                logger.warning("skyproxy: the SSM parameter %s was left behind: %s", self.parameter, error)
 
     def _run(self, request: dict[str, Any]) -> None:
         tags = [
@@ -423,7 +423,7 @@ def _take_away(ec2: Any, instances: list[str], group: str | None) -> None:
     try:
         ec2.delete_security_group(GroupId=group)
     except Exception as error:
-        logger.warning("skyproxy: the security group %s stays behind: %s", group, error)
+        logger.warning("skyproxy: the security group %s was left behind: %s", group, error)
 
 
 def _own_source() -> str | None:
@@ -492,6 +492,6 @@ def _own_address() -> str:
             return str(answer.read().decode().strip())
     except OSError as error:
         raise ConfigurationError(
-            f"AWS(): this machine's public address cannot be found out ({error}). Pass "
+            f"AWS(): this machine's public address cannot be determined ({error}). Pass "
             "AWS(allow_from='203.0.113.7/32')."
         ) from error

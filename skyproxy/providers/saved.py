@@ -79,7 +79,7 @@ def _open_ssh(context: Context, source: str) -> Node:
     worker = find(context.name)
     if worker is None:
         raise ConnectError(
-            f"nothing is known of the worker {context.name!r} any more. Make it again: skyproxy up ssh://HOST; or "
+            f"there is no record of the worker {context.name!r} any more. Start it again: skyproxy up ssh://HOST; or "
             f"forget it: skyproxy context remove {context.name}"
         )
     url, token, close = worker.open()

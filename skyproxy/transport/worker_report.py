@@ -65,7 +65,9 @@ def ask_worker(
         if answer.status in (401, 403):
             raise AuthenticationError(f"the worker at {shown} refused the token. Connect again: skyproxy connect NAME")
         if answer.status != 200:
-            raise ConnectError(f"the worker at {shown} does not tell what it does (HTTP {answer.status}). Is it one?")
+            raise ConnectError(
+                f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"
+            )
         report: dict[str, Any] = _shown(json.loads(body))
         return report
     except (OSError, http.client.HTTPException, ValueError) as error:
