@@ -71,7 +71,8 @@ test: $(READY)
 
 slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS) || \
+	@# A few files hold most of the time, so tests go to whichever process is free.
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS) || \
 		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
 
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

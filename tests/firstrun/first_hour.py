@@ -48,11 +48,11 @@ class Machine:
         paths = {name: str(home) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
         self.environment = kept | cache | paths | {"PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"}
 
-    def types(self, shown: str, *command: str) -> str:
-        """Runs a command and notes it as `shown`; what it printed."""
+    def types(self, shown: str, *command: str, told: str = "") -> str:
+        """Runs a command and notes it as `shown`; what it printed. It finds `told` on its standard input."""
         begin = time.perf_counter()
         done = subprocess.run(
-            command, env=self.environment, cwd=self._folder, capture_output=True, text=True, timeout=1500
+            command, env=self.environment, cwd=self._folder, input=told, capture_output=True, text=True, timeout=1500
         )
         self.said.append((shown, time.perf_counter() - begin))
         assert done.returncode == 0, f"{shown}: {done.stdout}{done.stderr}"
@@ -124,7 +124,8 @@ def link(there: Machine, wheel: Path) -> Iterator[str]:
 
 def test_two_machines(here: Machine, there: Machine, link: str, wheel: Path) -> None:
     here.installs(wheel, "torch")
-    here.types("skyproxy connect sky://...", str(here.python.parent / "skyproxy"), "connect", link)
+    token = Path(there.environment["XDG_STATE_HOME"], "skyproxy", "serving", "token").read_text()
+    here.types("skyproxy connect sky://...", str(here.python.parent / "skyproxy"), "connect", link, told=token)
     here.gets_the_number()
     show("two machines, TLS", there, here)
 
