@@ -184,7 +184,7 @@ class Dropping:
         number = stream[position]
         op = str(stream[position + 2]) if number == commands.CALL else ""
         self._reports.refuse(stream[position + 1], self._cancellation.of_question(op, position))
-        return position + 1 + commands.OPERANDS[number]
+        return commands.end_of(stream, position)
 
     def _call(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
         if stream[position + 2] in _ABOUT_VALUES:

@@ -142,9 +142,7 @@ def sparse_mm_reduce_backward(
     left: Tensor, grad: Tensor, weight: Tensor, reduce: str, places: Tensor, output_mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of both factors; refuses what would crash the kernel."""
-    if reduce in ("amax", "amin") and places.shape != grad.shape:
-        raise RuntimeError(f"sparse_mm_reduce: expected places of shape {list(grad.shape)}, got {list(places.shape)}")
-    grads: tuple[Tensor | None, Tensor | None] = torch.ops.aten._sparse_mm_reduce_impl_backward(
+    grads: tuple[Tensor | None, Tensor | None] = SAFE_FORMS["aten::_sparse_mm_reduce_impl_backward"](
         left, grad, weight, reduce, places, output_mask
     )
     return grads

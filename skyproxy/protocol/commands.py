@@ -139,7 +139,12 @@ def walk(stream: list[Any], widths: Mapping[int, int], end: int | None = None) -
 
 def op_at(stream: list[Any], position: int) -> int:
     """Return where the command proper stands: behind the EXPECT at `position`, or there itself."""
-    return position + 1 + OPERANDS[EXPECT] if stream[position] == EXPECT else position
+    return end_of(stream, position) if stream[position] == EXPECT else position
+
+
+def end_of(stream: list[Any], position: int) -> int:
+    """Return the position behind the built-in command at `position`."""
+    return position + 1 + OPERANDS[stream[position]]
 
 
 Handler = Callable[[dict[int, Any], list[Any], int], int]

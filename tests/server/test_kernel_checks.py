@@ -55,6 +55,12 @@ def test_what_pytorch_itself_asks_for_passes_unchanged() -> None:
         backward_of(F.pad(leaf(3, 9), (8, 8), mode="reflect"))
         backward_of(F.pad(leaf(1, 3, 4, 5), (1, 2, 3, 0), mode="reflect"))
         backward_of(F.pad(leaf(2, 3, 5, 5, 5), (1, 2, 3, 4, 0, -1), mode="reflect"))
+        backward_of(F.pad(leaf(3, 4), (8, -1), mode="replicate"))
+        backward_of(F.pad(leaf(1, 3, 4, 5), (1, 2, -3, 9), mode="replicate"))
+        backward_of(F.pad(leaf(2, 3, 5, 5, 5), (1, 2, 3, 4, 0, -1), mode="replicate"))
+        for reduce in ("sum", "amax"):
+            matrix = torch.eye(5).to_sparse_csr().requires_grad_()
+            backward_of(torch.sparse.mm(matrix, leaf(5, 3), reduce))
         torch._transform_bias_rescale_qkv(torch.rand(2, 3, 24), torch.rand(24), 4)
     assert compared.seen == {name for name in CHECKS if "sobol" not in name}
 
@@ -168,7 +174,16 @@ def test_batch_norm_without_its_statistics_is_refused() -> None:
 
 
 def test_an_op_that_is_replaced_on_the_cpu_is_checked_there_too() -> None:
-    assert CPU_OVERRIDES.keys() & SAFE_FORMS.keys() == {"aten::mkldnn_rnn_layer"}
+    replaced = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl_backward"}
+    assert CPU_OVERRIDES.keys() & SAFE_FORMS.keys() == replaced
+    matrix, places = torch.eye(5).to_sparse_csr(), torch.arange(5).view(5, 1).expand(5, 3)
+    product = CPU_OVERRIDES["aten::_sparse_mm_reduce_impl_backward"]
+    both = [True, True]
+    assert product(matrix, FLOATS(5, 3), FLOATS(5, 3), "amin", places + (1 << 40), both)[1].sum() == 0
+    with pytest.raises(RuntimeError, match="arg_out has the product's shape"):
+        product(matrix, FLOATS(5, 3), FLOATS(5, 3), "amin", places[:2], both)
+    with pytest.raises(RuntimeError, match="the gradient has the product's shape"):
+        product(matrix, FLOATS(2, 3), FLOATS(5, 3), "sum", places, both)
     hidden = FLOATS(2, 6)
     weights = FLOATS(1, 1), FLOATS(24, 6), FLOATS(24), FLOATS(24)  # the first should be (24, 4)
     with pytest.raises(RuntimeError, match="weight0 has"):

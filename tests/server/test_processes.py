@@ -117,7 +117,7 @@ def test_each_knows_its_own_rank() -> None:
     ]
     assert [(info.local_rank, info.rank, info.world_size) for info in infos] == [(i, 4 + i, 8) for i in range(4)]
     assert environment({"A": "b"}, 3) == {"A": "b"}
-    with pytest.raises(ConfigurationError, match="no JSON object"):
+    with pytest.raises(ConfigurationError, match="not a JSON object"):
         environment({"COMPUTE_POOL": "[]"}, 0)
 
 
