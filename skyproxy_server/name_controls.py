@@ -94,7 +94,7 @@ def _rows(held: NamedSession, value: NamedValue) -> list[list[Any]]:
     """For each tensor: its number, what it looks like, its device, the size of its storage, the numbers of all that
     share that."""
     kin: dict[int, list[int]] = {}
-    everything = {id(tensor): tensor for other in held.values.values() for tensor in other.tensors}
+    everything = {id(tensor): tensor for other in list(held.values.values()) for tensor in other.tensors}
     for tensor in everything.values():
         key = storage_key(tensor)
         if key is not None:

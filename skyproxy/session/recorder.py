@@ -402,7 +402,9 @@ class Recorder:
 
     def keep_acked(self, *, kept: bool) -> None:
         """Remember batches that are acknowledged from now on, or forget them; news of them are still to come."""
-        self._acked = [] if kept else None
+        # Those of an earlier cancellation, whose news are still to come, are not forgotten for a later one.
+        if kept != (self._acked is not None):
+            self._acked = [] if kept else None
 
     def _wake(self) -> None:
         while self._waiting:

@@ -259,6 +259,17 @@ def test_a_batch_is_known_as_long_as_news_of_it_may_come(wire: Wire) -> None:
     assert wire.recorder.sent(1) is None
 
 
+def test_batches_that_one_cancellation_needs_are_not_forgotten_for_the_next(wire: Wire) -> None:
+    wire.op(1)
+    wire.recorder.flush()
+    wire.recorder.keep_acked(kept=True)
+    wire.ack()
+    wire.recorder.keep_acked(kept=True)
+    assert wire.recorder.sent(1) is not None
+    wire.recorder.keep_acked(kept=False)
+    assert wire.recorder.sent(1) is None
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_batch_is_sent_again_and_only_once(wire: Wire, when: str) -> None:
     def interrupt(message: Any) -> None:
