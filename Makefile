@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz patches-proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz patches-proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -139,6 +139,11 @@ fuzz: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 fuzz: $(READY)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 $(ARGS)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 --near $(ARGS)
+
+# Each test of docs/reference/patches.md must fail without its replacement; half an hour.
+patches-proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+patches-proof: $(READY)
+	$(BIN)/python .ci/patches_proof.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/suite.py $(ARGS)

@@ -122,23 +122,32 @@ def collect() -> dict[str, Any]:
     _open.close()
     torch: Any = importlib.import_module("torch")
     stays = _stays([patch for patch in patching.PATCHES if patch.stays])
-    return {"torch": ".".join(torch.__version__.split(".")[:2]), "sections": {**sections, "STAYS": stays}}
+    version = ".".join(torch.__version__.split(".")[:2])
+    return {"torch": version, "sections": {**sections, "STAYS": stays}, "rows": _rows_to_prove(patching.PATCHES)}
 
 
-def _section(when: str, patches: list[Any]) -> str:
+def _rows(patches: list[Any]) -> dict[tuple[str, str, str], list[str]]:
+    """The places by what the rows of the page have in common: reason, test and file."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for patch in patches:
         names = rows.setdefault((patch.why, patch.test, patch.file), [])
-        name = _code(patch.place)
-        if name not in names:
-            names.append(name)
+        if patch.place not in names:
+            names.append(patch.place)
+    return rows
+
+
+def _rows_to_prove(patches: list[Any]) -> list[dict[str, Any]]:
+    return [{"why": why, "test": test, "places": places} for (why, test, _), places in _rows(patches).items()]
+
+
+def _section(when: str, patches: list[Any]) -> str:
     lines = [
         f"\n## As soon as {when}\n",
         "| what | because | the test that fails without it | in |",
         "|---|---|---|---|",
     ]
-    for (why, test, file), names in rows.items():
-        lines.append(f"| {', '.join(names)} | {why} | `{test}` | `{file}` |")
+    for (why, test, file), places in _rows(patches).items():
+        lines.append(f"| {', '.join(map(_code, places))} | {why} | `{test}` | `{file}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -193,6 +202,9 @@ def main() -> int:
         found_problems = list(problems())
         print("\n".join(found_problems) or f"{PAGE.relative_to(ROOT)} is what is replaced")
         return 1 if found_problems else 0
+    if "--rows" in sys.argv:
+        print(json.dumps(collected()["rows"]))
+        return 0
     if "--collect" in sys.argv:
         print(json.dumps(collect()))
         return 0

@@ -163,7 +163,7 @@ def _open_saved() -> Node | None:
 
 
 def _complete_with(name: str) -> Callable[[ModuleType], object]:
-    """What calls our module of this name with one that was imported."""
+    """Return a function that calls our module of this name with one that was imported."""
 
     def complete(module: ModuleType) -> None:
         ours: Any = importlib.import_module(name)

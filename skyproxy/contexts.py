@@ -25,7 +25,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Context:
-    """How to find one worker again.
+    """A way to find one worker again.
 
     Attributes:
         name: of the context and of the worker.
@@ -143,7 +143,7 @@ class ContextStore:
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """How to speak to the worker of a context with the provider "remote".
+    """The address of the worker of a context with the provider "remote".
 
     Attributes:
         url: of the worker.
@@ -197,17 +197,19 @@ def checked_name(name: str) -> str:
 
 
 def config_folder() -> Path:
-    """Where contexts are kept: `$XDG_CONFIG_HOME/skyproxy`, ~/.config/skyproxy, or %APPDATA% on Windows."""
+    """Return the folder of contexts: `$XDG_CONFIG_HOME/skyproxy`, ~/.config/skyproxy, or %APPDATA% on Windows."""
     return _folder("XDG_CONFIG_HOME", ".config", "APPDATA")
 
 
 def state_folder() -> Path:
-    """Where workers that outlive a command leave their traces: `$XDG_STATE_HOME/skyproxy`, ~/.local/state/skyproxy."""
+    """Return the folder in which workers that outlive a command leave their traces: `$XDG_STATE_HOME/skyproxy`,
+    ~/.local/state/skyproxy.
+    """
     return _folder("XDG_STATE_HOME", ".local/state", "LOCALAPPDATA")
 
 
 def installation_id() -> str:
-    """What tells this user on this machine from all others: 32 random hexadecimal digits, made once and kept.
+    """Return what tells this user on this machine from all others: 32 random hexadecimal digits, made once and kept.
 
     A host name does not: many machines are called `laptop`.
 

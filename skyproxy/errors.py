@@ -239,7 +239,7 @@ CLOSE_CODES = frozenset(
         "crashed",
     }
 )
-"""Why a connection can end, as both sides name it."""
+"""Reasons why a connection can end, as both sides name it."""
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}

@@ -1,4 +1,4 @@
-"""What to type where an optional dependency is missing."""
+"""The command to type where an optional dependency is missing."""
 
 from __future__ import annotations
 

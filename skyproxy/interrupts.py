@@ -46,7 +46,7 @@ def shielded(function: _F) -> _F:
 # --- answers to C++ --------------------------------------------------------------------------------------------------
 
 _error_was_set: Any = (ctypes.c_void_p * 3)()
-"""What `PyErr_Fetch` took last: type, value and traceback, each an owned reference or null."""
+"""The error that `PyErr_Fetch` took last: type, value and traceback, each an owned reference or null."""
 
 _parked: deque[tuple[int, bytes]] = deque()
 """Errors that were set when C++ asked: the thread, and a copy of `_error_was_set`."""

@@ -150,7 +150,7 @@ class Node(NodeModels, NodeNames):
 
     @property
     def alive(self) -> bool:
-        """Whether the worker is still there."""
+        """True if the worker is still there."""
         return self._session.lost is None
 
     @property
@@ -206,7 +206,7 @@ class Node(NodeModels, NodeNames):
         return self._ask_status()
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows; asks the worker nothing."""
+        """Return what Jupyter shows; asks the worker nothing."""
         rows = {
             "worker": f"{self.url} ({self.source})",
             "state": "connected" if self.alive else f"lost: {self._session.lost}",
@@ -316,7 +316,7 @@ def connect(
 
 
 def _is_own(url: str) -> bool:
-    """Whether an embedded worker of this process listens there."""
+    """Return whether an embedded worker of this process listens there."""
     return any(node._worker is not None and node.alive and node.url == url for node in _nodes)
 
 
@@ -493,7 +493,7 @@ open_saved: Callable[[], Node | None] = lambda: None  # noqa: E731
 
 
 def _start_default() -> None:
-    """What `sky:0` means when nobody connected: the environment's worker, the saved one, or an embedded one."""
+    """Start what `sky:0` means if nobody connected: the environment's worker, the saved one, or an embedded one."""
     with _starting:
         if DEVICES.existing():
             return

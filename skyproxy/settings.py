@@ -17,9 +17,9 @@ class Settings:
     """The values in force in this process; `load()` reads the environment once."""
 
     insecure: bool = False
-    """Whether the token may travel to other machines without encryption, by "ws://"."""
+    """True if the token may travel to other machines without encryption, by "ws://"."""
     trust_worker: bool = False
-    """Whether workers that others started may send any object as a function's result: pickles, which run code here."""
+    """True if workers that others started may send any object as a function's result: pickles, which run code here."""
     max_batch_commands: int = 64
     """Commands recorded before a batch is sent without being asked for, the first time after a wait."""
     max_loop_batch_commands: int = 512
@@ -36,15 +36,15 @@ class Settings:
     chunk_bytes: int = 1 << 20
     """The size of a piece of a bulk transfer."""
     remember_uploads: bool = True
-    """Whether workers may keep what this client uploads, so that the same content need not travel again."""
+    """True if workers may keep what this client uploads, so that the same content need not travel again."""
     min_blob_bytes: int = 1 << 20
     """Uploads from this size on are kept by workers, under the hash of their content."""
     max_blob_bytes: int = 4 << 30
-    """What a worker keeps of uploads; in memory, at most a quarter of what it may use. 0: nothing."""
+    """The bytes of uploads that a worker keeps; in memory, at most a quarter of what it may use. 0: nothing."""
     prompt_release_bytes: int = 256 << 10
     """Tensors from this size on are released in the very place where they die, smaller ones with the next batch."""
     sync_project: bool = True
-    """Whether workers import the user's own modules from the program's folders, or from copies of their files."""
+    """True if workers import the user's own modules from the program's folders, or from copies of their files."""
     max_project_files: int = 5_000
     """Files of one folder that are copied to a worker; of a larger one, only what the program itself has loaded."""
     max_project_bytes: int = 32 << 20
@@ -62,15 +62,15 @@ class Settings:
     max_pending_connections_per_address: int = 32
     """The same for those that come from one address."""
     token_timeout_seconds: float = 5.0
-    """How long a fresh connection to a worker may take to show its token, encryption included."""
+    """The time that a fresh connection to a worker may take to show its token, encryption included."""
     max_sessions_per_client: int = 48
     """The same for those that have one token and come from one address."""
     max_connections_per_client: int = 192
     """The same for connections."""
     token_poll_seconds: float = 2.0
-    """How often a worker looks whether its tokens have changed."""
+    """The interval at which a worker looks whether its tokens have changed."""
     token_overlap_seconds: float = 600.0
-    """How long a token that was replaced is accepted beside its successor."""
+    """The time for which a token that was replaced is accepted beside its successor."""
     max_signatures: int = 65_536
     """Op signatures that one session may define."""
     max_cached_shapes: int = 65_536
@@ -80,66 +80,66 @@ class Settings:
     max_kept_calls: int = 1024
     """Calls that have ended and that a worker keeps until their caller has taken the result; the oldest go first."""
     max_kept_result_bytes: int = 1 << 30
-    """What the results of those calls may hold in the worker's memory, tensors not counted."""
+    """The bytes that the results of those calls may hold in the worker's memory, tensors not counted."""
     max_kept_function_bytes: int = 64 << 20
-    """What the functions may have that a worker keeps to be called again by their digest; the oldest go first."""
+    """The bytes of functions that a worker keeps to be called again by their digest; the oldest go first."""
     max_payload_bytes: int = 64 << 30
-    """What one call may send: function and arguments in one direction, the result in the other."""
+    """The bytes that one call may send: function and arguments in one direction, the result in the other."""
     max_waiting_output_bytes: int = 1 << 20
-    """What a function may print ahead of its caller before it waits; without a caller, the oldest text is dropped."""
+    """The bytes of output that may be ahead of a function's caller; without one, the oldest text is dropped."""
     max_waiting_items: int = 64
     """Items that a generator function may yield ahead of its caller before it waits."""
     call_grace_seconds: float = 300.0
-    """How long a worker keeps the calls of a client that is gone, running or ended."""
+    """The time for which a worker keeps the calls of a client that is gone, running or ended."""
     connect_timeout_seconds: float = 10.0
     handshake_timeout_seconds: float = 10.0
     worker_start_timeout_seconds: float = 60.0
     cluster_timeout_seconds: float = 30.0
-    """How long one request to a Kubernetes API server may take."""
+    """The time that one request to a Kubernetes API server may take."""
     ping_interval_seconds: float = 5.0
-    """How often a silent bulk connection is asked whether the worker still lives."""
+    """The interval at which a silent bulk connection is asked whether the worker still lives."""
     liveness_timeout_seconds: float = 30.0
     """A worker that answered nothing for this long is lost."""
     reconnect: bool = False
-    """Whether a session with a worker elsewhere outlives its connections: they are made anew when they break."""
+    """True if a session with a worker elsewhere outlives its connections: they are made anew when they break."""
     reconnect_seconds: float = 600.0
-    """How long a client tries to get a broken connection back."""
+    """The time for which a client tries to get a broken connection back."""
     silence_seconds: float = 10.0
     """A connection that answered nothing for this long is taken for broken, where it can be made anew."""
     session_grace_seconds: float = 600.0
-    """How long a worker keeps a session without a connection, if its client asks for it. 0: not at all."""
+    """The time for which a worker keeps a session without a connection, if its client asks for it. 0: not at all."""
     max_detached_sessions: int = 16
     """Sessions without a connection that one worker keeps; when one more breaks, the oldest of them ends."""
     named_session_seconds: float = 86400.0
-    """How long a worker keeps a named session that nobody uses."""
+    """The time for which a worker keeps a named session that nobody uses."""
     max_named_sessions: int = 64
     """Named sessions of one worker."""
     max_names: int = 1024
     """Values that one named session may have."""
     max_named_bytes: int = 16 << 20
-    """What the structures of a named session's values may take; tensors on the worker count nothing."""
+    """The bytes that the structures of a named session's values may take; tensors on the worker count nothing."""
     max_kept_answer_bytes: int = 64 << 20
-    """What a worker keeps of answers that a session's client has not told to have."""
+    """The bytes that a worker keeps of answers whose arrival the client has not confirmed."""
     close_timeout_seconds: float = 1.0
     rank_start_timeout_seconds: float = 600.0
-    """How long the ranks of a pool may take to set up their plugins, before those that are missing are named."""
+    """The time that the ranks of a pool may take to set up their plugins, before those that are missing are named."""
     rank_stop_timeout_seconds: float = 2.0
-    """How long a rank may go on after another one failed, before its process is given up."""
+    """The time for which a rank may go on after another one failed, before its process is given up."""
     rank_close_timeout_seconds: float = 10.0
-    """How long the ranks of a pool may take to leave their plugins' hooks when it ends."""
+    """The time that the ranks of a pool may take to leave their plugins' hooks when it ends."""
     show_progress: bool = True
-    """Whether transfers that take longer than a second show a progress bar, and other waits of more than two seconds
+    """True if transfers that take longer than a second show a progress bar, and other waits of more than two seconds
     what they wait for, on a terminal or in a notebook."""
     cancel_on_stop: bool = True
-    """Whether Stop in a notebook also drops the operations that the worker has not begun; without it, they run, and the
+    """True if Stop in a notebook also drops the operations that the worker has not begun; without it, they run, and the
     next cell waits for them."""
     cancel_on_interrupt: bool = False
-    """Whether Ctrl-C that ends a wait does so in any other program. A program that saves what it has when it is
+    """True if Ctrl-C that ends a wait does so in any other program. A program that saves what it has when it is
     interrupted counts on all that it has recorded."""
     record_lines: bool = True
-    """Whether errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
+    """True if errors name the user's line that recorded an op; without it, PyTorch's own line that called us."""
     launch_blocking: bool = False
-    """Whether each operation waits for its outcome, so that its error is raised at its statement."""
+    """True if each operation waits for its outcome, so that its error is raised at its statement."""
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:

@@ -54,7 +54,7 @@ _SHAPED_BY_ALL_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten
 
 
 def shapes_results(argument_type: Any, op: str) -> bool:
-    """Whether the value of a number argument, and not its type alone, can change what the results look like.
+    """Return whether the value of a number argument, and not its type alone, can change what the results look like.
 
     Args:
         argument_type: as the op's schema gives it.
@@ -75,7 +75,7 @@ def bare_type(argument_type: Any) -> str:
 
 
 class Description(NamedTuple):
-    """What a tensor looks like, without its values.
+    """A tensor's form, without its values.
 
     Attributes:
         size: the shape.
@@ -116,7 +116,7 @@ NESTED = "nested"
 
 
 def encode_nested(tensor: torch.Tensor) -> list[Any]:
-    """What describes a strided nested tensor."""
+    """Describe a strided nested tensor."""
     parts = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
     return [NESTED, DTYPE_NAMES[tensor.dtype], *(part.tolist() for part in parts)]
 
@@ -245,7 +245,7 @@ def storage_extent(size: Sequence[int], stride: Sequence[int], offset: int = 0) 
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements lie in memory without gaps or overlap, in any order of dimensions."""
+    """Return whether the elements lie in memory without gaps or overlap, in any order of dimensions."""
     if 0 in size:
         return True
     expected = 1

@@ -61,7 +61,7 @@ class Mode(NamedTuple):
 
 
 class _FlushDenormal:
-    """What the program asked for last: PyTorch tells nobody whether denormal numbers are flushed to zero."""
+    """The mode that the program asked for last: PyTorch tells nobody whether denormal numbers are flushed to zero."""
 
     value = False
 
@@ -130,7 +130,7 @@ def _pair(name: str, getter: str, setter: str) -> Mode | None:
 
 
 def _library(name: str, getter: str, setter: str, kinds: str, usual: str | None = None) -> Mode | None:
-    """Which of several libraries is preferred."""
+    """Return the mode of a preference among libraries."""
     kind = getattr(torch._C, kinds, None)
     if kind is None or not hasattr(torch._C, getter):
         return None

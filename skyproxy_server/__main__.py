@@ -321,7 +321,7 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl
 
 
 def _wants_processes(arguments: argparse.Namespace) -> bool:
-    """Whether sessions get processes of their own.
+    """Return whether sessions get processes of their own.
 
     Unless told otherwise, where a client may not run what it likes: whoever may needs no hole in an operator to reach
     the others, and pools keep what their functions have loaded from one session to the next.
@@ -353,7 +353,9 @@ def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Pro
 
 
 def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
-    """Whether all clients may run functions: in a directory there may be tokens that do not allow it, now or later."""
+    """Return whether all clients may run functions: in a directory there may be tokens that do not allow it, now or
+    later.
+    """
     return not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
 
 
@@ -372,7 +374,7 @@ def _session_host(arguments: argparse.Namespace, devices: list[dict[str, Any]], 
 
 
 def _blob_bytes(arguments: argparse.Namespace) -> int:
-    """How much of uploads this process may keep; with --processes, each of them."""
+    """Return how much of uploads this process may keep; with --processes, each of them."""
     wanted: int | None = arguments.blob_bytes
     if wanted is None:
         # An embedded worker's client never comes back to it.

@@ -1,4 +1,4 @@
-"""Whether somebody still uses this worker: what decides if it may be taken away."""
+"""The use that is made of this worker, which decides if it may be taken away."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Activity:
-    """When the worker last did something, and whether it does something now.
+    """The time at which the worker last did something, and what it does now.
 
     An open session alone is no activity: a notebook that is left open all night does not need its GPU.
     """
@@ -38,7 +38,7 @@ class Activity:
 
     @property
     def calls_running(self) -> int:
-        """How many are in `running` now."""
+        """The number of calls in `running` now."""
         return self._running
 
     @property

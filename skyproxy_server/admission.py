@@ -1,4 +1,4 @@
-"""Who may have another session. No torch here: whoever decides about connections need not load it."""
+"""The decision who may have another session. No torch here: whoever decides about connections need not load it."""
 
 from __future__ import annotations
 

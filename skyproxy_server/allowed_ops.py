@@ -43,7 +43,7 @@ def open_ops(names: Iterable[str]) -> None:
 
 
 def is_allowed(name: str) -> bool:
-    """Whether clients may name the operator, whether this torch has it or not."""
+    """Return whether clients may name the operator, whether this torch has it or not."""
     if name in ALLOWED:
         return True
     packet = name.partition(".")[0]

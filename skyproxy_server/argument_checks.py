@@ -1,4 +1,4 @@
-"""What an op's constant arguments may be, held against its schema once, when its signature is defined.
+"""Bounds of an op's constant arguments, held against its schema once, when its signature is defined.
 
 PyTorch's C++ takes integers for dtypes, layouts and memory formats, and uses them as indices of tables unchecked.
 What varies from call to call are tensors, numbers and lists of numbers, whose kernels check them.
@@ -76,7 +76,7 @@ def check_device(device: torch.device, *, on_cpu: bool) -> None:
 
 
 def only_none(value: Any) -> None:
-    """What stands in a call for an enumeration that varies: it cannot, so it is None.
+    """Accept None only: an enumeration cannot vary from call to call.
 
     Raises:
         TypeError: it is not.

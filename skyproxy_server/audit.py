@@ -1,4 +1,4 @@
-"""Who did what, a line each: by the name of a token, never by its value."""
+"""The log of who did what, a line each: by the name of a token, never by its value."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SCOPES = frozenset({OPERATIONS, FUNCTIONS, ADMIN})
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What all clients with one token may have at a time; None leaves it to the worker's settings.
+    """Bounds on what all clients with one token may have at a time; None leaves it to the worker's settings.
 
     Attributes:
         sessions: how many.
@@ -51,7 +51,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who is at the other end of a connection, as far as its token tells: plain data, and no secret.
+    """The client at the other end of a connection, as far as its token tells: plain data, and no secret.
 
     Attributes:
         name: of the token.
@@ -90,7 +90,7 @@ class Identity:
 
 
 OWNER = Identity("token")
-"""Who has the one token of a worker that has no others; also a client that came without a listener, as in tests."""
+"""The client with the one token of a worker that has no others; also one that came without a listener, as in tests."""
 
 
 def client_of(transport: object) -> Identity:
@@ -184,7 +184,7 @@ def warn_if_exposed(file: BinaryIO, path: Path) -> None:
 
 
 def _exposed(file: BinaryIO) -> bool:
-    """Whether a file is ours and others can read it. One of someone else's, as in a pod, is not ours to protect."""
+    """Return whether a file is ours and others can read it. Another's, as in a pod, is not ours to protect."""
     if os.name != "posix":
         return False
     status = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Where kept uploads lie: in this process's memory, or as files in a folder that outlives it."""
+"""Places where kept uploads lie: in this process's memory, or as files in a folder that outlives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients uploaded, kept under the hash of its content: bounded, and for the clients of one token.
+"""Uploads of clients, kept under the hash of its content: bounded, and for the clients of one token.
 
 What stands under a hash was hashed here, whatever the client said of it. Where uploads are shared among tokens, a
 client that has not uploaded some bytes itself shows that it has them before it gets a copy: a hash may be known without
@@ -36,7 +36,7 @@ class _Blob:
     user: str
     """The session that used it last."""
     owners: set[str]
-    """Who has uploaded it, or shown that they have it."""
+    """Clients who have uploaded it, or shown that they have it."""
 
 
 class Keeping(Protocol):
@@ -74,7 +74,7 @@ class Incoming:
         self.draft: Draft | None = None
         self.byte_count = byte_count
         self.held_bytes = 0
-        """What came; the store reserves no more, whatever was announced."""
+        """The bytes that came; the store reserves no more, whatever was announced."""
         self.user = user
         self.owner = owner
         self.most_bytes = most_bytes
@@ -175,7 +175,9 @@ class BlobStore:
         return len(self._blobs)
 
     def stats(self) -> dict[str, int]:
-        """How many blobs there are, their bytes, the most bytes there may be, and uploads that are not hashed yet."""
+        """Return how many blobs there are, their bytes, the most bytes there may be, and uploads that are not hashed
+        yet.
+        """
         with self._lock:
             return {
                 "blobs": len(self._blobs),
@@ -201,7 +203,7 @@ class BlobStore:
         return Incoming(self, byte_count, user, owner, most_bytes)
 
     def _reserve(self, incoming: Incoming, byte_count: int) -> bool:
-        """Whether there is room for so much more of an upload; then it is taken."""
+        """Return whether there is room for so much more of an upload; then it is taken."""
         with self._lock:
             most, held = incoming.most_bytes, self._held_by[incoming.owner]
             if (most is not None and held + byte_count > most) or not self._make_room(byte_count, incoming.user):
@@ -212,13 +214,13 @@ class BlobStore:
             return True
 
     def _has_room(self, byte_count: int, user: str) -> bool:
-        """Whether so much would find room now; under the lock."""
+        """Return whether so much would find room now; under the lock."""
         fixed = sum(blob.byte_count for blob in self._blobs.values() if blob.user == user and user)
         arriving = self._held_bytes - sum(blob.byte_count for blob in self._blobs.values())
         return fixed + arriving + byte_count <= self.max_bytes
 
     def _make_room(self, byte_count: int, user: str) -> bool:
-        """Whether there is room for so much now; under the lock."""
+        """Return whether there is room for so much now; under the lock."""
         excess = self._held_bytes + byte_count - self.max_bytes
         going: list[bytes] = []
         for digest, blob in self._blobs.items():
@@ -241,7 +243,7 @@ class BlobStore:
         blob.kept.remove()
 
     def _name_of(self, digest: bytes, owner: str) -> bytes:
-        """What bytes are kept under: apart for each owner, where they are not shared."""
+        """Return the name under which bytes are kept: apart for each owner, where they are not shared."""
         if self.shared or not owner:
             return digest
         return hashlib.blake2b(digest, key=hashlib.sha256(owner.encode()).digest(), digest_size=len(digest)).digest()
@@ -261,7 +263,7 @@ class BlobStore:
                 self._held_by[owner] += blob.byte_count
 
     def copy_into(self, digest: bytes, target: memoryview, user: str, owner: str = "") -> bool:
-        """Whether the bytes of this name and size are there; then `target` holds a copy of them.
+        """Return whether the bytes of this name and size are there; then `target` holds a copy of them.
 
         Otherwise its content is undefined. Where `needs_proof` says so, its caller asks for one first.
         """
@@ -374,7 +376,9 @@ class BlobStore:
 
 
 def usable_memory_bytes(root: Path = Path("/")) -> int | None:
-    """How much memory this process may use: the machine's, or less where a container sets a limit. None: unknown."""
+    """Return how much memory this process may use: the machine's, or less where a container sets a limit. None:
+    unknown.
+    """
     sizes: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():

@@ -34,7 +34,7 @@ _ABOUT_VALUES = frozenset({"item", "equal", "synchronize", "differentiated", "di
 
 
 class Cancellation:
-    """How far the operations of one session are cancelled, and what that did. Two threads use it.
+    """The state and the effects of cancelling the operations of one session. Two threads use it.
 
     Attributes:
         dropped: operations that were dropped since the last mark.
@@ -50,7 +50,7 @@ class Cancellation:
 
     @property
     def is_on(self) -> bool:
-        """Whether commands are dropped now."""
+        """True if commands are dropped now."""
         return self._asked > self._met
 
     def ask(self, number: int) -> None:

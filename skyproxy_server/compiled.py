@@ -38,13 +38,13 @@ from skyproxy_server.signatures import Signature
 logger = logging.getLogger("skyproxy.server")
 
 _MAX_VARIANTS = 8
-"""How many sets of sizes one program is compiled for; further ones run op by op."""
+"""The number of sets of sizes that one program is compiled for; further ones run op by op."""
 _compiling = threading.Lock()
 _MODES = ("auto", "eager", "inductor")
 
 
 def compiler_problem(kind: str) -> str:
-    """Why inductor cannot compile for a kind of device here; empty if it can."""
+    """Return why inductor cannot compile for a kind of device here; empty if it can."""
     if kind == "cuda":
         from torch.utils._triton import has_triton
 
@@ -137,7 +137,7 @@ class Program:
     def _function(
         self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
     ) -> Callable[..., Any]:
-        """What runs an op; its arguments are held against its schema."""
+        """Return the function that runs an op; its arguments are held against its schema."""
         overload = find_overload(compiled_name(name))
         schema = overload._schema
         known = {argument.name: argument for argument in schema.arguments}

@@ -1,4 +1,4 @@
-"""What a client can ask of a worker beside tensor operations: one small function each, found by name."""
+"""Requests that a client can make beside tensor operations: one small function each, found by name."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def synchronize(session: SessionState) -> None:
 
 @_control
 def end_cancellation(session: SessionState, number: int) -> dict[str, Any]:
-    """What was cancelled ends here: what follows is run."""
+    """End a cancellation: what follows is run."""
     return session.cancellation.meet(number)
 
 
 @_control
 def stats(session: SessionState) -> dict[str, int]:
-    """What the session holds and did."""
+    """Return what the session holds and did."""
     tensors = [value for value in session.values.slots.values() if isinstance(value, torch.Tensor)]
     storages: dict[int, int] = {}
     for tensor in tensors:
@@ -59,7 +59,7 @@ def stats(session: SessionState) -> dict[str, int]:
 
 @_control
 def blob_stats(session: SessionState) -> dict[str, int] | None:
-    """What this worker keeps of uploads, all sessions together; None where it keeps nothing."""
+    """Return what this worker keeps of uploads, all sessions together; None where it keeps nothing."""
     return session.transfers.blobs.stats() if session.transfers.blobs is not None else None
 
 
@@ -191,7 +191,7 @@ _WITH_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_
 
 
 class Graph:
-    """What autograd keeps of one op that was run for a client: its leaves and its results."""
+    """The part of autograd's graph that is kept of one op that was run for a client: its leaves and its results."""
 
     def __init__(self, leaves: list[torch.Tensor], results: list[Any]) -> None:
         self.leaves = leaves

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("skyproxy.server")
 
 Made = dict[int, Any]
-"""What a replay leaves for the client, by slot."""
+"""The results that a replay leaves for the client, by slot."""
 Run = Callable[[bool], tuple[Made, bool]]
 """Runs the commands one by one; the argument says whether the first failure is raised. Tells what they made, and
 whether all of them succeeded."""
@@ -28,16 +28,16 @@ whether all of them succeeded."""
 WARM_UPS = 3
 """Replays that run as plain lists first: kernels are loaded, workspaces and plans are made."""
 MAX_CAPTURES = 3
-"""How often a graph is captured anew because its inputs moved, before it stays a list."""
+"""The number of times that a graph is captured anew because its inputs moved, before it stays a list."""
 _capturing = threading.Lock()
 """CUDA allows one capture a process at a time."""
 
 
 class Driver(Protocol):
-    """What a replayer needs of CUDA."""
+    """The calls of CUDA that a replayer needs."""
 
     def addresses(self, inputs: list[Any]) -> list[int]:
-        """Where the inputs lie."""
+        """Return the addresses of the inputs."""
 
     def warm_up(self, run: Callable[[], tuple[Made, bool]]) -> tuple[Made, bool]:
         """Runs the commands as the capture will, on the side."""
@@ -50,7 +50,7 @@ class Driver(Protocol):
 
 
 class Replayer:
-    """How one recording is replayed on one CUDA device.
+    """A replayer of one recording on one CUDA device.
 
     The first replays run command by command; they are the warm-up. Then the commands are captured, and from there on
     a replay is one launch, as long as the inputs lie where they lay. Whatever goes wrong, the list still works.
@@ -70,7 +70,7 @@ class Replayer:
 
     @property
     def is_live(self) -> bool:
-        """Whether replays are launches of a graph by now."""
+        """True if replays are launches of a graph by now."""
         return self._graph is not None
 
     def replay(self, inputs: list[Any], run: Run) -> Made:
@@ -175,7 +175,7 @@ class CudaDriver:
 
 
 def replayer_for(places: list[list[Any]], recording: Recording, random: RandomState) -> Replayer | None:
-    """How a recording is replayed; None for command by command, the only way on a CPU and across devices.
+    """Return the replayer of a recording; None for command by command, the only way on a CPU and across devices.
 
     Args:
         places: the devices that it computes on, each `[type, index]`.

@@ -29,7 +29,7 @@ class Event(Protocol):
 
 
 class Hands(Protocol):
-    """What staging needs of a device, for one direction of one session."""
+    """The operations of a device that staging needs, for one direction of one session."""
 
     def pinned(self, byte_count: int) -> torch.Tensor:
         """A host buffer that the device can reach by itself; uint8."""
@@ -116,7 +116,7 @@ class Arriving:
         hands.begin(value)
 
     def buffer(self, byte_count: int) -> torch.Tensor | None:
-        """Where a piece may land; None where it must take the plain way. On the receiving thread."""
+        """Return the memory where a piece may land; None where it must take the plain way. On the receiving thread."""
         if not 0 < byte_count <= self._buffers.byte_count:
             return None
         try:

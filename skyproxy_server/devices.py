@@ -14,12 +14,12 @@ class Devices(list[dict[str, Any]]):
 
     @property
     def has_cuda(self) -> bool:
-        """Whether any of them is one of CUDA."""
+        """True if any of them is one of CUDA."""
         return any(row["type"] == "cuda" for row in self)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether all of them are the CPU."""
+        """True if all of them are the CPU."""
         return all(row["type"] == "cpu" for row in self)
 
     def find(self, fields: Any) -> torch.device:

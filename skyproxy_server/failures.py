@@ -1,4 +1,4 @@
-"""What is remembered of a command that failed: poison for its results, a mark on what it should have changed."""
+"""Memory of a command that failed: poison for its results, a mark on what it should have changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Failed:
 
     @property
     def was_cancelled(self) -> bool:
-        """Whether the operation did not fail, but was given up."""
+        """True if the operation did not fail, but was given up."""
         return bool(self.record["type"] == CANCELLED)
 
     def __repr__(self) -> str:

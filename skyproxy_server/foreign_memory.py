@@ -9,7 +9,7 @@ import torch
 
 
 class _Process:
-    """Whether freed memory of this process can be anybody's but the one session's that runs in it."""
+    """Knowledge of this process: if its freed memory can be anybody's but the one session's that runs in it."""
 
     has_strangers = True
 

@@ -22,7 +22,7 @@ _NO_STORAGE = 0
 
 @dataclass(slots=True)
 class Gate:
-    """Why a storage is not simply usable.
+    """The reason why a storage is not simply usable.
 
     Attributes:
         storage: kept alive, so that its address stays its own.
@@ -185,7 +185,7 @@ def _own_uses() -> int:
 
 
 _OWN_USES = _own_uses()
-"""What the counter says of a storage that only we hold."""
+"""The reference count of a storage that only we hold."""
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

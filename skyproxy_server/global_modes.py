@@ -26,7 +26,7 @@ _LOOKS_AGAIN_SECONDS = 0.001
 
 
 class _Process:
-    """What is in force in this process.
+    """The modes that are in force in this process.
 
     Attributes:
         record: the modes in force.

@@ -1,4 +1,4 @@
-"""What the nodes of a compiled graph may say, beside naming allowed ops.
+"""Checks of what the nodes of a compiled graph may say, beside naming allowed ops.
 
 A graph reaches a code generator: of strings it takes what nobody can leave a literal with. And it computes with
 Python's integers, which have no bound: how large they can get is told from the program, before anything runs.
@@ -33,7 +33,7 @@ _CHECKED_TWINS = {
     "aten::_unsafe_index_put": "aten::index_put",
     "aten::_unsafe_view": "aten::view",
 }
-"""What a graph uses instead: a compiler leaves out the bounds of the former."""
+"""The ops that a graph uses instead: a compiler leaves out the bounds of the former."""
 
 NUMBER, TENSOR, SEVERAL = "number", "tensor", "several"
 
@@ -44,7 +44,7 @@ def compiled_name(name: str) -> str:
 
 
 def runs_one_by_one(name: str) -> bool:
-    """Whether a graph with this op runs op by op, for a compiler would not check it."""
+    """Return whether a graph with this op runs op by op, for a compiler would not check it."""
     return name.partition(".")[0] in _ONE_BY_ONE
 
 
@@ -62,7 +62,7 @@ def plain_text(op: str, argument: str, text: str) -> str:
 
 
 class Numbers:
-    """What kinds of values a program's nodes have, and how large its integers can get."""
+    """The kinds of values that a program's nodes have, and the bounds of its integers."""
 
     def __init__(self) -> None:
         self._kinds: list[str] = []

@@ -1,4 +1,4 @@
-"""What a client can ask of a worker about its graphs: captured streams, and programs that were compiled."""
+"""Requests that a client can make about its graphs: captured streams, and programs that were compiled."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def graph_forget(session: SessionState, number: int) -> None:
 
 
 def graph_report(session: SessionState) -> dict[str, int]:
-    """What the session's graphs are."""
+    """Report the session's graphs."""
     return session.graphs.report()
 
 
 def compiler_trouble(session: SessionState, device: list[Any]) -> str:
-    """Why graphs cannot be compiled for a device here; empty if they can."""
+    """Return why graphs cannot be compiled for a device here; empty if they can."""
     return compiler_problem(device[0])
 
 
@@ -55,7 +55,7 @@ def forget_compiled(session: SessionState, number: int) -> None:
 
 
 def compile_report(session: SessionState) -> dict[str, Any]:
-    """How the session's compiled graphs run."""
+    """Report how the session's compiled graphs run."""
     programs = [s.program for s in session.ops.signatures.values() if isinstance(s, CompiledSignature) and s.program]
     return {
         "graphs": len(programs),

@@ -112,7 +112,7 @@ class Graphs:
         self._forget_deferred()
 
     def _unfilled(self, number: int, fields: Any, device: torch.device | None) -> Any:
-        """What stands for a result before the first replay: memory of its own, so that views of it can be made.
+        """Return what stands for a result before the first replay: memory of its own, so that views of it can be made.
 
         Its values cannot be asked for, see `not_replayed`; what is computed of them is not a number.
         """
@@ -280,7 +280,7 @@ class Graphs:
             self.forget(number)
 
     def report(self) -> dict[str, int]:
-        """How many recordings there are, and how many of them run as CUDA graphs."""
+        """Return how many recordings there are, and how many of them run as CUDA graphs."""
         live = sum(r.replayer is not None and r.replayer.is_live for r in self._recordings.values())
         return {"graphs": len(self._recordings), "cuda_graphs": live}
 
@@ -301,7 +301,7 @@ _OWN_USES = _use_count(torch.empty(1))
 
 
 def _seen_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether anything but its slot holds the tensor or shares its memory. Call with one other reference to it."""
+    """Return whether anything but its slot holds the tensor or shares its memory. Call with one more reference."""
     if tensor.layout is not torch.strided:
         return False
     # The slot, the caller's variable, our parameter, and the argument of getrefcount.

@@ -1,4 +1,4 @@
-"""What the worker tells over HTTP: to anyone whether it lives and takes sessions, to those with the token more."""
+"""The worker's answers over HTTP: to anyone whether it lives and takes sessions, to those with the token more."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def is_activity(path: str) -> bool:
-    """Whether a request asks for the worker's activity; only those with the token may be told."""
+    """Return whether a request asks for the worker's activity; only those with the token may be told."""
     return path.partition("?")[0] in (ACTIVITY_PATH, METRICS_PATH)
 
 

@@ -1,4 +1,4 @@
-"""Which devices this worker offers."""
+"""The devices that this worker offers."""
 
 from __future__ import annotations
 

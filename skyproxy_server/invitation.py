@@ -1,4 +1,4 @@
-"""What a worker prints for those who are to connect to it from another machine."""
+"""The text that a worker prints for those who are to connect to it from another machine."""
 
 from __future__ import annotations
 

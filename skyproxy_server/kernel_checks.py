@@ -1,4 +1,4 @@
-"""What kernels of losses, norms, padding and sequences take on trust, looked at before they run.
+"""Checks of what kernels of losses, norms, padding and sequences take on trust, made before they run.
 
 PyTorch's own forward ops hand these arguments on, so their kernels follow indices and believe sizes. A check looks at
 the arguments of a call by name, raises RuntimeError, or puts others in their place: indices are clamped, which changes

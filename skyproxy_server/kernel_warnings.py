@@ -27,7 +27,7 @@ class KernelWarning(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What the operation that this thread runs has warned of so far; None where nobody listens."""
+    """Warnings of the operation that this thread runs, so far; None where nobody listens."""
 
     found: list[KernelWarning] | None = None
 

@@ -43,11 +43,11 @@ _SPARE_CONNECTIONS = 16
 
 
 class Served(Protocol):
-    """What the host makes of an accepted connection."""
+    """The host's handler of an accepted connection."""
 
     @property
     def welcome(self) -> Welcome:
-        """What the client is told; the listener fills in the version."""
+        """The client's welcome; the listener fills in the version."""
 
     def run(self) -> None:
         """Uses the connection, on the calling thread, until it ends. The listener closes the transport afterwards."""
@@ -92,10 +92,10 @@ class SessionHost(Protocol):
         """
 
     def activity(self) -> Mapping[str, Any]:
-        """What this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
+        """Return what this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
 
     def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
-        """What the web view shows of the sessions; with a client, of its own ones."""
+        """Return what the web view shows of the sessions; with a client, of its own ones."""
 
 
 class Listener:

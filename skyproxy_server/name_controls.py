@@ -1,4 +1,4 @@
-"""What clients ask about named sessions, and the values in them."""
+"""Requests of clients about named sessions, and the values in them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def put_named(session: SessionState, key: str, document: bytes, slots: list[int]
 
 
 def named_value(session: SessionState, key: str) -> dict[str, Any]:
-    """What stands under a name: its document, and a row for each of its tensors; or "names", if nothing does."""
+    """Return what stands under a name: its document, and a row for each of its tensors; or "names", if nothing does."""
     _, held = _held(session)
     value = held.values.get(_text(key))
     if value is None:

@@ -1,4 +1,4 @@
-"""What clients put under names: it stays when their sessions end, for whoever comes with the same token."""
+"""Values that clients put under names: they stay when sessions end, for whoever comes with the same token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyproxy.settings import Settings
 from skyproxy_server.gates import storage_key
 
 TAKE_SECONDS = 20.0
-"""What a session that is taken over may need to end its last batch."""
+"""The time that a session that is taken over may need to end its last batch."""
 
 
 class Holder(Protocol):
@@ -23,7 +23,7 @@ class Holder(Protocol):
 
     @property
     def is_detached(self) -> bool:
-        """Whether its client has no connection now."""
+        """True if its client has no connection now."""
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End it, and tell its client why; return whether it is over, and uses its values no more."""
@@ -92,7 +92,7 @@ class NamedSession:
 
 
 def byte_count(tensors: Iterable[torch.Tensor]) -> int:
-    """What tensors hold, a shared storage once."""
+    """Return what tensors hold, a shared storage once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         key = storage_key(tensor)

@@ -16,7 +16,7 @@ from skyproxy_server.signatures import Signature
 
 
 class OpTable:
-    """What runs each command of a session, and what is known of each op.
+    """The handlers of a session's commands, and the signatures of its ops.
 
     Attributes:
         handlers: by a command's number, what runs it; None where a number means nothing.

@@ -20,7 +20,7 @@ logger = logging.getLogger("skyproxy.server")
 _POOL_VARIABLE = "COMPUTE_POOL"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 8.0
-"""How long those that are left may take to end; Kubernetes gives a pod of ours ten seconds in all."""
+"""The time that those that are left may take to end; Kubernetes gives a pod of ours ten seconds in all."""
 
 
 def run_processes(arguments: Sequence[str], count: int, port: int, stop: threading.Event) -> int:

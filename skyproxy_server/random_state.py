@@ -42,7 +42,7 @@ class RandomState:
         return [(row["type"], row["index"] or 0) for row in self._rows]
 
     def take_over(self) -> None:
-        """What draws from the default generators without asking draws from this session's numbers from now on."""
+        """Make the default generators draw from this session's numbers from now on."""
         with _lock:
             if _owner is not self:
                 self._take_over()

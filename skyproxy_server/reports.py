@@ -1,4 +1,4 @@
-"""What a worker's session tells its client: answers, and unasked what failed and what a kernel warned of."""
+"""Reports of a worker's session to its client: answers, and, unasked, failures and warnings of kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyproxy_server.kernel_warnings import KernelWarning
 _REMEMBERED_FAILURES = 100
 _RECENT_FAILURES = 10
 _REPORTED_WARNINGS = 64
-"""How often a session is told of the same warning of one operation; each comes with the line that recorded it."""
+"""The number of times that a session is told of one warning of an operation; each has the line that recorded it."""
 _DIFFERENT_WARNINGS = 1000
 _MAX_WARNING_CHARACTERS = 2000
 

@@ -1,4 +1,4 @@
-"""What runs in place of ops that PyTorch leaves unchecked, or whose results hold what was in memory before.
+"""Safe replacements of ops that PyTorch leaves unchecked, or whose results hold what was in memory before.
 
 Many kernels of derivatives trust that their arguments come from the forward op: indices are followed, sizes believed.
 Each form here takes the arguments of the op whose place it takes, and gives the same result wherever that one is
@@ -299,7 +299,7 @@ def _pivots(given: dict[str, Any]) -> None:
 
 
 def _are_block_pivots(row: list[int]) -> bool:
-    """Whether each names a row, from 1, or two in a sequence name the same one with a minus."""
+    """Return whether each names a row, from 1, or two in a sequence name the same one with a minus."""
     place = 0
     while place < len(row):
         width = 1 if row[place] > 0 else 2

@@ -1,4 +1,4 @@
-"""What the web view is told of one session: counters read from outside, never from the path of the ops."""
+"""The report on one session for the web view: counters read from outside, never from the path of the ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_MEASURED_SLOTS = 200_000
 
 
 class MemoryGauge:
-    """How many bytes a session's tensors take, measured now and then.
+    """A gauge of the bytes that a session's tensors take, measured now and then.
 
     One tensor is held at a time, so that none lives longer for being counted. What a session changes meanwhile may be
     missing in the sum.

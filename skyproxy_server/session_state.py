@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SessionState:
-    """What a session holds. Its parts do the work.
+    """The state of a session. Its parts do the work.
 
     Attributes:
         devices: the worker's devices, as announced to the client.

@@ -34,7 +34,7 @@ _VIEWS = frozenset(
 
 @dataclass(slots=True)
 class Watch:
-    """What is done about an op beyond running it, by the look of its inputs.
+    """The work for an op beyond running it, by the form of its inputs.
 
     Attributes:
         conformed: where the kernel gives other strides than the client believes in: what it believes of each output,
@@ -236,7 +236,9 @@ class Signature:
         return list(self._slots(self._outputs, stream, position))
 
     def inline_operands(self, stream: list[Any], position: int) -> tuple[Any, ...]:
-        """What of the op's inline numbers can shape its results, hashable: the value of some, of others the type."""
+        """Return what of the op's inline numbers can shape its results, hashable: the value of some, of others the
+        type.
+        """
         return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
 
 

@@ -1,4 +1,4 @@
-"""What the web view is told: of all sessions with the scope `admin`, else of one's own. Bounded; no torch here."""
+"""The report for the web view: on all sessions with the scope `admin`, else on one's own. Bounded; no torch here."""
 
 from __future__ import annotations
 

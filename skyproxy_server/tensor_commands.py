@@ -38,7 +38,7 @@ class TensorCommands:
 
     @property
     def handlers(self) -> Mapping[int, Handler]:
-        """What runs each of them, by number."""
+        """The function that runs each of them, by number."""
         return {
             commands.UPLOAD: self._upload,
             commands.RECEIVE: self._receive,

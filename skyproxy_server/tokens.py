@@ -45,7 +45,7 @@ _MAX_FILE_BYTES = 16 << 10
 _MAX_TOKENS = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOK_AGAIN_SECONDS = 1.0
-"""How often wrong tokens may cause a look at the files: a new one is accepted at once."""
+"""The interval at which wrong tokens may cause a look at the files: a new one is accepted at once."""
 
 
 @dataclass(frozen=True, slots=True)

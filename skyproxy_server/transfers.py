@@ -42,7 +42,7 @@ _REMEMBERED_CANCELS = 1000
 _REMEMBERED_ARRIVALS = 65_536
 """Uploads that are complete, of which the client may not know; it waits for far fewer."""
 _TOLD_EVERY_BYTES = 4 << 20
-"""How often a client that keeps what the worker may not have is told of an upload's progress."""
+"""The bytes after which a client that keeps what the worker may not have is told of an upload's progress."""
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
 
 
@@ -129,7 +129,7 @@ class Arrival:
             self._done.set()
 
     def _is_whole(self) -> bool:
-        """Whether the pieces cover all bytes, so that none of what was in memory before is left."""
+        """Return whether the pieces cover all bytes, so that none of what was in memory before is left."""
         end = 0
         for offset, size in sorted(self.pieces):
             if offset > end:
@@ -215,7 +215,7 @@ class Transfers:
         self._staging = staging or Staging(chunk_bytes)
         self._moved = moved
         self._buffer: torch.Tensor | None = None
-        """Where the piece that is being received lands, if not in its arrival's own memory."""
+        """The place where the piece that is being received lands, if not in its arrival's own memory."""
         self._piece_bytes = 0
         """The size of the client's pieces; 0 until one came that was not the last of its transfer."""
         self._arrivals: dict[int, Arrival] = {}
@@ -293,7 +293,7 @@ class Transfers:
             self._announced.discard(number)
 
     def sink(self, message: Message) -> memoryview | None:
-        """Where a chunk's bytes go: straight into the tensor."""
+        """Return where a chunk's bytes go: straight into the tensor."""
         if not isinstance(message, Chunk):
             return None
         arrival = self._of_chunk(message)

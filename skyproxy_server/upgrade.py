@@ -29,7 +29,7 @@ from skyproxy_server.health import (
 logger = logging.getLogger("skyproxy.server")
 
 _REFUSAL_SECONDS = 0.3
-"""How long a wrong token waits for its answer: guessing stays slow, and a connection is not held for long."""
+"""The time for which a wrong token waits for its answer: guessing stays slow, and a connection is not held for long."""
 _LINGER_SECONDS = 1.0
 
 

@@ -1,4 +1,4 @@
-"""How much of a device is in use, as whoever watches the worker wants to know it."""
+"""The usage of a device, as whoever watches the worker wants to know it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CAN_MEASURE_LOAD = importlib.util.find_spec("pynvml") is not None
 
 
 def usage(row: dict[str, Any]) -> dict[str, int]:
-    """What is in use of a device; begins nothing on it.
+    """Return what is in use of a device; begins nothing on it.
 
     Args:
         row: the device, as the inventory describes it.

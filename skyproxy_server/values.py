@@ -20,7 +20,7 @@ _GONE = object()
 
 
 class Values:
-    """What the slots of a session hold.
+    """The values in the slots of a session.
 
     Attributes:
         slots: a tensor, a generator, a `Failed`, by slot; slot 0 holds None. During a replay, those of the graph.

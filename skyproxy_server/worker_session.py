@@ -102,17 +102,17 @@ class WorkerSession:
 
     @property
     def executing(self) -> bool:
-        """Whether a batch is being executed now."""
+        """True if a batch is being executed now."""
         return bool(self._executing)
 
     @property
     def is_detached(self) -> bool:
-        """Whether it has no operations connection now, and is kept for a while."""
+        """True if it has no operations connection now, and is kept for a while."""
         return self.lasting is not None and self.lasting.detached_at is not None
 
     @property
     def commands_done(self) -> int:
-        """How many commands were executed, up to the latest whole batch."""
+        """The number of commands that were executed, up to the latest whole batch."""
         return self._executor.commands_done
 
     def row(self) -> dict[str, Any]:
@@ -494,7 +494,7 @@ class WorkerHost:
         return _Bulk(self._welcome(session), session, transport)
 
     def activity(self) -> dict[str, Any]:
-        """What this worker is and does, as its operator wants to know it."""
+        """Return what this worker is and does, as its operator wants to know it."""
         with self._lock:
             sessions = list(self._sessions.values())
             commands = self._commands_of_the_past + sum(session.commands_done for session in sessions)

@@ -97,7 +97,7 @@ async def _check_cluster(options: Options) -> None:
 
 
 def kopf_identity() -> Any:
-    """What kopf calls this process; of no importance, for our own Lease says who leads."""
+    """Return kopf's name for this process; it has no effect, because our own Lease says who leads."""
     return f"skyproxy-operator@{socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""Why a pod does not run: the true cause, in words that say what to do."""
+"""The true cause why a pod does not run, in words that say what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMESPACE_TERMINATING = "NamespaceTerminating"
 LOG_MARK = " Its last lines: "
 """Between why a worker ended and the end of its log."""
 _BINDING_SECONDS = 30.0
-"""How long a claim may take to get its volume before somebody should look."""
+"""The time that a claim may take to get its volume before somebody should look."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 # All that some kubelets say from the second time on; newer ones repeat the cause behind it.
 _BACK_OFF = re.compile(r'Back-off pulling image "[^"]*"|ImagePullBackOff')
@@ -31,7 +31,7 @@ _NORMAL_EXIT = {"Completed", "Error", ""}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why something is not as it should be.
+    """The reason why something is not as it should be.
 
     Attributes:
         reason: one word, for programs.
@@ -50,7 +50,7 @@ def pod_phase(pod: Object) -> str:
 
 
 def has_ended(pod: Object) -> bool:
-    """Whether a pod's containers have ended, and will not run again."""
+    """Return whether a pod's containers have ended, and will not run again."""
     return pod_phase(pod) in ("Failed", "Succeeded")
 
 
@@ -61,12 +61,12 @@ def condition(pod: Object, kind: str) -> Object:
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether a pod takes sessions."""
+    """Return whether a pod takes sessions."""
     return condition(pod, "Ready").get("status") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
 def is_scheduled(pod: Object) -> bool:
-    """Whether a pod has found a machine."""
+    """Return whether a pod has found a machine."""
     return bool((pod.get("spec") or {}).get("nodeName"))
 
 
@@ -91,7 +91,7 @@ def node_lost_seconds(pod: Object, now: datetime.datetime) -> float | None:
 def pull_failures(
     pods: Iterable[Object], events: Mapping[str, Sequence[Object]], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """What registries said against images that pods cannot pull, by the image.
+    """Return what registries said against images that pods cannot pull, by the image.
 
     A kubelet says so once, and from then on in its status that it waits before it tries again; its event goes after an
     hour. So who wants to know it later must keep it.
@@ -125,7 +125,7 @@ def pull_failures(
 def waiting_cause(
     pod: Object, now: datetime.datetime, events: Iterable[Object] = (), pull_failure: Mapping[str, str] | None = None
 ) -> Cause:
-    """Why a pod that has not ended is not ready.
+    """Return why a pod that has not ended is not ready.
 
     Args:
         pod: the pod.
@@ -209,7 +209,7 @@ def _requests(pod: Object) -> dict[str, str]:
 
 
 def ended_cause(pod: Object) -> Cause:
-    """Why a pod has ended."""
+    """Return why a pod has ended."""
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     if status.get("reason") and pod_phase(pod) == "Failed":
         # Evicted, NodeLost, Preempting, UnexpectedAdmissionError, ...: nothing that its container did.
@@ -253,12 +253,12 @@ def _container_statuses(pod: Object) -> Sequence[Object]:
 
 
 def namespace_cause() -> Cause:
-    """Why nothing is made any more for a Compute whose namespace is being deleted."""
+    """Return why nothing is made any more for a Compute whose namespace is being deleted."""
     return Cause(NAMESPACE_TERMINATING, "Its namespace is being deleted, and it goes with it.")
 
 
 def refusal_cause(what: str, status: int, message: str) -> Cause:
-    """Why the API server refused what we asked for.
+    """Return why the API server refused what we asked for.
 
     Args:
         what: the object, such as "Pod dev-0".

@@ -87,7 +87,7 @@ def issue(compute: str, namespace: str, now: datetime.datetime) -> KeyPair:
 
 
 def is_usable(certificate: str, compute: str, namespace: str, now: datetime.datetime) -> bool:
-    """Whether a certificate (PEM) vouches for the workers of a Compute and will do so for a while."""
+    """Return whether a certificate (PEM) vouches for the workers of a Compute and will do so for a while."""
     try:
         parsed = x509.load_pem_x509_certificate(certificate.encode())
         extension = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName)

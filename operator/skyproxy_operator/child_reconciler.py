@@ -32,7 +32,7 @@ _KINDS_SECONDS = 300.0
 
 @dataclass
 class _Read:
-    """What was read of children that are not watched; it is read anew now and then, and with another spec.
+    """Children that are not watched, as they were read; they are read anew now and then, and with another spec.
 
     Attributes:
         fingerprint: of the Compute.
@@ -49,7 +49,7 @@ class _Read:
 
 @dataclass
 class ChildStatus:
-    """How the children of a Compute are.
+    """The state of a Compute's children.
 
     Attributes:
         access: how its workers are asked; None as long as there is no token or no certificate.
@@ -332,13 +332,13 @@ def _is_owned(compute: Object, item: Object) -> bool:
 
 
 def _is_other_compute(compute: Object, item: Object) -> bool:
-    """Whether an object belongs to a Compute that had the same name and is gone."""
+    """Return whether an object belongs to a Compute that had the same name and is gone."""
     kinds = {owner["kind"] for owner in _owners(item)}
     return "Compute" in kinds and not _is_owned(compute, item)
 
 
 def _is_ours(compute: Object, item: Object) -> bool:
-    """Whether we made an object: for this Compute, or as a claim that outlives it."""
+    """Return whether we made an object: for this Compute, or as a claim that outlives it."""
     labelled = (item["metadata"].get("labels") or {}).get(COMPUTE_LABEL) == compute["metadata"]["name"]
     return _is_owned(compute, item) or (labelled and not _owners(item))
 
@@ -360,14 +360,14 @@ def _marked(wanted: Object) -> Object:
 
 
 def _is_as_applied(existing: Object, wanted: Object) -> bool:
-    """Whether applying `wanted` again would change nothing."""
+    """Return whether applying `wanted` again would change nothing."""
     annotations = existing["metadata"].get("annotations") or {}
     mark = (wanted["metadata"].get("annotations") or {}).get(APPLIED)
     return mark is not None and annotations.get(APPLIED) == mark and _covers(existing, wanted)
 
 
 def _covers(existing: Any, wanted: Any) -> bool:
-    """Whether everything that is wanted is there; what the server filled in does not count."""
+    """Return whether everything that is wanted is there; what the server filled in does not count."""
     if isinstance(wanted, Mapping):
         return isinstance(existing, Mapping) and all(_covers(existing.get(key), value) for key, value in wanted.items())
     if isinstance(wanted, list):

@@ -1,4 +1,6 @@
-"""What a Compute has beside its pods: Services, Secrets, claims, a NetworkPolicy, a route. Nothing is sent here."""
+"""The objects that a Compute has beside its pods: Services, Secrets, claims, a NetworkPolicy, a route. Nothing is sent
+here.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def _service_ports(spec: WorkerSpec) -> list[Object]:
 
 
 def network_policy(compute: Object, spec: WorkerSpec, options: Options) -> Object:
-    """Who reaches the workers' ports, where the token decides, and whom the workers reach."""
+    """Return the policy of who reaches the workers' ports, where the token decides, and whom the workers reach."""
     name = compute["metadata"]["name"]
     own = {"podSelector": {"matchLabels": {COMPUTE_LABEL: name}}}
     ports = [{"protocol": "TCP", "port": port} for port in spec.ports]
@@ -89,7 +91,7 @@ def network_policy(compute: Object, spec: WorkerSpec, options: Options) -> Objec
 
 
 def _peers(option: str, text: str, namespace: str) -> list[Object]:
-    """Whom an option names, as a NetworkPolicy has them."""
+    """Return the peers that an option names, as a NetworkPolicy has them."""
     return [
         {"ipBlock": {"cidr": name}} if kind == ADDRESSES else _namespace_peer(name or namespace)
         for kind, name in network_peers(option, text)
@@ -176,7 +178,7 @@ def gateway_host(compute: Object, spec: WorkerSpec, options: Options) -> str | N
 
 
 def is_foreign_host(compute: Object, spec: WorkerSpec, options: Options) -> bool:
-    """Whether the host name that a spec asks for belongs to another namespace of the installation's domain."""
+    """Return whether the host name that a spec asks for belongs to another namespace of the installation's domain."""
     if spec.gateway is None or spec.gateway.hostname is None or not options.gateway_domain:
         return False
     host, domain = spec.gateway.hostname.lower().rstrip("."), options.gateway_domain.lower()

@@ -1,4 +1,4 @@
-"""What decisions see of a cluster without asking it."""
+"""The view of a cluster that decisions have without asking it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Key = tuple[str, str]
 
 
 class ClusterView(Protocol):
-    """What is seen of a cluster without asking it; `informer.View` is the real one."""
+    """A view of a cluster without asking it; `informer.View` is the real one."""
 
     def check_current(self, patience_seconds: float) -> None:
         """Raise ApiError where nothing was heard for so long that decisions cannot stand on what is seen."""

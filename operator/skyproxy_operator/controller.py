@@ -54,7 +54,7 @@ _SILENT_PROBES = 3
 
 @dataclass(frozen=True)
 class _Events:
-    """What was told about a pod, and when to ask again, in the time of `time.monotonic`."""
+    """The events that were told about a pod, and when to ask again, in the time of `time.monotonic`."""
 
     ask_at: float
     pause_seconds: float = 15.0
@@ -63,7 +63,7 @@ class _Events:
 
 @dataclass
 class _Memory:
-    """What is remembered of a Compute between looks; all of it can be found out again.
+    """The memory of a Compute between two passes; all of it can be found out again.
 
     Attributes:
         uid: of the Compute.
@@ -266,7 +266,7 @@ class Controller:
     async def _reports(
         self, observed: ObservedState, spec: WorkerSpec, children: ChildStatus, memory: _Memory
     ) -> list[Report]:
-        """What the workers are doing; empty where it is not time to ask."""
+        """Return what the workers are doing; empty where it is not time to ask."""
         ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned(observed) if is_ready(pod)}
         if len(ready) < spec.nodes:
             memory.unanswered = 0
@@ -352,13 +352,15 @@ class Controller:
 
 
 def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
-    """Whether a worker that cannot be asked is worth a word: a command of the user's own need not be one of ours."""
+    """Return whether a worker that cannot be asked is worth a word: a command of the user's own need not be one of
+    ours.
+    """
     ever_did = "worker" in (compute.get("status") or {})
     return not spec.command or ever_did or spec.idle_timeout_seconds is not None
 
 
 def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
-    """Why a worker that takes sessions does not tell what it does."""
+    """Return why a worker that takes sessions does not tell what it does."""
     text = f"A worker does not tell whether it is idle: {silence.problem}."
     if silence.reason == TOKEN_REFUSED:
         text += " It does not accept the token of its Secret."

@@ -1,4 +1,5 @@
-"""What to do next for a Compute, from what is wanted and what is there. Pure: the same state, the same plan.
+"""Decisions about what to do next for a Compute, from what is wanted and what is there. Pure: the same state, the same
+plan.
 
 The plan brings the cluster one step nearer, and every step leaves a state from which the next one follows. So it does
 not matter where an operator is interrupted, or how often it looks.
@@ -39,7 +40,7 @@ _LOOK_AGAIN_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class ObservedState:
-    """What is there.
+    """The state of a Compute and its pods, as observed.
 
     Attributes:
         compute: the Compute, as the API server gave it.
@@ -69,7 +70,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in this order: write the status, delete, create, announce, and look again.
+    """The steps to take, in this order: write the status, delete, create, announce, and look again.
 
     The status goes first: it remembers the failures of pods that are deleted next. Pods in `force` are deleted without
     waiting for their machine, which does not answer any more.
@@ -113,7 +114,7 @@ def _owners(item: Object) -> Sequence[Object]:
 
 
 def attempt_of(pod: Object) -> int:
-    """Which start of its Compute a pod belongs to."""
+    """Return which start of its Compute a pod belongs to."""
     text = (pod["metadata"].get("annotations") or {}).get(ATTEMPT, "0")
     return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -125,12 +126,12 @@ def node_of(pod: Object) -> int:
 
 
 def is_leaving(pod: Object) -> bool:
-    """Whether a pod is being deleted."""
+    """Return whether a pod is being deleted."""
     return "deletionTimestamp" in pod["metadata"]
 
 
 def _is_stuck(pod: Object, now: datetime.datetime, patience_seconds: float) -> bool:
-    """Whether a pod that is being deleted waits for a machine that is gone: nobody there confirms its end."""
+    """Return whether a pod that is being deleted waits for a machine that is gone: nobody there confirms its end."""
     silent = node_lost_seconds(pod, now)
     return is_leaving(pod) and silent is not None and silent >= patience_seconds
 
@@ -247,7 +248,7 @@ class _Decision:
         return f"{self._attempt}/{self._spec.pod_hash()}"
 
     def _lost(self, current: Sequence[Object]) -> list[Cause]:
-        """Why the group of nodes has lost a member, and with it the process group of the others.
+        """Return why the group of nodes has lost a member, and with it the process group of the others.
 
         A node alone has no group: it is simply made again.
         """
@@ -374,7 +375,7 @@ class _Decision:
 
 
 def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Announcement, ...]:
-    """What has changed so that people should be told."""
+    """Return the changes that people should be told of."""
     result = []
     ready = {kind: _condition(new, kind) for kind in ("Ready", "Degraded")}
     if new.get("lastFailureTime") != old.get("lastFailureTime") and new.get("lastFailure"):
@@ -391,7 +392,9 @@ def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Annou
 
 
 def namespace_is_going(compute: Object) -> bool:
-    """Whether the status remembers that the API server refused new objects because the namespace is being deleted."""
+    """Return whether the status remembers that the API server refused new objects because the namespace is being
+    deleted.
+    """
     return bool(_condition(compute.get("status") or {}, "Ready").get("reason") == NAMESPACE_TERMINATING)
 
 

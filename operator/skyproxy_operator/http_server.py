@@ -1,4 +1,4 @@
-"""What the operator answers: whether it lives, whether it is ready, and what it has counted."""
+"""The operator's answers over HTTP: whether it lives, whether it is ready, and what it has counted."""
 
 from __future__ import annotations
 

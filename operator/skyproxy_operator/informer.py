@@ -1,4 +1,4 @@
-"""What the API server has, kept here: each kind is listed once and then watched, so that a look costs no request.
+"""The objects of the API server, kept here: each kind is listed once and then watched, so that a look costs no request.
 
 Versions: resourceVersions are numbers that grow with every change of a cluster, and a stream of one kind brings its
 changes in their order. So a store whose stream has come to version N shows everything up to N; what we wrote ourselves
@@ -253,7 +253,7 @@ class Informer:
 
 
 class View:
-    """What a cluster has of the kinds that the operator watches; the way in which decisions see it."""
+    """The objects of a cluster of the kinds that the operator watches; the way in which decisions see it."""
 
     def __init__(self, informers: Mapping[str, list[Informer]]) -> None:
         """Put informers together.

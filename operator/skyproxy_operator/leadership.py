@@ -1,4 +1,4 @@
-"""Which of several operators works: the one that holds a Lease."""
+"""Leader election among several operators: the one that holds a Lease works."""
 
 from __future__ import annotations
 

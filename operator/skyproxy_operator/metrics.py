@@ -1,4 +1,4 @@
-"""What the operator counts, for Prometheus."""
+"""Metrics of the operator, for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKETS_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class ComputesByPhase:
-    """How many Computes are in which phase, counted when somebody asks.
+    """The number of Computes in each phase, counted when somebody asks.
 
     Attributes:
         read: gives the number of Computes by phase.

@@ -66,7 +66,7 @@ def server_name(compute: str, namespace: str) -> str:
 
 
 def labels(compute: str) -> dict[str, str]:
-    """What every child of a Compute is labelled with."""
+    """Return the labels of every child of a Compute."""
     return {
         COMPUTE_LABEL: compute,
         "app.kubernetes.io/name": "skyproxy-worker",
@@ -76,7 +76,7 @@ def labels(compute: str) -> dict[str, str]:
 
 
 def owner_reference(compute: dict[str, Any]) -> dict[str, Any]:
-    """What makes a child go when its Compute goes.
+    """Return the reference that makes a child go when its Compute goes.
 
     blockOwnerDeletion is left out on purpose: with it, clusters that check owner references ask for the right to change
     the Compute's finalizers.

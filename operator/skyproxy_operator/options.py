@@ -1,4 +1,4 @@
-"""How an installation differs from another: what the operator's Deployment sets in its environment."""
+"""Options of an installation, which the operator's Deployment sets in its environment."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Options:
     gateway_domain: str = ""
     """The domain under which Computes that name no host are reached."""
     allow_host_access: bool = False
-    """Whether pods may share namespaces, ports or folders with their machine, or choose it by name."""
+    """True if pods may share namespaces, ports or folders with their machine, or choose it by name."""
     allow_privilege: bool = False
-    """Whether pods may be root, be privileged or have capabilities."""
+    """True if pods may be root, be privileged or have capabilities."""
     service_accounts: str = ""
     """Patterns NAMESPACE/NAME, with commas between, of the service accounts that pods may be; `*` is any text."""
     secrets: str = "*"
@@ -36,7 +36,7 @@ class Options:
     """From where workers are reached: `*` from everywhere, `namespace` from that of the Compute, `namespaces/NAME`,
     addresses such as 10.0.0.0/8; several with commas. Nodes of one Compute and the operator always reach them."""
     egress: str = "*"
-    """Whom workers reach, written like `ingress`; nodes of one Compute and the cluster's DNS always. Empty: nobody."""
+    """Peers that workers reach, written like `ingress`; its own nodes and the cluster's DNS always. Empty: nobody."""
     lost_node_seconds: float = 300.0
     """For how long a machine may be silent until its workers are made again on another one."""
     accelerator_images: str = ""
@@ -45,19 +45,19 @@ class Options:
     concurrency: int = 8
     """Computes that are looked after at the same time."""
     resync_seconds: float = 300.0
-    """How often every Compute is looked at though nothing happened; its children, too."""
+    """The interval at which every Compute is looked at though nothing happened; its children, too."""
     secrets_seconds: float = 14400.0
-    """How often Secrets, and other children that the operator may not watch, are read again though nothing happened."""
+    """The interval at which Secrets, and children that may not be watched, are read again though nothing changed."""
     probe_seconds: float = 30.0
-    """How often a running worker is asked for its activity; more often when an idle timeout comes near."""
+    """The interval at which a running worker is asked for its activity; more often when an idle timeout comes near."""
     probe_timeout_seconds: float = 5.0
     request_timeout_seconds: float = 30.0
     """A request to the API server that takes longer has failed."""
     lease_namespace: str = ""
-    """Where the Lease is by which one of several operators leads; without one, every operator works."""
+    """The namespace of the Lease by which one of several operators leads; without one, every operator works."""
     lease_name: str = "skyproxy-operator"
     lease_identity: str = ""
-    """What names this operator in the Lease: with the uid of its pod, a container that starts again goes on at once,
+    """The name of this operator in the Lease: with the uid of its pod, a container that starts again goes on at once,
     for the one before it has ended. Without it, every process is another operator."""
     lease_seconds: float = 15.0
     """A leader that has not renewed its Lease for this long is none any more."""
@@ -83,7 +83,8 @@ ADDRESSES, NAMESPACE = "addresses", "namespace"
 
 
 def network_peers(option: str, text: str) -> list[tuple[str, str]]:
-    """Whom `ingress` or `egress` names: ADDRESSES with a range, or NAMESPACE with a name, empty for the Compute's own.
+    """Return the peers that `ingress` or `egress` names: ADDRESSES with a range, or NAMESPACE with a name, empty for
+    the Compute's own.
 
     Args:
         option: its name.

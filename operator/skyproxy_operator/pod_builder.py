@@ -229,7 +229,7 @@ def _environment(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: 
 
 
 def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, Any]:
-    """What a node is told about itself and its peers; `skyproxy.runtime` reads it."""
+    """Return what a node is told about itself and its peers; `skyproxy.runtime` reads it."""
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
     if spec.nodes > 1:
         addresses = [f"{pod_name(name, index)}.{nodes_service(name)}.{namespace}.svc" for index in range(spec.nodes)]

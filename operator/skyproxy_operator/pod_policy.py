@@ -1,4 +1,4 @@
-"""What a Compute's pods may not have unless the installation allows it. Pure.
+"""Policy: what a Compute's pods may not have unless the installation allows it. Pure.
 
 The operator makes pods with its own rights, so whoever may make Computes could otherwise get pods that they could not
 make themselves. What is refused by default follows the pod security standard "restricted"
@@ -98,7 +98,7 @@ def _privilege(pod: Object, spec: Object, containers: Sequence[tuple[str, Object
 
 
 def _privileges(context: Object) -> Iterator[str]:
-    """What one security context has too much of."""
+    """Yield the privileges that one security context must not have."""
     if context.get("privileged"):
         yield "privileged"
     if context.get("runAsUser") == 0:

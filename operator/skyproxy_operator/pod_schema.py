@@ -1,4 +1,4 @@
-"""What a pod's fields are called and which form they have, by the API's own types. Pure.
+"""The schema of a pod's fields, by the API's own types. Pure.
 
 The API server leaves out what it does not know of a pod, in silence where nobody asks it to be strict, and a template
 is merged long before a server sees it. So what has not the form of a pod is refused here, while the pods that run are

@@ -23,7 +23,7 @@ _MAX_IDLE_SECONDS = 10 * 365 * 86400.0
 
 @dataclass(frozen=True)
 class Access:
-    """What is needed to be answered by the workers of a Compute.
+    """The credentials that the workers of a Compute answer to.
 
     Attributes:
         token: theirs.
@@ -108,7 +108,7 @@ class Prober:
 
 
 def report_of(status: int, text: bytes) -> Report:
-    """What a worker's answer says.
+    """Parse a worker's answer.
 
     Args:
         status: the HTTP status.

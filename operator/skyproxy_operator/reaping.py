@@ -1,4 +1,4 @@
-"""When pods go though nobody asked for it: nothing to do for too long, or a lifetime that is over."""
+"""The end of pods that nobody asked for: nothing to do for too long, or a lifetime that is over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_CHECK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker said when it was asked.
+    """A worker's answer to a probe.
 
     Attributes:
         idle_seconds: for how long it had nothing to do; None where it did not answer.
@@ -55,7 +55,7 @@ def idle_seconds(reports: Sequence[Report]) -> float | None:
 def reaping(
     spec: WorkerSpec, started: datetime.datetime | None, reports: Sequence[Report], now: datetime.datetime
 ) -> Reaping | None:
-    """Whether the pods go now, and why.
+    """Decide whether the pods go now, and why.
 
     Args:
         spec: says after what time.

@@ -33,7 +33,7 @@ _PAST = (
     "pullFailures",
     "worker",
 )
-"""What cannot be seen in the cluster as it is now, so that the status itself is where it is kept."""
+"""Fields that cannot be seen in the cluster as it is now, so that the status itself keeps them."""
 
 _MAX_MESSAGE = 2000
 _ACTIVITY_GRAIN_SECONDS = 20
@@ -51,7 +51,7 @@ def moment(text: str | None) -> datetime.datetime | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a Compute is, before it is put in the form of conditions.
+    """The state of a Compute, before it is put in the form of conditions.
 
     Attributes:
         phase: one of the phases.
@@ -77,7 +77,7 @@ def judged(
     now: datetime.datetime,
     pull_failures: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """How a Compute is that should run.
+    """Judge a Compute that should run.
 
     Args:
         spec: what is wanted.
@@ -104,7 +104,7 @@ def judged(
 
 
 def stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:
-    """How a Compute is that should not run.
+    """Judge a Compute that should not run.
 
     Args:
         phase: SUSPENDED, EXPIRED, FAILED or TERMINATING.

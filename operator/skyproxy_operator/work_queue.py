@@ -1,4 +1,4 @@
-"""What waits to be looked at: each key once, whoever asks, and never two looks at the same key at the same time."""
+"""The queue of keys to be looked at: each once, whoever asks, and never two looks at the same key at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 NEW, CHANGED, ROUTINE = range(3)
-"""Who goes first: what somebody has just asked for, what has changed, what is looked at because time has passed."""
+"""Priorities: what somebody has just asked for, what has changed, what is looked at because time has passed."""
 
 
 class WorkQueue(Generic[Key]):

@@ -1,4 +1,4 @@
-"""What a Compute asks for, parsed and checked.
+"""The specification of a Compute, parsed and checked.
 
 The API server has checked a spec against the schema before we see it. What the schema says with rules (CEL), which
 older servers do not know, is checked here again, and what no schema can say.
@@ -46,7 +46,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens when a worker ends by itself."""
+    """The reaction to a worker that ends by itself."""
 
     max_restarts: int = 3
     backoff_seconds: int = 5
@@ -129,7 +129,7 @@ class WorkerSpec:
 
     @property
     def accelerators(self) -> dict[str, int]:
-        """How many of which accelerators each node has: whole ones, slices, shares; of whatever make."""
+        """The number of each kind of accelerator that a node has: whole ones, slices, shares; of whatever make."""
         return {
             name: int(value)
             for name, value in self.resources.items()

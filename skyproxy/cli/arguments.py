@@ -14,7 +14,7 @@ from skyproxy.kubernetes.address import ClusterAddress
 
 
 class ProviderName(StrEnum):
-    """Who runs workers for `skyproxy up`."""
+    """The one who runs workers for `skyproxy up`."""
 
     LOCAL = "local"
     CONTAINER = "container"

@@ -17,11 +17,11 @@ _NEEDED = [
     ("", "pods", "portforward", ("create", "get")),
     ("", "events", "", ("list",)),
 ]
-"""What a user of workers does: API group, resource, subresource, verbs."""
+"""The requests that a user of workers makes: API group, resource, subresource, verbs."""
 
 
 async def examine_cluster(address: ClusterAddress) -> list[Finding]:
-    """Whether the cluster answers, has skyproxy installed, and lets us do what we need."""
+    """Check that the cluster answers, has skyproxy installed, and lets us do what we need."""
     try:
         async with ClusterClient(address) as client:
             return await _examine(client)

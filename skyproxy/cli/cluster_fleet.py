@@ -91,7 +91,7 @@ class ClusterFleet:
                     reader.cancel()
 
     async def context(self, name: str) -> Context:
-        """How to find it again, from any folder."""
+        """Return the way to find it again, from any folder."""
         return Context(name, self.provider, (await self._address.resolved()).options)
 
     async def access(self, name: str) -> Access:

@@ -130,7 +130,7 @@ def _private(check: str, path: Path) -> Finding:
 
 
 def _worker() -> Iterator[Finding]:
-    """Whether the worker that sky:0 means answers, and fits."""
+    """Check that the worker that sky:0 means answers, and fits."""
     access: Access | None = None
     try:
         access = _chosen_access()

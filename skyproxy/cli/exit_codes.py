@@ -8,7 +8,7 @@ from skyproxy.errors import ClusterError, ConfigurationError, ConnectError, Skyp
 
 
 class ExitCode(IntEnum):
-    """What a status means; docs/reference/cli.md has the same table."""
+    """Exit statuses of the command line; docs/reference/cli.md has the same table."""
 
     OK = 0
     FAILED = 1

@@ -57,7 +57,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Access:
-    """How to speak to a worker from here; `close` when done."""
+    """A way to speak to a worker from here; `close` when done."""
 
     url: str
     token: str = field(repr=False)
@@ -72,7 +72,7 @@ class Access:
             self.release()
 
     def report(self, path: str = "/activity") -> dict[str, Any]:
-        """What the worker says of itself.
+        """Return the worker's report on itself.
 
         Args:
             path: "/status" for what the web view shows.
@@ -85,7 +85,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a worker is to be ended; what is on this machine ends at once in any case.
+    """The manner in which a worker is to end; what is on this machine ends at once in any case.
 
     Attributes:
         wait: until it is gone.
@@ -129,7 +129,7 @@ class Fleet(Protocol):
         """The lines it wrote."""
 
     async def context(self, name: str) -> Context:
-        """How to find it again."""
+        """Return the way to find it again."""
 
     async def access(self, name: str) -> Access:
         """A way to it; blocks no loop.
@@ -140,7 +140,7 @@ class Fleet(Protocol):
 
 
 def not_found(name: str, where: str) -> NotFoundError:
-    """What to say of a worker that is not there."""
+    """Return the error for a worker that is not there."""
     return NotFoundError(
         f"there is no worker {name!r}, neither with {where}. See: skyproxy list"
         if " nor " in where

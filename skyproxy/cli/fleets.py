@@ -1,4 +1,4 @@
-"""Which provider has the worker of a name, and its workers."""
+"""The providers of this machine's user, their workers, and the one that has the worker of a name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def fleet_of(provider: str, address: ClusterAddress) -> Fleet:
 
 
 def asks_for_cluster(address: ClusterAddress) -> bool:
-    """Whether the options name a cluster."""
+    """Return whether the options name a cluster."""
     return bool(address.options)
 
 
 async def has_cluster(address: ClusterAddress) -> bool:
-    """Whether there is a cluster to ask: it is configured, and the library for it is installed.
+    """Return whether there is a cluster to ask: it is configured, and the library for it is installed.
 
     Raises:
         ConfigurationError: one is configured, and cannot work. Who named a cluster must not get another worker instead.

@@ -95,7 +95,7 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
 
 
 def _knows_containers() -> bool:
-    """Whether a saved context is a container: without one, no engine is asked."""
+    """Return whether a saved context is a container: without one, no engine is asked."""
     store = ContextStore()
     contexts = (store.get(name) for name in store.names())
     return any(context is not None and context.provider == ProviderName.CONTAINER for context in contexts)

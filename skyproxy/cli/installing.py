@@ -15,7 +15,7 @@ from skyproxy.units import duration_seconds
 
 
 class Overlay(StrEnum):
-    """Which manifests."""
+    """The manifests to install."""
 
     BASE = "base"
     E2E = "e2e"

@@ -34,7 +34,7 @@ from skyproxy.units import duration_seconds, limit_seconds
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
 _GPU = "nvidia.com/gpu"
 _POSSIBLE = {ProviderName.LOCAL: (), ProviderName.SSH: (), ProviderName.CONTAINER: ("memory", "image", "volume")}
-"""What of the options for clusters a worker on this machine can have too."""
+"""The options for clusters that a worker on this machine can have, too."""
 
 
 def up(

@@ -70,7 +70,7 @@ class LocalFleet:
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def context(self, name: str) -> Context:
-        """How to find it again."""
+        """Return the way to find it again."""
         return Context(name, self.provider)
 
     async def access(self, name: str) -> Access:

@@ -1,4 +1,4 @@
-"""What commands show: results on standard output, everything else on standard error."""
+"""Output of commands: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORTEST = 5
 
 
 def console() -> Console:
-    """Where results go; found anew each time, for tests and notebooks replace the streams."""
+    """Return the console for results; made anew each time, because tests and notebooks replace the streams."""
     return Console(file=sys.stdout, highlight=False)
 
 

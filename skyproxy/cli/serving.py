@@ -19,11 +19,11 @@ from skyproxy.extras import install_command
 
 _SERVER = "skyproxy_server"
 _ANY = ("0.0.0.0", "::", "")
-"""What means every address of a machine, and is none to connect to."""
+"""Names of every address of a machine, which are not addresses to connect to."""
 
 
 class Device(StrEnum):
-    """What a worker can be asked to offer."""
+    """A kind of device that a worker can be asked to offer."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -31,7 +31,7 @@ class Device(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """How much a worker logs."""
+    """The least severity that a worker logs."""
 
     DEBUG = "debug"
     INFO = "info"

@@ -75,7 +75,7 @@ class SshFleet:
             await process.wait()
 
     async def context(self, name: str) -> Context:
-        """How to find it again."""
+        """Return the way to find it again."""
         return Context(name, self.provider)
 
     async def access(self, name: str) -> Access:

@@ -37,7 +37,7 @@ OnOutput = Callable[[str, str], object]
 _ACK_OUTPUT_CHARACTERS = 128 << 10
 """Of output, after which the worker is told that it was seen; far below `max_waiting_output_bytes`."""
 _EVENT_CHARACTERS = 64
-"""What each piece of output counts beside its text, as the worker counts it."""
+"""Characters that each piece of output counts beside its text, as the worker counts it."""
 _CANCELLED = "cancelled"
 
 
@@ -106,11 +106,11 @@ class Call:
     # --- the future --------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether `result()` would not wait."""
+        """Return whether `result()` would not wait."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the function returned; waits for it. For a generator function, an iterator over its items.
+        """Wait for the function, and return what it returned. For a generator function, an iterator over its items.
 
         Args:
             timeout: seconds to wait. The call goes on when they are over.
@@ -135,7 +135,7 @@ class Call:
         return self._future.result().kind == "stream"
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the function raised, None if it returned; waits for its end.
+        """Wait for the function's end, and return what it raised, None if it returned.
 
         Raises:
             TimeoutError, concurrent.futures.CancelledError, UntrustedResultError: as `result`.
@@ -183,12 +183,12 @@ class Call:
         return True
 
     def cancelled(self) -> bool:
-        """Whether the call was cancelled before it had a result."""
+        """Return whether the call was cancelled before it had a result."""
         return self._future.cancelled()
 
     @property
     def failure(self) -> str:
-        """What a call that is done ended with, in one word; empty for a result. Nothing of the result is read."""
+        """One word for what a call that is done ended with; empty for a result. Nothing of the result is read."""
         if self._future.cancelled():
             return "CancelledError"
         error = self._future.exception()
@@ -317,7 +317,7 @@ class Call:
                 self.forget()
 
     def _settle(self, came: Came) -> bool:
-        """Whether nobody had settled the future before."""
+        """Return whether nobody had settled the future before."""
         if self._future.done():
             return False
         try:

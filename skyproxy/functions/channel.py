@@ -95,7 +95,7 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls are under way."""
+        """True if calls are under way."""
         return bool(self._calls)
 
     def find(self, identity: str) -> Call | None:
@@ -190,7 +190,7 @@ class Channel:
                     return
 
     def _connect_again(self, error: Exception) -> bool:
-        """Whether there is a connection again; every call is attached to it."""
+        """Return whether there is a connection again; every call is attached to it."""
         pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + self._settings.call_grace_seconds
         while not self._stop.is_set() and self.session.lost is None:
             try:
@@ -309,7 +309,7 @@ class Channel:
 
 
 def _are_tables(value: dict[str, Any], count: int) -> bool:
-    """Whether an event says as it must what its pieces are."""
+    """Return whether an event says as it must what its pieces are."""
     rows, bases = value.get("tensors"), value["bases"]
     if type(rows) is not list or type(bases) is not list or len(bases) >= count:
         return False

@@ -86,7 +86,7 @@ def _unwrapped(fn: Any) -> Any:
 
 
 def _is_installed(fn: types.FunctionType) -> bool:
-    """Whether a worker imports the function from a library, which is found out faster here than by pickling."""
+    """Return whether a worker imports the function from a library, which is found out faster here than by pickling."""
     module = sys.modules.get(fn.__module__ or "")
     return (
         module is not None
@@ -97,7 +97,7 @@ def _is_installed(fn: types.FunctionType) -> bool:
 
 
 def _closes_over_code_only(fn: types.FunctionType, depth: int) -> bool:
-    """Whether no closure holds data: what decorators close over is code, and the rest is as good as an argument."""
+    """Return whether no closure holds data: what decorators close over is code; all else is as good as an argument."""
     if depth > _MAX_WRAPPERS:
         return False
     for cell in fn.__closure__ or ():

@@ -89,13 +89,13 @@ class Payload:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """What must travel with the pieces."""
+        """The tables that must travel with the pieces."""
         if self.code is None:
             return self.pickled.tables
         return {**self.pickled.tables, "function": [self.code.digest, self.code.keeps_globals]}
 
     def pieces(self, *, with_code: bool) -> list[Buffer]:
-        """What is sent: the arguments and the function; an empty piece in its place for a worker that has it."""
+        """Return what is sent: the arguments and the function; an empty piece in its place for a worker that has it."""
         if self.code is None:
             return self.pickled.pieces
         first, *rest = self.pickled.pieces

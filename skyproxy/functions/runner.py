@@ -1,4 +1,4 @@
-"""What a node offers to run functions: the thin layer between its methods and the channel."""
+"""A node's methods that run functions: the thin layer between its methods and the channel."""
 
 from __future__ import annotations
 

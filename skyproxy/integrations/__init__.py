@@ -1,4 +1,5 @@
-"""Where other libraries meet ours: a decorator for functions on pools, and what some want before they know our device.
+"""Meeting points of other libraries and ours: a decorator for functions on pools, and what some want before they know
+our device.
 
 `@sky.integrations.torch` sets up PyTorch for one function, where a pool has no plugin for it; it shares what it does
 with `sky.plugins.torch()`: with both, the process group is joined once. `sky.integrations.lightning` and

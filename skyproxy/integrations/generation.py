@@ -29,7 +29,7 @@ from skyproxy.tensor.ops.async_values import PendingScalar, PendingTensor
 
 _MOST_STEPS_AHEAD = 64
 _OF_RECENT_STEPS = 0.25
-"""How much of the estimated time a step takes comes from the last one."""
+"""The share of the last step in the estimate of a step's time."""
 _global_hooks = torch.nn.modules.module.__dict__.get
 
 
@@ -65,7 +65,7 @@ class _Step:
 
 
 class _LateStopCheck:
-    """What `_sample` asks after every token whether to stop: goes on until it knows better.
+    """The check that `_sample` asks after every token; it lets generation go on until it knows better.
 
     Args:
         input_ids: shape (sequences, tokens), on the remote device.
@@ -90,7 +90,7 @@ class _LateStopCheck:
         self._last_step_at = time.perf_counter()
 
     def __call__(self, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
-        """Whether to stop; called after every token."""
+        """Return whether to stop; called after every token."""
         self._steps.append(
             _Step(
                 PendingScalar(unfinished_sequences.max() == 0),
@@ -108,7 +108,9 @@ class _LateStopCheck:
         return self._ended or (self._max_length is not None and length >= self._max_length)
 
     def _ahead(self, length: int) -> int:
-        """How many steps may be without news: as many as fit into a round trip, and one that the worker computes."""
+        """Return how many steps may be without news: as many as fit into a round trip, and one that the worker
+        computes.
+        """
         if self._positions is not None and length >= self._positions:
             return 0
         delay = self._device.session.round_trip_seconds
@@ -125,7 +127,9 @@ class _LateStopCheck:
                 step.random.restore()
 
     def finish(self) -> int:
-        """How many steps were too many; waits for the news of the others. Undoes what they left in the cache."""
+        """Wait for the news of all steps, undo what those that were too many left in the cache, and return their
+        number.
+        """
         while self._steps and not self._ended:
             self._take_news()
         too_many = len(self._steps)
@@ -136,7 +140,7 @@ class _LateStopCheck:
 
 
 def _may_be_undone(cache: Any, is_returned: bool) -> bool:
-    """Whether the steps that were too many can be taken out of the cache again, or nobody sees it."""
+    """Return whether the steps that were too many can be taken out of the cache again, or nobody sees it."""
     if cache is None or not is_returned:
         return True
     # Others forget what they had before a step, or write over it.

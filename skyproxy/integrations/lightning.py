@@ -26,7 +26,7 @@ _TESTS = "tests/integrations/test_lightning.py"
 
 
 class _SkyDevices:
-    """What Lightning asks of an accelerator, answered for `sky`; one device a process."""
+    """Answers for `sky` to what Lightning asks of an accelerator; one device a process."""
 
     def setup_device(self, device: torch.device) -> None:
         """Makes the device the current one.

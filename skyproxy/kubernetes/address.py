@@ -1,4 +1,4 @@
-"""Which cluster and namespace is meant, and with which credentials."""
+"""The cluster and the namespace that are meant, and the credentials for them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ClusterAddress:
 
     @property
     def in_cluster(self) -> bool:
-        """Whether we run in a Pod and mean its cluster."""
+        """True if we run in a Pod and mean its cluster."""
         return self._kubeconfig_file() is None and "KUBERNETES_SERVICE_HOST" in os.environ
 
     async def resolved(self) -> ClusterAddress:

@@ -47,7 +47,7 @@ class ApiServer:
 
     @property
     def namespace(self) -> str:
-        """Where our objects are."""
+        """The namespace of our objects."""
         return self.address.namespace or "default"
 
     async def find(self, path: str) -> Manifest | None:

@@ -28,7 +28,7 @@ _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:
 
 
 class ClusterClient(ApiServer):
-    """What skyproxy asks of a cluster."""
+    """The requests that skyproxy makes of a cluster."""
 
     # --- Computes ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,8 @@ class ClusterClient(ApiServer):
     async def watch(
         self, path: str, *, field_selector: str | None = None, label_selector: str | None = None
     ) -> AsyncGenerator[tuple[str, Manifest], None]:
-        """What happens to objects from now on, over drops and expired histories; ends only when it is left.
+        """Yield what happens to objects from now on, across dropped connections and expired histories; never ends by
+        itself.
 
         Args:
             path: of the list.

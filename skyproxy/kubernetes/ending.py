@@ -75,7 +75,7 @@ async def end(
 
 
 async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[Manifest]]:
-    """What is left of a Compute, and of its Pods as far as we may look at them."""
+    """Return what is left of a Compute, and of its Pods as far as we may look at them."""
     compute = await client.get(name)
     if compute is not None and compute["metadata"].get("uid") != uid:
         compute = None
@@ -105,7 +105,7 @@ async def _force(client: ClusterClient, pods: Sequence[Manifest]) -> None:
 def waited_for(
     compute: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: datetime | None = None
 ) -> Iterator[str]:
-    """What keeps a Compute that was deleted, a sentence each; pure.
+    """Yield what keeps a Compute that was deleted, a sentence each; pure.
 
     Args:
         compute: what the server has of it; None where it is gone.
@@ -146,7 +146,7 @@ def _finalizers(item: Mapping[str, Any]) -> str:
 
 
 def _silent_machine(pod: Mapping[str, Any]) -> bool:
-    """Whether the node controller has said of a Pod that is being deleted that its machine does not answer.
+    """Return whether the node controller has said of a Pod that is being deleted that its machine does not answer.
 
     It writes Ready=False over what the kubelet said last, and leaves ContainersReady as it was; older ones wrote
     Unknown.

@@ -1,4 +1,4 @@
-"""Why a Compute is where it is, from its conditions, its Pods and the events: pure."""
+"""The reason why a Compute is where it is, from its conditions, its Pods and the events: pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN_EVENTS = 5
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where a Compute stands.
+    """The state of a Compute, with its cause.
 
     Attributes:
         phase: as the operator says; "Pending" before it said anything.
@@ -55,7 +55,7 @@ _HINTS = {
     "VolumeUnbound": "See which storage classes there are: kubectl get storageclass; name one with :storageClassName=.",
     "WorkerExited": _SEE_LOG,
 }
-"""What to do, by the reason that the operator or the Pod gives."""
+"""Hints about what to do, by the reason that the operator or the Pod gives."""
 
 
 def explain(
@@ -65,7 +65,7 @@ def explain(
     *,
     now: datetime | None = None,
 ) -> Explanation:
-    """Where a Compute stands, and why.
+    """Explain where a Compute stands, and why.
 
     Args:
         compute: the object as the server has it.

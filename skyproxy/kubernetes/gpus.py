@@ -1,4 +1,4 @@
-"""Which GPUs a cluster has, and which are free."""
+"""The GPUs that a cluster has, and those that are free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NodeGpus:
 
     @property
     def free(self) -> int:
-        """How many a new Pod could have."""
+        """The number of GPUs that a new Pod could have."""
         return max(0, self.total - self.used) if self.schedulable else 0
 
 

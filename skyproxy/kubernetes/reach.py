@@ -1,4 +1,4 @@
-"""How to reach a worker in a cluster: its Service from inside, its gateway's URL, or a port-forward of our own."""
+"""Ways to reach a worker in a cluster: its Service from inside, its gateway's URL, or a port-forward of our own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Way:
 
 
 def _takes(way: Way) -> bool:
-    """Whether the worker takes the token of a way; one that cannot be asked at all is taken to do so."""
+    """Return whether the worker takes the token of a way; one that cannot be asked at all is taken to do so."""
     try:
         ask_worker(way.url, way.token, certificate=way.certificate, server_name=way.server_name)
     except AuthenticationError:
@@ -148,7 +148,7 @@ async def _credentials(client: ClusterClient, name: str) -> tuple[str, str, str 
 
 
 def _answers(url: str) -> bool:
-    """Whether the worker behind a gateway says that it is ready."""
+    """Return whether the worker behind a gateway says that it is ready."""
     address = url.replace("wss://", "https://", 1).replace("ws://", "http://", 1).rstrip("/") + "/readyz"
     try:
         with urllib.request.urlopen(address, timeout=_PROBE_SECONDS) as answer:

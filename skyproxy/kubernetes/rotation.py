@@ -85,7 +85,7 @@ async def rotate_token(
 
 
 async def _all_take(client: ClusterClient, compute: dict[str, Any], token: str) -> bool:
-    """Whether every process of a Compute takes a token; one that cannot be asked counts as one that does not."""
+    """Return whether every process of a Compute takes a token; one that cannot be asked counts as one that does not."""
     spec = compute.get("spec") or {}
     for node in range(int(spec.get("nodes", 1))):
         for local_rank in range(int(spec.get("procsPerNode", 1))):

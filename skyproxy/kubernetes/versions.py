@@ -1,4 +1,4 @@
-"""Which versions of Kubernetes skyproxy works on: pure."""
+"""The versions of Kubernetes that skyproxy works on: pure."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _MOST_CHARACTERS = 200
 
 
 class NamedValue(NamedTuple):
-    """What stands under a name; `Node.named` gives it.
+    """A value under a name; `Node.named` gives it.
 
     Attributes:
         tensors: how many tensors it has on the worker.
@@ -235,7 +235,7 @@ class NodeNames:
         return tensors
 
     def named(self) -> dict[str, NamedValue]:
-        """What this session has under names: how many tensors, their bytes, and since when.
+        """Return what this session has under names: how many tensors, their bytes, and since when.
 
         Raises:
             ConfigurationError: the session has no name.

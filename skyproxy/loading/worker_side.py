@@ -1,4 +1,4 @@
-"""What a worker does for `node.from_pretrained` and its kin; it imports this by name, and nothing of the client."""
+"""The worker's part of `node.from_pretrained` and its kin; it imports this by name, and nothing of the client."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save(value: Any, path: str) -> str:
 
 
 def load(path: str, device: Any, weights_only: bool) -> Any:
-    """What `torch.save` wrote, or a safetensors file."""
+    """Return what `torch.save` wrote, or a safetensors file."""
     import torch
 
     place = Path(path).expanduser()

@@ -1,1 +1,1 @@
-"""What `%load_ext skyproxy` adds to Jupyter and IPython: the magic `%sky` and its tables."""
+"""The additions of `%load_ext skyproxy` to Jupyter and IPython: the magic `%sky` and its tables."""

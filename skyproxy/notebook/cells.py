@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 RESULT = "_sky_result"
-"""What the value of a cell's last expression is kept under."""
+"""The name under which the value of a cell's last expression is kept."""
 
 
 class Cell(NamedTuple):
-    """What is known of a cell before it runs.
+    """A cell, as far as it is known before it runs.
 
     Attributes:
         source: its text.

@@ -25,7 +25,7 @@ USAGE = """\
 
 
 class SkyMagic:
-    """What `%sky` does in one shell."""
+    """The magic `%sky` of one shell."""
 
     __name__ = "sky"
     __doc__ = USAGE

@@ -1,4 +1,4 @@
-"""What this process is connected to and has done, as a table: HTML for notebooks, text for consoles."""
+"""The connections of this process and what it has done, as a table: HTML for notebooks, text for consoles."""
 
 from __future__ import annotations
 

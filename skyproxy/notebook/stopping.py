@@ -1,4 +1,4 @@
-"""What Stop does: the workers drop what they have not begun."""
+"""The effect of Stop: the workers drop what they have not begun."""
 
 from __future__ import annotations
 

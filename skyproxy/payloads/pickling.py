@@ -54,7 +54,7 @@ class Pickled:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """What must travel with the pieces."""
+        """The tables that must travel with the pieces."""
         tables = {"tensors": self.tensors, "bases": self.bases, "form": self.form}
         return {**tables, "not_plain": self.not_plain} if self.not_plain else tables
 
@@ -143,7 +143,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether this is a tensor made of other tensors, which can be taken apart and put together again."""
+    """Return whether this is a tensor made of other tensors, which can be taken apart and put together again."""
     return isinstance(value, torch.Tensor) and torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
 
 

@@ -87,7 +87,7 @@ class Assembly(Generic[Made]):
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here."""
+        """True if all of it is here."""
         return self._missing <= 0
 
     def add(self, data: CallData) -> None:

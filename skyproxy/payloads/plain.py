@@ -23,14 +23,14 @@ HEAD = struct.Struct("<Q")
 ATOMS = frozenset({type(None), bool, float, str, bytes})
 """Beside integers of 64 bits."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
-"""What the `default_factory` of a defaultdict may be."""
+"""Types that the `default_factory` of a defaultdict may be."""
 PATHS: dict[str, Any] = {
     kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 }
 
 
 class Code(IntEnum):
-    """What the next parts make."""
+    """The kind of value that the next parts make."""
 
     ATOM = 0
     REF = 1

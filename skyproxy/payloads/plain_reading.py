@@ -263,7 +263,7 @@ def _get_sparse(reader: PlainReader) -> Any:
 
 
 def _is_sorted(indices: torch.Tensor, size: Sequence[int]) -> bool:
-    """Whether indices are in order and differ, as those of a coalesced tensor."""
+    """Return whether indices are in order and differ, as those of a coalesced tensor."""
     place = torch.zeros(indices.shape[1], dtype=torch.int64)
     for row, length in zip(indices, size):
         place = place * length + row

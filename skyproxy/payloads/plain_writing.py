@@ -514,7 +514,7 @@ def write_as(known: type, kind: type) -> None:
 
 
 def _writer_of_kin(value: Any) -> Callable[[PlainWriter, Any], None] | None:
-    """What writes a value whose very class is not in the table."""
+    """Return the function that writes a value whose very class is not in the table."""
     kind = type(value)
     if isinstance(value, BaseException):
         return _put_exception

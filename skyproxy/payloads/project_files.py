@@ -109,7 +109,7 @@ class _Folder:
 
 
 class ProjectFiles:
-    """What the folders of this program hold that its functions could import."""
+    """The files in the folders of this program that its functions could import."""
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self._settings = settings

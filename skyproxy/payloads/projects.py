@@ -1,4 +1,4 @@
-"""Which modules are the user's own, how they travel, and where workers find them.
+"""The modules that are the user's own, the way they travel, and the places where workers find them.
 
 A worker imports them by name from the program's folders, or from copies of these. What it could not find there under
 that name travels as code.
@@ -50,12 +50,12 @@ def _library_roots() -> tuple[str, ...]:
 
 _roots = _library_roots()
 _scripts = str(Path(sysconfig.get_path("scripts")).resolve())
-"""Where programs are installed: the "script's folder" of each of them."""
+"""Folders in which programs are installed: the "script's folder" of each of them."""
 
 
 @functools.lru_cache(4096)
 def _is_library(path: str) -> bool:
-    """Whether a file or folder belongs to what is installed."""
+    """Return whether a file or folder belongs to what is installed."""
     resolved = Path(path).resolve()
     if str(resolved).startswith(_roots) or not LIBRARY_FOLDERS.isdisjoint(resolved.parts):
         return True
@@ -82,7 +82,7 @@ def _installed_into(folder: Path) -> frozenset[str]:
 
 
 def is_project_module(module: object) -> bool:
-    """Whether a module is code of the user's project: neither installed, nor Python's own, nor ours."""
+    """Return whether a module is code of the user's project: neither installed, nor Python's own, nor ours."""
     name, file = getattr(module, "__name__", ""), getattr(module, "__file__", None)
     if not isinstance(module, ModuleType):
         return False
@@ -124,7 +124,9 @@ def _is_folder_of_modules(folder: str) -> bool:
 
 
 def _editable_folders() -> Iterator[str]:
-    """Where editable installs lie that have no entry in `sys.path`: setuptools gives them finders of their own."""
+    """Yield the folders of editable installs that have no entry in `sys.path`: setuptools gives them finders of their
+    own.
+    """
     for finder in list(sys.meta_path):
         module = getattr(finder, "__module__", None)
         if isinstance(module, str) and module.startswith("__editable__"):
@@ -146,7 +148,7 @@ def _root_of(module: ModuleType) -> str | None:
 
 
 def _travels_by_name(module: ModuleType, folders: tuple[Folder, ...]) -> bool:
-    """Whether `import` of the module's name gives a worker this very file."""
+    """Return whether `import` of the module's name gives a worker this very file."""
     root, top = _root_of(module), module.__name__.partition(".")[0]
     if root is None or not SETTINGS.sync_project or _is_installed(top):
         return False
@@ -162,7 +164,7 @@ def _travels_by_name(module: ModuleType, folders: tuple[Folder, ...]) -> bool:
 
 @functools.lru_cache(4096)
 def _is_installed(name: str) -> bool:
-    """Whether something installed has this name, too: a worker may have loaded that."""
+    """Return whether something installed has this name, too: a worker may have loaded that."""
     if name in sys.stdlib_module_names:
         return True
     places = [entry for entry in sys.path if entry and _is_library(os.path.abspath(entry))]
@@ -243,5 +245,5 @@ def _project_modules() -> list[ModuleType]:
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether both have the very same objects, whatever these think of equality."""
+    """Return whether both have the very same objects, whatever these think of equality."""
     return len(one) == len(other) and all(map(operator.is_, one, other))

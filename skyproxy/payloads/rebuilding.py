@@ -30,7 +30,7 @@ RETURN_TYPES: dict[str, Any] = {
     for kind in vars(torch.return_types).values()
     if isinstance(kind, type) and issubclass(kind, tuple)
 }
-"""What PyTorch's functions return, such as `torch.return_types.max`, by name."""
+"""Types of results of PyTorch's functions, such as `torch.return_types.max`, by name."""
 
 
 class UnknownClassError(LookupError):
@@ -214,7 +214,7 @@ def _shown(argument: Any) -> Any:
 
 
 def _has_end(kind: type) -> bool:
-    """Whether code of the class runs when an object of it dies."""
+    """Return whether code of the class runs when an object of it dies."""
     return any("__del__" in vars(base) for base in kind.__mro__)
 
 
@@ -223,6 +223,6 @@ def _is_in_c(function: Any) -> bool:
 
 
 def _is_stored(kind: type, name: str) -> bool:
-    """Whether an attribute of an object is a value, or a slot: not a property, nor anything else that runs code."""
+    """Return whether an attribute of an object is a value or a slot, not a property or anything else that runs code."""
     found = inspect.getattr_static(kind, name, None)
     return type(found) is types.MemberDescriptorType or not hasattr(type(found), "__set__")

@@ -182,7 +182,7 @@ def _check_view(description: Description, content: torch.Tensor, base: Any) -> N
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is nothing but values in a storage; PyTorch itself takes the others apart."""
+    """Return whether the tensor is nothing but values in a storage; PyTorch itself takes the others apart."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

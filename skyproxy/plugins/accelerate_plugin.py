@@ -44,7 +44,7 @@ class AcceleratePlugin(Plugin):
         return with_requirements(image, [requirement("accelerate", self.version)])
 
     def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
-        """What `accelerate launch` would set."""
+        """Set the environment as `accelerate launch` would."""
         return environment({"ACCELERATE_MIXED_PRECISION": self.mixed_precision})
 
     def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:

@@ -83,7 +83,9 @@ class _Meeting:
         return number
 
     def wait(self, done: Callable[[], bool], timeout_seconds: float | None) -> bool:
-        """Whether something came about in time. In short steps: one connection serves all threads of the process."""
+        """Return whether something came about in time. In short steps: one connection serves all threads of the
+        process.
+        """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         pause = 0.0005
         while not done():
@@ -147,7 +149,7 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """What it stands at."""
+        """The number that it stands at."""
         return self.add(0)
 
 

@@ -50,7 +50,7 @@ class JaxPlugin(Plugin):
         return with_requirements(image, [requirement(package, self.version)])
 
     def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
-        """What JAX reads from the environment."""
+        """Set what JAX reads from the environment."""
         if not self._joins(info):
             return contextlib.nullcontext()
         return environment(

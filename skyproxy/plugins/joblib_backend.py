@@ -34,7 +34,7 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """How many tasks run at once: as many as asked for, or for -1 one on each rank."""
+        """Return how many tasks run at once: as many as asked for, or for -1 one on each rank."""
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
         ranks = int(self._pool.world_size)

@@ -24,7 +24,7 @@ JOIN_TIMEOUT_SECONDS = 300.0
 
 
 def variables(info: InstanceInfo) -> dict[str, str | None]:
-    """What torchrun would set for this process."""
+    """Return the variables that torchrun would set for this process."""
     found: dict[str, str | None] = {
         "MASTER_ADDR": info.head_addr,
         "MASTER_PORT": str(info.head_port),

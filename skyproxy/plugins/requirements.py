@@ -1,4 +1,4 @@
-"""What plugins add to an image."""
+"""Requirements that plugins add to an image."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[Any] 
 
 
 def has_cuda(cluster: Any) -> bool:
-    """Whether the nodes that are to be launched have an accelerator that CUDA runs on."""
+    """Return whether the nodes that are to be launched have an accelerator that CUDA runs on."""
     accelerator = cluster.spec.accelerator
     return bool(accelerator is not None and accelerator.metadata.get("cuda"))

@@ -52,7 +52,7 @@ class TorchPlugin(Plugin):
         return "torch"
 
     def requirements(self) -> list[str]:
-        """What is installed, as pip reads it."""
+        """Return what is installed, as pip reads it."""
         wanted = {"torch": self.version, "torchvision": self.vision, "torchaudio": self.audio}
         return [requirement(package, version) for package, version in wanted.items() if version is not None]
 

@@ -24,7 +24,7 @@ _RETRIES = 1_000_000
 
 @dataclass(frozen=True)
 class ActorOptions:
-    """How an actor lives.
+    """Options of an actor's life.
 
     Attributes:
         max_restarts: how often it is made again after its process died.

@@ -1,4 +1,4 @@
-"""Where an actor lives: a rank of a pool, and the worker process that is this rank now."""
+"""The place where an actor lives: a rank of a pool, and the worker process that is this rank now."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ActorPlace:
         """Nothing: `revive` was there before, for a call that may run on what it found."""
 
     def context(self, rank: int) -> dict[str, Any]:
-        """What goes beside a call."""
+        """Return what goes beside a call."""
         return self.group.context(self.rank)
 
     def task(self, function: Callable[..., Any]) -> Any:
@@ -85,17 +85,17 @@ class ActorPlace:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that it was made in is the rank's, and there."""
+        """True if the process that it was made in is the rank's, and there."""
         node = self._node
         return node is not None and node.alive and self.group.nodes[self.rank] is node
 
     @property
     def can_restart(self) -> bool:
-        """Whether it would be made again."""
+        """True if it would be made again."""
         return self._restarts < self._max_restarts
 
     def holds(self, session: Any) -> bool:
-        """Whether the tensors of a session live where the actor does."""
+        """Return whether the tensors of a session live where the actor does."""
         return self.nodes[0]._session is session
 
     def revive(self) -> None:

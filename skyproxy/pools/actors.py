@@ -53,7 +53,7 @@ class Actor:
 
     @classmethod
     def on(cls: Callable[P, S], target: Compute | Node, *, rank: On = None) -> Placement[P, S]:
-        """Where to make an object of this class: on a pool, or on one of its nodes.
+        """Name the place for an object of this class: on a pool, or on one of its nodes.
 
         Args:
             target: a running pool, or one of its nodes.
@@ -144,7 +144,7 @@ def actor(
 
 
 class Placement(Generic[P, S]):
-    """Where an actor is to be made; called with the arguments of its class, it makes it."""
+    """The place where an actor is to be made; called with the arguments of its class, it makes it."""
 
     def __init__(self, make: Callable[[tuple[Any, ...], dict[str, Any]], PoolFuture[S]], name: str) -> None:
         self._make = make
@@ -165,7 +165,7 @@ class Placement(Generic[P, S]):
 
 
 class _ActorHandle:
-    """What stands here for an object on a worker: its methods, and nothing else."""
+    """The stand-in here for an object on a worker: its methods, and nothing else."""
 
     def __init__(self, kind: type, calls: ActorCalls) -> None:
         self.__dict__.update(_sky_kind=kind, _sky_calls=calls)
@@ -360,11 +360,11 @@ def _make(cls: type, pool: Compute, rank: int | None, args: tuple[Any, ...], kwa
 
 
 def _nothing() -> None:
-    """What is asked of an actor to see that it is there."""
+    """Do nothing: the call that shows whether an actor is there."""
 
 
 def _mapped(source: PoolFuture[T], change: Callable[[T], S]) -> PoolFuture[S]:
-    """What a future comes to, changed."""
+    """Return a future for the mapped result of another."""
     future: PoolFuture[S] = PoolFuture(source.name)
 
     def ended(done: Any) -> None:

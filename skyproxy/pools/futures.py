@@ -1,4 +1,4 @@
-"""What a call on a pool becomes."""
+"""Futures: what calls on a pool become."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PoolFuture(Future[T]):
         self._guard = threading.Lock()
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
-        """What ends the call from now on; done at once where the future is cancelled already."""
+        """Set what ends the call from now on; called at once if the future has been cancelled already."""
         with self._guard:
             self._stop = stop
             cancelled = self.cancelled()

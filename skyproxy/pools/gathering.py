@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from skyproxy.pools.ranks import RankGroup
 
 SETTLE_SECONDS = 0.3
-"""How long ranks have to fail by themselves after the first one did, and then to stop by themselves."""
+"""The time that ranks have to fail by themselves after the first one did, and then to stop by themselves."""
 ANSWER_SECONDS = 1.0
-"""How long a rank may take to say that it has stopped."""
+"""The time that a rank may take to say that it has stopped."""
 _CANCELLED = -1
 _STARTED = -2
 
@@ -164,7 +164,7 @@ def _at_once(callback: Callable[[], object]) -> None:
 
 
 def _failure(call: Any) -> Exception | None:
-    """Why a call that is done has no result."""
+    """Return why a call that is done has no result; None where it has one."""
     try:
         error = call.exception(0)
     except CancelledError:

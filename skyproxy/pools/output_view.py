@@ -1,4 +1,4 @@
-"""What functions print, as it appears here: whole lines, with the rank in front."""
+"""Output of functions, as it appears here: whole lines, with the rank in front."""
 
 from __future__ import annotations
 

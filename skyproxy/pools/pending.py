@@ -25,7 +25,7 @@ On = int | Literal["head"] | None
 
 @dataclass(frozen=True)
 class Retry:
-    """When a call is made once more. It may then run twice, so it must not mind.
+    """The conditions under which a call is made once more. It may run twice then, so it must be idempotent.
 
     Attributes:
         times: how often at most, after the first.
@@ -46,7 +46,7 @@ class Retry:
 
     @classmethod
     def parse(cls, given: Retry | int | None) -> Retry | None:
-        """What a user meant: a number of times, or an object."""
+        """Return what a user meant: a number of times, or an object."""
         if given is None or isinstance(given, Retry):
             return given
         if given < 0:
@@ -56,7 +56,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a call is made.
+    """Options of a call.
 
     Attributes:
         timeout_seconds: how long it may run; for ever by default.
@@ -77,7 +77,7 @@ class CallOptions:
 
 
 class Target(Protocol):
-    """Where calls can be made: a pool that runs, or a node."""
+    """A place where calls can be made: a pool that runs, or a node."""
 
     def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
         """Makes a call on one process."""
@@ -181,7 +181,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
     @overload
     def stream(self: PendingCompute[AsyncIterator[U]], target: Target | Node) -> Iterator[U]: ...
     def stream(self, target: Target | Node) -> Iterator[Any]:
-        """What a generator function yields on one process, as it comes."""
+        """Yield what a generator function yields on one process, as it comes."""
         return target_of(target).stream_call(self)
 
     def __rshift__(self, target: Target | Node) -> T_co:
@@ -326,7 +326,7 @@ def checked_rank(rank: Any) -> On:
 
 
 def is_stream(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives values one by one."""
+    """Return whether calling the function gives values one by one."""
     import inspect
 
     function = getattr(function, "__skyproxy_function__", function)  # of an actor's method

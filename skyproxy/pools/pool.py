@@ -296,12 +296,12 @@ class Compute:
 
     @property
     def spec(self) -> WorkerSpec:
-        """What the provider was asked for."""
+        """Return what the provider was asked for."""
         return self._running_workers().spec
 
     @property
     def launched(self) -> Launched:
-        """What the provider gave."""
+        """Return what the provider gave."""
         return self._running_workers().launched
 
     @property
@@ -319,7 +319,7 @@ class Compute:
         return loop_thread().run(self.launched.logs(rank))
 
     def status(self) -> dict[str, Any]:
-        """What the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks"."""
+        """Return what the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks"."""
         busy, waiting = self._running_scheduler().load()
         ranks = [
             {"rank": rank, "worker": node.url, "state": "connected" if node.alive else "lost", "busy": busy[rank]}
@@ -341,21 +341,23 @@ class Compute:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
-        """What `call > pool` does."""
+        """Submit one call, as `call > pool` does."""
         return self._running_scheduler().submit(call)
 
     def broadcast_call(self, call: PendingCompute[T]) -> PoolFuture[list[T]]:
-        """What `call @ pool` does, without waiting."""
+        """Make a call on every process, as `call @ pool` does, without waiting."""
         return self._running_scheduler().broadcast(call)
 
     def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
-        """What `call.stream(pool)` does."""
+        """Stream the results of one call, as `call.stream(pool)` does."""
         return self._running_scheduler().stream(call)
 
     def add_actor(
         self, kind: type, options: ActorOptions, rank: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ActorCalls:
-        """What `kind.on(pool)(*args, **kwargs)` does first: the queue of an actor that its first call makes."""
+        """Return the queue of a new actor, whose first call makes it: the first step of `kind.on(pool)(*args,
+        **kwargs)`.
+        """
         group = self._running_workers().group
         loads = [0] * len(group.nodes)
         for calls in list(self._actors):

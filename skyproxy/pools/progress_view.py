@@ -1,4 +1,4 @@
-"""How a pool comes up, for people: one line a node on a terminal, nothing elsewhere."""
+"""The progress of a pool that comes up, for people: one line a node on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 

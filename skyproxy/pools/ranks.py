@@ -80,11 +80,11 @@ class RankGroup:
 
     @property
     def stop_timeout_seconds(self) -> float:
-        """How long a rank may go on after another one failed."""
+        """The seconds for which a rank may go on after another one failed."""
         return self._settings.rank_stop_timeout_seconds
 
     def context(self, rank: int) -> dict[str, Any]:
-        """What goes beside a call to a rank, for `instance_info()` and the plugins there."""
+        """Return what goes beside a call to a rank, for `instance_info()` and the plugins there."""
         contexts = self._contexts  # of one generation, which may end meanwhile
         context = contexts.get(rank)
         if context is None:

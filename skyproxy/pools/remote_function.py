@@ -104,7 +104,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 class _Decorator(Protocol):
-    """What `function(timeout=...)` gives."""
+    """The decorator that `function(timeout=...)` returns."""
 
     @overload
     def __call__(self, target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
@@ -115,7 +115,7 @@ class _Decorator(Protocol):
 
 
 class _WorkerDecorator(Protocol):
-    """What `compute(name=...)` gives: the function without the node that each call brings along."""
+    """The decorator that `compute(name=...)` returns: the function without the node that each call brings along."""
 
     @overload
     def __call__(

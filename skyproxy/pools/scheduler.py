@@ -1,4 +1,4 @@
-"""Which call runs on which process, and when."""
+"""The scheduler of a pool: it decides which call runs on which process, and when."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class StreamItems:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody wants more of it."""
+        """True if nobody wants more of it."""
         return self._end is None
 
     def close(self) -> None:
@@ -151,11 +151,11 @@ class Scheduler:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
+        """True if calls can be made."""
         return not self._closed
 
     def load(self) -> tuple[list[int], int]:
-        """How many single calls each process runs, by rank, and how many calls and broadcasts wait."""
+        """Return how many single calls each process runs, by rank, and how many calls and broadcasts wait."""
         with self._lock:
             return list(self._busy), self._waiting + len(self._broadcasts)
 
@@ -218,7 +218,7 @@ class Scheduler:
         return Job(call, payload, rank, options.retry or self._retry)
 
     def _claim(self, job: Job) -> bool:
-        """Whether the job has a process now; with the lock held."""
+        """Return whether the job has a process now; with the lock held."""
         if job.pinned is not None:
             if self._pinned[job.pinned] and not job.tries:
                 return False  # others came first
@@ -438,7 +438,7 @@ class Scheduler:
                 self._waiting -= 1
 
     def stream(self, call: PendingCompute[Any]) -> Iterator[Any]:
-        """What a generator function yields; the call is made at once."""
+        """Make a call of a generator function at once, and return an iterator over what it yields."""
         future = self.submit(call)
 
         def items() -> Iterator[Any]:
@@ -481,7 +481,7 @@ class Scheduler:
         return future
 
     def _next_broadcast(self) -> Callable[[], None] | None:
-        """What begins the next broadcast, if it is its turn; with the lock held."""
+        """Return a function that begins the next broadcast, if it is its turn; with the lock held."""
         while self._broadcasts and not self._broadcasting:
             future, begin = self._broadcasts.popleft()
             if not future.cancelled():

@@ -20,7 +20,7 @@ _GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class Cluster:
-    """What plugins' `transform` sees.
+    """The pool to be made, as plugins' `transform` sees it.
 
     Attributes:
         spec: what the provider will be asked for, as far as it is known.

@@ -22,5 +22,5 @@ class CoroutineTask:
 
 
 def as_task(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a worker can call to run `function`."""
+    """Return what a worker can call to run `function`."""
     return CoroutineTask(function) if inspect.iscoroutinefunction(function) else function

@@ -1,4 +1,4 @@
-"""What happens to those who take a call for its value: an explanation."""
+"""Explanations for those who take a call for its value."""
 
 from __future__ import annotations
 

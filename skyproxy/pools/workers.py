@@ -141,7 +141,7 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
 
 
 async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
-    """Where nobody built the image, the workers must have by themselves what it asks for.
+    """Check that workers have what an image asks for that nobody has built.
 
     Raises:
         ConfigurationError: one of them lacks something; names both.

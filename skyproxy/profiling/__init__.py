@@ -1,1 +1,1 @@
-"""What a program and its workers did, measured on both sides and brought onto one clock. Only observes."""
+"""The work of a program and its workers, measured on both sides and brought onto one clock. Only observes."""

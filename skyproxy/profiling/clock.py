@@ -11,7 +11,7 @@ READINGS = 16
 
 
 class Reading(NamedTuple):
-    """How far a worker's clock is ahead of ours.
+    """An estimate of how far a worker's clock is ahead of ours.
 
     Attributes:
         at_ns: when that was, on our clock.

@@ -43,7 +43,7 @@ class _Profiled:
         return read_clock(lambda: int(self.session.call("clock")))
 
     def finish(self) -> Side | None:
-        """What the worker saw; None where it is lost."""
+        """Return what the worker saw; None where it is lost."""
         self.session.stop_trace()
         device = DEVICES.of(self.names[0])
         try:
@@ -148,7 +148,7 @@ class Profile:
         target.write_bytes(gzip.compress(data, 5) if target.suffix == ".gz" else data)
 
     def summary(self, rows: int = 10) -> str:
-        """Where the time went, as a table for people.
+        """Return where the time went, as a table for people.
 
         Args:
             rows: how many of the workers' operations are named.

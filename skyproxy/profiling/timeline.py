@@ -27,7 +27,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Side:
-    """What is known of one worker.
+    """A timeline's knowledge of one worker.
 
     Attributes:
         name: its devices, "sky:0".
@@ -82,7 +82,7 @@ class Timeline:
         }
 
     def add_client(self, own: dict[str, Any], started_ns: int) -> None:
-        """What this process's profiler saw."""
+        """Add what this process's profiler saw."""
         base = own.get("baseTimeNanoseconds", 0) - started_ns
         self._name(CLIENT, "client (this process)")
         for event in self._measured(own, CLIENT, lambda ts: ts + base / 1e3):
@@ -90,7 +90,7 @@ class Timeline:
                 self._recording.append(_interval(event))
 
     def add_worker(self, side: Side, started_ns: int, wire: int) -> None:
-        """What happened on the wire to a worker, and there.
+        """Add what happened on the wire to a worker, and there.
 
         Args:
             side: what is known.
@@ -201,7 +201,7 @@ class Timeline:
         self._events.append({**both, "ph": "f", "bp": "e", **place})
 
     def summary(self, rows: int) -> str:
-        """Where the time went, as a table."""
+        """Return where the time went, as a table."""
 
         def line(name: str, microseconds: float) -> str:
             share = 100 * microseconds / self._total if self._total else 0.0
@@ -244,6 +244,6 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _common(some: list[Interval], others: list[Interval]) -> float:
-    """How much of the time is in both."""
+    """Return the time that is in both."""
     both = _length(_union([*some, *others]))
     return _length(_union(some)) + _length(_union(others)) - both

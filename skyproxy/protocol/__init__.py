@@ -1,1 +1,1 @@
-"""What client and worker may say to each other. No I/O, no torch."""
+"""Everything that client and worker may say to each other. No I/O, no torch."""

@@ -58,7 +58,7 @@ OPERANDS: Final = {
     DO: 2,
     REPLAY: 1,
 }
-"""How many operands each built-in command takes."""
+"""The number of operands of each built-in command."""
 
 RECORDABLE: Final = {
     "copy_to_device": ((1,), (0,)),
@@ -71,7 +71,7 @@ RECORDABLE: Final = {
 of slots) that are filled."""
 
 COMPILED: Final = "sky::compiled"
-"""What stands in place of an op's name for a compiled graph."""
+"""The stand-in for an op's name for a compiled graph."""
 
 # Argument templates: each but CONSTANT takes one operand.
 VALUE: Final = "v"

@@ -43,7 +43,7 @@ MAX_SECRET_BYTES = 64
 
 
 class State(enum.Enum):
-    """How far a connection has come."""
+    """The stage that a connection has reached."""
 
     NEW = "before its Hello"
     GREETED = "between Hello and Welcome"
@@ -150,7 +150,7 @@ class Connection:
 
     @property
     def answers(self) -> int:
-        """How many answers the worker sent, or the client received."""
+        """The number of answers that the worker sent, or the client received."""
         return self._answers[-1].number
 
     @property

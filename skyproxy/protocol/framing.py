@@ -35,7 +35,7 @@ _MIN_INT = -(2**63)
 
 
 class _Layout:
-    """How one message class travels: its fields in order, and the check that each must pass on arrival."""
+    """The layout of one message class on the wire: its fields in order, and the check that each passes on arrival."""
 
     __slots__ = ("checks", "count", "defaults", "has_buffers", "message_type", "names", "values")
 
@@ -192,7 +192,7 @@ class Head:
 
 
 def header_size(prefix: Buffer, max_frame_bytes: int) -> int:
-    """How many bytes of a frame `decode_head` needs, told from its first `PREFIX_BYTES`.
+    """Return how many bytes of a frame `decode_head` needs, told from its first `PREFIX_BYTES`.
 
     Raises:
         ProtocolError: no message has this code, or the frame would be larger than `max_frame_bytes`.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NewType
 
 Slot = NewType("Slot", int)
-"""Where a value lives on the worker: an index that the client hands out. Slot 0 always holds None."""
+"""The place of a value on the worker: an index that the client hands out. Slot 0 always holds None."""
 RequestId = NewType("RequestId", int)
 """Names one question of the client, so that its answer finds the waiter."""
 Sequence = NewType("Sequence", int)
@@ -21,7 +21,7 @@ MAX_NAMES = 1024
 """Batches that a worker keeps for a session under a name; the client lets go of the one it used least lately."""
 
 MAX_PACKED_BYTES = 64 << 20
-"""What one `PackedChunk` may unpack to: a few bytes could name any amount."""
+"""The most bytes that one `PackedChunk` may unpack to: a few bytes could name any amount."""
 MAX_ELEMENT_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview
@@ -62,9 +62,9 @@ class Hello(Message):
     software: dict[str, str]
     """Names and versions for people and for checks: "skyproxy", "python", "torch"."""
     grace_seconds: int = 0
-    """How long the worker shall keep the session when its connection breaks; 0: not at all."""
+    """The time for which the worker shall keep the session when its connection breaks; 0: not at all."""
     secret: bytes = field(default=b"", repr=False)
-    """That of the `Welcome` which opened the session, where its connection is replaced."""
+    """The secret of the `Welcome` which opened the session, where its connection is replaced."""
     received: int = 0
     """Answers that came on the operations connection before it broke."""
 
@@ -83,7 +83,7 @@ class Welcome(Message):
     """One row a device: "type", "index", "name", "total_memory_bytes", ...; the preferred one first."""
     limits: dict[str, int]
     secret: bytes = field(default=b"", repr=False)
-    """What proves who may take the session up again; empty where nobody can."""
+    """The proof of who may resume the session; empty where nobody can."""
     received: int = 0
     """The newest batch that came before the connection broke."""
 
@@ -198,7 +198,7 @@ class Warned(Message):
 
 
 ANSWERS: tuple[type[Message], ...] = (Reply, Failure, Warned)
-"""What a worker says once, and says again after a broken connection: counted on both sides, from 1."""
+"""Messages that a worker sends once, and says again after a broken connection: counted on both sides, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +465,7 @@ class CallAttach(Message):
 
 
 CALL_EVENTS = frozenset({"started", "output", "stream", "item", "result", "error", "unknown"})
-"""What can happen to a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
+"""The events of a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
 last."""
 
 

@@ -1,4 +1,4 @@
-"""Which versions of the protocol this release speaks, and how two sides agree on one."""
+"""The versions of the protocol that this release speaks, and the way in which two sides agree on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyproxy.errors import VersionMismatchError
 
 PROTOCOL_VERSION = 1
 SUPPORTED: tuple[int, ...] = (PROTOCOL_VERSION,)
-"""What we offer and accept, the preferred one first."""
+"""The versions that we offer and accept, the preferred one first."""
 
 
 def choose_version(client_versions: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""How workers come to exist: what is asked for, and one module for each place that can give it.
+"""Providers, which make workers: what is asked for, and one module for each place that can give it.
 
 Nothing here speaks to a worker; a provider hands out endpoints, and pools connect to them.
 """

@@ -89,12 +89,12 @@ class Accelerator:
 
     @property
     def cuda(self) -> bool:
-        """Whether CUDA runs on it."""
+        """True if CUDA runs on it."""
         return bool(self.metadata.get("cuda"))
 
     @classmethod
     def parse(cls, given: Accelerator | str | None) -> Accelerator | None:
-        """What a user meant: an object, "A100", "A100:8", or nothing.
+        """Return what a user meant: an object, "A100", "A100:8", or nothing.
 
         Raises:
             ConfigurationError: the text names nothing that is known.

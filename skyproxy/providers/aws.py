@@ -225,7 +225,7 @@ class AWS:
 
 
 class Instances:
-    """What `AWS` launched.
+    """The instances that `AWS` launched.
 
     Attributes:
         keys: of this launch.
@@ -376,7 +376,7 @@ class Instances:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where they listen, in the order of ranks."""
+        """The addresses where they listen, in the order of ranks."""
         procs = self._spec.procs_per_node
         return [self._endpoint(rank // procs, rank % procs) for rank in range(self._spec.world_size)]
 
@@ -427,7 +427,7 @@ def _take_away(ec2: Any, instances: list[str], group: str | None) -> None:
 
 
 def _own_source() -> str | None:
-    """Where this skyproxy was installed from, as pip noted it (PEP 610); None for a folder of this machine.
+    """Return where this skyproxy was installed from, as pip noted it (PEP 610); None for a folder of this machine.
 
     Never `skyproxy==VERSION`: on an index that name belongs to nobody, so anybody could take it.
     """

@@ -1,4 +1,6 @@
-"""What an instance does when it starts: cloud-init runs it once, as root; workers then run as a user of their own."""
+"""The script that an instance runs when it starts: cloud-init runs it once, as root; workers then run as a user of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from skyproxy.runtime.instance import POOL_VARIABLE
 
 PORT = 8765
 SERVER_NAME = "worker.skyproxy.internal"
-"""What the certificates are for: addresses are not known when they are made."""
+"""The name that the certificates are for: addresses are not known when they are made."""
 _FOLDER = "/var/lib/skyproxy"
 _HOME = f"{_FOLDER}/home"
 _USER = "skyproxy"
@@ -27,7 +29,7 @@ _INSTALL_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Keys:
-    """What workers of one launch prove themselves with. All texts are PEM.
+    """The keys with which workers of one launch prove themselves. All texts are PEM.
 
     Attributes:
         authority: what the client trusts, and nothing else.
@@ -101,7 +103,7 @@ def new_keys() -> Keys:
 
 @dataclass(frozen=True)
 class SecretStore:
-    """Where an instance finds its secrets, so that its user data has none.
+    """The place where an instance finds its secrets, so that its user data has none.
 
     Attributes:
         parameter: name of a parameter of SSM, encrypted: JSON, a text by file name.
@@ -113,7 +115,7 @@ class SecretStore:
 
 
 def secret_files(keys: Keys, token: str, env: dict[str, str]) -> dict[str, str]:
-    """What of an instance's files nobody but its worker may read, by name."""
+    """Return the files of an instance that nobody but its worker may read, by name."""
     variables = "\n".join(f"{key}={json.dumps(value)}" for key, value in env.items())
     return {"token": token, "tls.key": keys.key, "env": variables}
 
@@ -229,7 +231,7 @@ LockPersonality=yes
 IPAddressDeny=169.254.169.254 fd00:ec2::254
 LimitMEMLOCK=infinity
 LimitNOFILE=1048576"""
-"""What the unit of a worker begins with: a user without rights, who writes to its home and temporary files only, and
+"""The beginning of a worker's unit: a user without rights, who writes to its home and temporary files only, and
 cannot ask the instance's metadata service, in which are its user data and the credentials of its profile. The module
 for CUDA's memory is loaded before, by root: the worker could not do it. Memory may be executed, as compiled graphs
 need."""
@@ -263,7 +265,9 @@ _METADATA = r"""imds() {
 
 
 def _installer_lock(*, boto3: bool) -> str:
-    """What the script installs to install the rest, locked; user data has no room for what is not needed."""
+    """Return the locked requirements with which the script installs the rest; user data has no room for what is not
+    needed.
+    """
     text = resources.files("skyproxy.providers").joinpath("installer.lock").read_text(encoding="utf-8")
     blocks = re.split(r"\n(?=[A-Za-z])", text.strip())
     return "\n".join(block for block in blocks if boto3 or block.startswith("uv=="))

@@ -1,4 +1,4 @@
-"""Which instances of EC2 have what."""
+"""The hardware of EC2's types of instances."""
 
 from __future__ import annotations
 

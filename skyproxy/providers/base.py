@@ -1,4 +1,4 @@
-"""What is asked of a provider, and what it answers."""
+"""The interface of providers: requests and their answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ COMPUTE_ARGUMENTS = (
     "on_event",
     "progress",
 )
-"""What every provider understands, in the order of `Compute`."""
+"""The arguments that every provider understands, in the order of `Compute`."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Launched(Protocol):
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where they listen, in the order of ranks."""
+        """The addresses where they listen, in the order of ranks."""
 
     async def close(self) -> None:
         """Ends what was launched, unless it was to be kept; idempotent, and safe after a failure."""

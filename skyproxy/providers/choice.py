@@ -1,4 +1,4 @@
-"""Which provider is meant when none is named."""
+"""The choice of a provider where none is named."""
 
 from __future__ import annotations
 

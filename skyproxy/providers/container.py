@@ -103,7 +103,7 @@ class Container:
 
 
 class Containers:
-    """What `Container` launched."""
+    """The containers that `Container` launched."""
 
     def __init__(self, cli: str, spec: WorkerSpec, tag: str, image: Image, shared_memory: str, gpus: bool) -> None:
         self._cli = cli
@@ -219,7 +219,7 @@ class Containers:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where they listen, in the order of ranks."""
+        """The addresses where they listen, in the order of ranks."""
         return [self._endpoint(rank) for rank in range(self._spec.world_size)]
 
     def _endpoint(self, rank: int) -> Endpoint:

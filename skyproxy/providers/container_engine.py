@@ -62,7 +62,7 @@ class ContainerEngine:
         raise ConfigurationError(f"{missing}. Install one, or take another --provider.")
 
     async def call(self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None) -> str:
-        """What one command prints.
+        """Run a command, and return what it prints.
 
         Args:
             arguments: of the command.
@@ -134,7 +134,7 @@ class ContainerEngine:
         await self.call("cp", "-", f"{name}:{folder}", data=_archive(file, text))
 
     async def inspect(self, name: str) -> dict[str, Any] | None:
-        """What the engine knows of a container; None where there is none."""
+        """Return what the engine knows of a container; None where there is none."""
         try:
             rows = json.loads(await self.call("container", "inspect", name))
         except WorkerStartError as error:
@@ -169,7 +169,7 @@ class ContainerEngine:
 
 
 def published_port(description: Mapping[str, Any], port: int) -> int | None:
-    """Where on this machine a container's port is; None while it is not."""
+    """Return the port of this machine that stands for a container's; None while there is none."""
     rows = (description.get("NetworkSettings", {}).get("Ports") or {}).get(f"{port}/tcp") or []
     return int(rows[0]["HostPort"]) if rows and rows[0].get("HostPort") else None
 

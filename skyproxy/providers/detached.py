@@ -49,22 +49,22 @@ class DetachedWorker:
 
     @property
     def folder(self) -> Path:
-        """Where its traces are."""
+        """The folder of its traces."""
         return workers_folder() / self.name
 
     @property
     def log(self) -> Path:
-        """What it writes to its standard error."""
+        """The file with its standard error."""
         return self.folder / "worker.log"
 
     @property
     def alive(self) -> bool:
-        """Whether the process still lives."""
+        """True if the process still lives."""
         return is_alive(self.process_id, self.identity)
 
     @property
     def url(self) -> str | None:
-        """Where it listens; None while it does not."""
+        """The address where it listens; None while it does not."""
         try:
             port = int((self.folder / "port").read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -72,7 +72,7 @@ class DetachedWorker:
         return f"ws://127.0.0.1:{port}"
 
     def token(self) -> str:
-        """What it wants to hear.
+        """Return the token that it wants to hear.
 
         Raises:
             ConfigurationError: its token file is gone.

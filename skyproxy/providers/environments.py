@@ -22,11 +22,11 @@ from skyproxy.providers.image import Image, requirement_name
 from skyproxy.runtime.requirements import is_satisfied
 
 WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9", "websockets>=14")
-"""What a worker needs beside torch, where it does not share the client's environment."""
+"""The packages that a worker needs beside torch, where it does not share the client's environment."""
 
 _FINISHED = "finished"
 _OTHER_INDEXES = ("PIP_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX")
-"""What goes before `--index-url`, or beside it."""
+"""Options that go before `--index-url`, or beside it."""
 _LOCK_POLL_SECONDS = 0.2
 
 
@@ -44,7 +44,7 @@ class Environment:
 
 
 def own_environment_satisfies(image: Image) -> bool:
-    """Whether the interpreter that runs this program has all that an image asks for."""
+    """Return whether the interpreter that runs this program has all that an image asks for."""
     if image.python is not None:
         wanted = image.python.split(".")
         if platform.python_version_tuple()[: len(wanted)] != tuple(wanted):

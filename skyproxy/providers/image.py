@@ -1,4 +1,4 @@
-"""What software a worker has: described, not built."""
+"""The software of a worker: described, not built."""
 
 from __future__ import annotations
 

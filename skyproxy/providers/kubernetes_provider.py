@@ -30,7 +30,7 @@ _DELETE_SECONDS = 60.0
 _LOG_LINES = 200
 _GPU = "nvidia.com/gpu"
 _CONTAINER = "worker"
-"""What the operator calls the container of a worker."""
+"""The operator's name for the container of a worker."""
 
 
 class Kubernetes:
@@ -133,7 +133,9 @@ class Kubernetes:
         )
 
     async def _make(self, client: ClusterClient, manifest: Manifest, spec: WorkerSpec) -> tuple[bool, str | None]:
-        """Whether there was no Compute of that name before, and what `wait_until_ready` should know of its past."""
+        """Make the Compute; return whether there was none of that name before, and what `wait_until_ready` should know
+        of its past.
+        """
         if spec.keep and await client.get(spec.name) is not None:
             return False, await apply_and_wake(client, manifest)
         try:

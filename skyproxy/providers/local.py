@@ -116,7 +116,7 @@ class Local:
 
 
 class LocalWorkers:
-    """What `Local` launched."""
+    """The workers that `Local` launched."""
 
     def __init__(self, spec: WorkerSpec, device: str, image: Image, environment: Environment | None) -> None:
         self._spec = spec
@@ -193,7 +193,7 @@ class LocalWorkers:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where they listen, in the order of ranks."""
+        """The addresses where they listen, in the order of ranks."""
         return [self._endpoint(rank) for rank in range(self._spec.world_size)]
 
     def _endpoint(self, rank: int) -> Endpoint:
@@ -240,7 +240,9 @@ class LocalWorkers:
 
 
 def cache_folder() -> Path:
-    """Where skyproxy keeps what it can make again: SKYPROXY_CACHE, or skyproxy in the user's cache."""
+    """Return the folder in which skyproxy keeps what it can make again: SKYPROXY_CACHE, or skyproxy in the user's
+    cache.
+    """
     chosen = os.environ.get("SKYPROXY_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -11,7 +11,7 @@ _POLL_SECONDS = 0.05
 
 
 def identity_of(process_id: int) -> str | None:
-    """What tells a living process from a later one with the same number; None where none lives."""
+    """Return what tells a living process from a later one with the same number; None where none lives."""
     if Path("/proc/self/stat").exists():
         return _identity_on_linux(process_id)
     import psutil  # where there is no /proc; the worker itself needs it too
@@ -36,7 +36,7 @@ def _identity_on_linux(process_id: int) -> str | None:
 
 
 def is_alive(process_id: int, identity: str) -> bool:
-    """Whether that very process still lives."""
+    """Return whether that very process still lives."""
     return identity_of(process_id) == identity
 
 

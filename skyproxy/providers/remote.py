@@ -89,7 +89,7 @@ class Remote:
 
     @property
     def process_count(self) -> int:
-        """How many worker processes there are."""
+        """The number of worker processes."""
         return len(self.urls)
 
     async def launch(self, spec: WorkerSpec, report: Report) -> RemoteWorkers:
@@ -146,7 +146,7 @@ class Remote:
 
 
 class RemoteWorkers:
-    """What `Remote` found.
+    """The workers that `Remote` found.
 
     Attributes:
         endpoints: where they listen, in the order of ranks.

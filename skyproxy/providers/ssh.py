@@ -44,7 +44,7 @@ class SshWorker:
 
     @property
     def folder(self) -> Path:
-        """Where its record and its token are."""
+        """The folder of its record and its token."""
         return workers_folder() / self.name
 
     @property

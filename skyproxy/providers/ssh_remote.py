@@ -1,4 +1,5 @@
-"""What `skyproxy up ssh://host` runs on the host: its text is sent over ssh and executed by the host's own Python.
+"""The script that `skyproxy up ssh://host` runs on the host: its text is sent over ssh and executed by the host's own
+Python.
 
 It stands alone: standard library only, and nothing of skyproxy is there yet. Below ~/.cache/skyproxy/ssh it keeps
 `environments/HASH`, virtual environments that are found again by what went into them, and `workers/NAME`, a folder for
@@ -36,7 +37,7 @@ print(json.dumps({"torch": torch, "folders": [p for p in sys.path if p.endswith(
 
 
 class RemoteError(Exception):
-    """What went wrong, in one word for the client and in words for people."""
+    """A failure, in one word for the client and in words for people."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)

@@ -1,4 +1,5 @@
-"""What a function on a worker can ask about where it runs, and the few helpers made for it. No I/O, no torch.
+"""The questions that a function on a worker can ask about where it runs, and the few helpers made for it. No I/O, no
+torch.
 
 The same names work in a program that never saw a pool: there they describe a pool of one.
 """

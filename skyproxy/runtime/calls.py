@@ -1,4 +1,4 @@
-"""Which call the running code belongs to."""
+"""The call that the running code belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a worker knows about a call beside its function and arguments.
+    """A worker's knowledge of a call beside its function and arguments.
 
     Attributes:
         id: names the call on its worker.

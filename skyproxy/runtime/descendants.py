@@ -1,4 +1,6 @@
-"""What functions have started and left running: known by a variable that it inherited, wherever it has gone since."""
+"""Processes that functions have started and left running: known by a variable that it inherited, wherever it has gone
+since.
+"""
 
 from __future__ import annotations
 

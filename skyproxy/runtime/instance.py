@@ -17,7 +17,7 @@ POOL_VARIABLE = "COMPUTE_POOL"
 """The environment variable that carries the topology to a worker, and to the processes that it starts."""
 
 LOCAL_HEAD_PORT = 29500
-"""Where a process outside of any pool would meet its peers; torchrun's default."""
+"""The port at which a process outside of any pool would meet its peers; torchrun's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """Where this process stands among those of its pool.
+    """The position of this process among those of its pool.
 
     Attributes:
         node: the machine, from 0 to total_nodes - 1.
@@ -73,7 +73,7 @@ class InstanceInfo:
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the process that speaks for the pool: rank 0, on node 0."""
+        """True if this is the process that speaks for the pool: rank 0, on node 0."""
         return self.rank == 0
 
     def to_json(self) -> str:
@@ -116,7 +116,7 @@ class InstanceInfo:
 
 
 def instance_info() -> InstanceInfo:
-    """Where this code runs: in a call of a pool, in a worker of one, or in neither.
+    """Tell where this code runs: in a call of a pool, in a worker of one, or in neither.
 
     The call's own word goes first, for a worker can serve several pools; then the variable COMPUTE_POOL; outside of any
     pool the answer describes a pool of one.

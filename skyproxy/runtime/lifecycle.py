@@ -25,7 +25,7 @@ _ABORT_SECONDS = 2.0
 
 
 class Lifecycle:
-    """What plugins hold open in this process, for one job at a time.
+    """The hooks that plugins hold open in this process, for one job at a time.
 
     A job is one generation of one pool. Whoever opens the next one closes the one before: after a failure the group is
     formed anew in the same processes.
@@ -214,7 +214,7 @@ _registered = False
 
 
 def on_abort(key: str, abort: Callable[[], None]) -> None:
-    """What to call in this process when another rank failed, beside the plugins' own hooks."""
+    """Register what to call in this process when another rank failed, beside the plugins' own hooks."""
     _ABORTS[key] = abort
 
 

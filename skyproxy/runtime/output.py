@@ -1,4 +1,4 @@
-"""Who prints: decorators that mute what a function writes, for its own task alone."""
+"""Decorators that mute what a function writes, for its own task alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _installed: dict[str, tuple[patching.Patch, int]] = {}
 
 
 def muted(stream: str) -> bool:
-    """Whether the running task's "stdout" or "stderr" is muted; a worker's router asks before it passes text on."""
+    """Return whether the running task's "stdout" or "stderr" is muted; a worker's router asks before passing it on."""
     return stream in _MUTED.get()
 
 

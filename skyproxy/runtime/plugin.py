@@ -1,4 +1,4 @@
-"""What a plugin of a pool can do, and where."""
+"""The hooks that a plugin of a pool can have, and the places where they run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Plugin:
 
 
 def name_of(plugin: Any) -> str:
-    """What errors call a plugin."""
+    """Return the name by which errors call a plugin."""
     return str(getattr(plugin, "name", None) or type(plugin).__name__)
 
 
@@ -88,6 +88,6 @@ def reporting(plugin: Any, hook: str, where: str = "") -> Iterator[None]:
 
 
 def has_hook(plugin: Any, hook: str) -> bool:
-    """Whether a plugin does something in a hook; the base class's own hooks do nothing."""
+    """Return whether a plugin does something in a hook; the base class's own hooks do nothing."""
     found = getattr(type(plugin), hook, None)
     return callable(getattr(plugin, hook, None)) and found is not getattr(Plugin, hook)

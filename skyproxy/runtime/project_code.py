@@ -58,7 +58,7 @@ def _signature(path: str) -> _Signature | None:
 
 
 class ProjectCode:
-    """What the program that calls imports from in this process, one program at a time.
+    """The folders from which the calling program imports in this process, one program at a time.
 
     Attributes:
         loaded: the modules that came from its folders: their files, and the state these were in.
@@ -230,7 +230,7 @@ def receive_files(order: list[bool], changed: bytes) -> None:
 
 
 def pack_files(changed: Mapping[tuple[int, str], bytes | None]) -> bytes:
-    """What `receive_files` takes."""
+    """Pack files as `receive_files` takes them."""
     return zlib.compress(pickle.dumps(dict(changed), protocol=5), 1)
 
 

@@ -1,4 +1,4 @@
-"""Whether this interpreter has what a requirement asks for."""
+"""Checks of requirements against what this interpreter has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 
 def is_satisfied(text: str, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether a requirement is met by what is installed, its extras too.
+    """Return whether a requirement is met by what is installed, its extras too.
 
     Args:
         text: as pip reads it.

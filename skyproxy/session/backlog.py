@@ -1,4 +1,4 @@
-"""What a worker has still to do for its client, in words, and the line that shows it while somebody waits."""
+"""The work that a worker has still to do for its client, in words, and the line that shows it while somebody waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _showing = threading.Lock()
 
 
 class Backlog(NamedTuple):
-    """What a worker has to do.
+    """The work that a worker has still to do.
 
     Attributes:
         device: which one, for people: "sky:0".

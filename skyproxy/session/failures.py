@@ -1,4 +1,4 @@
-"""What went wrong on the worker, as exceptions and warnings that name the user's line."""
+"""Failures on the worker, as exceptions and warnings that name the user's line."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _ABOUT_LOAD = 0
 
 
 class AuxiliaryConnection(Protocol):
-    """What a session needs to know of a connection that others opened for it."""
+    """A connection that others opened for a session, as the session needs to know it."""
 
     @property
     def bytes_sent(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Which line of the user's code recorded an op: remembered per op as cheaply as possible, looked up only for errors."""
+"""The lines of the user's code that recorded ops: remembered as cheaply as possible, looked up only for errors."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Liveness:
-    """How long a worker has been silent while this process was there to listen.
+    """The time for which a worker has been silent while this process was there to listen.
 
     A process that was stopped itself (SIGSTOP, a laptop's sleep, a debugger, a machine without a free core) has heard
     nothing either. Whoever looks in regularly sees such a gap between two looks, and the worker gets its time anew.
@@ -38,7 +38,7 @@ class Liveness:
 
 _STALLED_ANSWERS = 3
 _SMALL_BYTES = 64 << 10
-"""What passes through any link between three heartbeats; more may still be on its way."""
+"""The bytes that pass through any link between three heartbeats; more may still be on its way."""
 
 
 class StalledOperations:

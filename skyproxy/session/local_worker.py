@@ -135,7 +135,7 @@ class LocalWorker:
 
     @property
     def has_answered(self) -> bool:
-        """Whether `wait_until_it_listens` would return at once, or raise."""
+        """True if `wait_until_it_listens` would return at once, or raise."""
         return not self._reader.is_alive()
 
     def _explain(self) -> str:
@@ -195,7 +195,7 @@ class LocalWorker:
 
 
 def _how_it_ended(status: int) -> str:
-    """What a process's exit status says, and what mostly stands behind it."""
+    """Explain a process's exit status, and its most likely cause."""
     # What runs a container, or a shell, reports a signal as 128 and its number.
     number = -status if status < 0 else status - 128
     try:

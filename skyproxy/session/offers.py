@@ -1,4 +1,4 @@
-"""Which uploads a worker is asked about before their bytes leave, and which ones it is asked to keep."""
+"""The uploads that a worker is asked about before their bytes leave, and those that it is asked to keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS = 4
 
 
 class Plan(Enum):
-    """What precedes the chunks of an upload."""
+    """The message that precedes the chunks of an upload."""
 
     PLAIN = "nothing"
     KEEP = "the request to keep them"
@@ -49,7 +49,7 @@ class Offers:
         self._pool: ThreadPoolExecutor | None = None
 
     def plan(self, byte_count: int, together: bool) -> Plan:
-        """What to do about an upload that begins.
+        """Decide what to do about an upload that begins.
 
         Args:
             byte_count: its size.
@@ -75,7 +75,7 @@ class Offers:
         return content_digest(view, self._pool.map)
 
     def proof(self, view: memoryview, nonce: bytes) -> bytes:
-        """What shows a worker that these bytes are here."""
+        """Return the proof for a worker that these bytes are here."""
         return content_proof(view, nonce, map if self._pool is None else self._pool.map)
 
     def answered(self, byte_count: int, known: bool) -> None:

@@ -88,7 +88,7 @@ class NotebookBar:
 
 
 def in_notebook() -> bool:
-    """Whether what we display appears below a cell."""
+    """Return whether what we display appears below a cell."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -37,7 +37,7 @@ _QUIET_SECONDS = 1.0
 _CONFIRM_EVERY = 64
 _CONFIRM_BYTES = 256 << 10
 _TRY_LATER = frozenset({"", "too-many-sessions"})
-"""What a worker may call the reason of a refusal that another attempt may not meet."""
+"""The reasons of refusals that another attempt may not meet."""
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Outage:
 
     @property
     def is_going_on(self) -> bool:
-        """Whether any connection is broken now."""
+        """True if any connection is broken now."""
         return self._broken > 0
 
     def begin(self, reason: str) -> None:

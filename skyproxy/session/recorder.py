@@ -25,13 +25,13 @@ _ITEMS_A_COMMAND = 4
 
 
 class HasSlot(Protocol):
-    """What a slot can be given to."""
+    """An object that a slot can be given to."""
 
     slot: int
 
 
 class SentBatch(NamedTuple):
-    """What the client keeps of a batch until it is acknowledged."""
+    """The part of a batch that the client keeps until it is acknowledged."""
 
     sequence: Sequence
     stream: list[Any]
@@ -172,7 +172,7 @@ class Recorder:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether slots were dropped since the last batch."""
+        """True if slots were dropped since the last batch."""
         return bool(self.dirty)
 
     def recorded(self, start: int, end: int, first_line: int) -> tuple[list[Any], list[Any]]:
@@ -347,7 +347,7 @@ class Recorder:
             self._top, self._taken = top, kept
 
     def _cut_point(self) -> tuple[int, int, int]:
-        """How much of the stream to send: a number of its items, of lines, and of buffers.
+        """Return how much of the stream to send: a number of its items, of lines, and of buffers.
 
         The command with the smallest hash in the second half of the limit starts the next batch. So the cuts follow
         the content, and the steps of a loop are cut in the same places, wherever the first one happened to be cut.
@@ -374,7 +374,7 @@ class Recorder:
 
     @property
     def is_all_executed(self) -> bool:
-        """Whether the worker has told that it did whatever was sent."""
+        """True if the worker has told that it did whatever was sent."""
         return self._unacked()[0] == 0
 
     def _has_room(self) -> bool:

@@ -42,7 +42,7 @@ def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
 
 
 def changes(before: list[Any], now: list[Any]) -> list[Any]:
-    """What stands in other holes than before: the number of a hole, then its value, and so on.
+    """Return what stands in other holes than before: the number of a hole, then its value, and so on.
 
     A list that holds one number many times, as optimizers make them, becomes `[[count, number]]`.
     """
@@ -54,7 +54,7 @@ def changes(before: list[Any], now: list[Any]) -> list[Any]:
 
 
 def _has_zero(value: Any) -> bool:
-    """Whether there is a zero in it: zeros have signs, which == does not see."""
+    """Return whether there is a zero in it: zeros have signs, which == does not see."""
     return 0.0 in value if type(value) is list else value == 0.0
 
 
@@ -65,7 +65,7 @@ def _shortened(value: Any) -> Any:
 
 
 class Choice(NamedTuple):
-    """How a batch travels, and what must be remembered once it is on its way: `seen[key] = known`."""
+    """The form in which a batch travels, and what must be remembered once it is on its way: `seen[key] = known`."""
 
     message: Batch | NamedBatch | Repeat
     key: bytes
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
 
 class Repeats:
-    """What the client remembers of the batches it sent.
+    """The client's memory of the batches it sent.
 
     Attributes:
         seen: for the hash of each batch that was sent, without its holes: its name, or 0 if it came once only, and

@@ -1,4 +1,4 @@
-"""What the layers above ask of a session: commands to record, questions to answer, tensors to move."""
+"""Requests of the layers above to a session: commands to record, questions to answer, tensors to move."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAIT_OBSERVERS: list[Callable[[str], None]] = []
 
 
 class _OutcomeWaits(threading.local):
-    """Whether a thread waits for the outcome of an op that it has just recorded."""
+    """A flag for each thread that tells if it waits for the outcome of an op that it has just recorded."""
 
     waiting = False
 
@@ -54,7 +54,7 @@ class Requests:
     """
 
     _ended: SessionLostError | None = None
-    """Why the session is over; None while it lives."""
+    """The error that ended the session; None while it lives."""
 
     def __init__(self, settings: Settings, recorder: Recorder, uploads: Uploads) -> None:
         self.settings = settings

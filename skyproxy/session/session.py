@@ -128,18 +128,18 @@ class Session(Requests):
 
     @property
     def lost(self) -> SessionLostError | None:
-        """Why the session is over; None while it lives."""
+        """The error that ended the session; None while it lives."""
         return self._ended
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the session lives, and none of its connections is broken now."""
+        """True if the session lives, and none of its connections is broken now."""
         reconnector = self._reconnector
         return self._ended is None and not (reconnector is not None and reconnector.outage.is_going_on)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the session belongs to the process that this one was forked from."""
+        """True if the session belongs to the process that this one was forked from."""
         return self._process != os.getpid()
 
     def abandon_in_child(self) -> None:
@@ -156,7 +156,7 @@ class Session(Requests):
 
     @property
     def round_trip_seconds(self) -> float:
-        """How long a message to the worker and back took, the quicker of the last two; 0 at first."""
+        """The time that a message to the worker and back took, the quicker of the last two; 0 at first."""
         return self._housekeeping.round_trip_seconds
 
     @property

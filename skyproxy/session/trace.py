@@ -1,4 +1,4 @@
-"""When a session's messages left and came, while somebody wants to know; see `skyproxy.profiling`."""
+"""Times at which a session's messages left and came, kept while somebody wants to know; see `skyproxy.profiling`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class SessionTrace:
-    """What happened on the client's side of one session. Threads only ever append."""
+    """The events on the client's side of one session. Threads only ever append."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -34,12 +34,12 @@ from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
 
 _WAITING_BYTES = 64 << 20
-"""What a group of uploads may hold in memory before it waits for the first of them."""
+"""The bytes that a group of uploads may hold in memory before it waits for the first of them."""
 _RETAINED_BYTES = 32 << 20
 """Bytes of uploads that were written, of which the worker has not told yet that they came: copies, so that the program
 can go on. Beyond that, an upload ends when the worker has it."""
 _CONFIRMED_WITHIN_SECONDS = 0.005
-"""Where the worker is near, its word comes sooner than a copy is made."""
+"""The time within which a worker that is near confirms: sooner than a copy is made."""
 _AWAITED_EVERY = 64
 _REMEMBERED_CANCELS = 1000
 
@@ -70,7 +70,7 @@ class Downloads:
         self._open[number] = (target, view)
 
     def sink(self, message: Message) -> memoryview | None:
-        """Where a chunk's bytes go: straight into the tensor."""
+        """Return the memory for a chunk's bytes: straight into the tensor."""
         if not isinstance(message, Chunk):
             return None
         entry = self._open.get(message.transfer)
@@ -118,11 +118,11 @@ class Downloads:
                 waiter.set(None)
 
     def landed_bytes(self) -> dict[int, int]:
-        """How much of each transfer that is not complete has come."""
+        """Return how much of each transfer that is not complete has come."""
         return {number: len(view) - self._missing.get(number, 0) for number, (_, view) in list(self._open.items())}
 
     def missing_bytes(self, target: object) -> int:
-        """What has not come yet of the transfer that lands in this tensor."""
+        """Return how many bytes of the transfer that lands in this tensor have not come yet."""
         for number, (tensor, _) in list(self._open.items()):
             if tensor is target:
                 return self._missing.get(number, 0)

@@ -37,7 +37,7 @@ class Waiter:
             self._lock.release()
 
     def done_within(self, seconds: float) -> bool:
-        """Whether the answer comes within so many seconds; interruptible by Ctrl-C."""
+        """Return whether the answer comes within so many seconds; interruptible by Ctrl-C."""
         if not self.done and self._lock.acquire(timeout=seconds):
             self._lock.release()
         return self.done

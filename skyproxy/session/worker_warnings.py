@@ -16,7 +16,7 @@ _CATEGORIES: dict[str, type[Warning]] = {
 
 
 class WorkerWarnings:
-    """What the worker warned of and nobody was shown yet.
+    """Warnings of the worker that nobody has been shown yet.
 
     They come while the program does something else, so they are shown by the next thread that waits for the worker: at
     the line that recorded the operation, where Python's filters count them as if they had been raised there.

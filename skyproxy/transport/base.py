@@ -10,7 +10,7 @@ from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Message
 
 PayloadSink = Callable[[Message], memoryview | None]
-"""Where the payload of a message goes, so that a large one lands in its final place without a copy.
+"""The memory for the payload of a message, so that a large one lands in its final place without a copy.
 
 It is asked for messages with exactly one buffer that is not empty, before that buffer is read (`message.buffers` is
 empty then). It returns memory that is at least as long, of which the first bytes are used, or None for fresh memory.
@@ -64,7 +64,7 @@ class Transport(Protocol):
 
     @property
     def was_closed(self) -> bool:
-        """Whether it was ended on purpose, by `close`."""
+        """True if it was ended on purpose, by `close`."""
         ...
 
     def keep_alive(self) -> None:

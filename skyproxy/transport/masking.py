@@ -78,7 +78,7 @@ def xor(source: memoryview, target: memoryview, key: bytes) -> None:
 
 
 def address(view: memoryview, numpy: ModuleType | None = None) -> int:
-    """Where in memory `view` begins; 0 where nobody can tell."""
+    """Return where in memory `view` begins; 0 where nobody can tell."""
     numpy = numpy or load_numpy()
     if numpy is None or not len(view):
         return 0

@@ -16,7 +16,7 @@ from skyproxy.protocol.messages import MAX_PACKED_BYTES, Buffer, Chunk, PackedCh
 from skyproxy.transport.base import Transport
 
 WORTHWHILE = 0.93
-"""What is not smaller than this share of the original is not worth the other side's time."""
+"""The share of the original that a result must stay below to be worth the other side's time."""
 SLOW_SECONDS_PER_BYTE = 0.080 / (1 << 20)
 """Links that take longer, those below about 100 Mbit/s, are slow."""
 SLOW_WINDOWS = 3
@@ -26,7 +26,7 @@ WINDOW_BYTES = 1 << 20
 TRUST_SECONDS = 10.0
 """For how long a measurement of the link holds."""
 REST_BYTES = 16 << 20
-"""How much leaves uncompressed before compression is tried anew where it did not pay."""
+"""The bytes that leave uncompressed before compression is tried anew where it did not pay."""
 
 _LEAST_BYTES = 16 << 10
 _SAMPLE_BYTES = 8 << 10
@@ -40,7 +40,7 @@ def _deflated(plane: bytes, level: int, flush: int) -> bytes:
 
 
 def _pays(plane: bytes) -> bool:
-    """Whether two samples of a plane shrink."""
+    """Return whether two samples of a plane shrink."""
     middle = len(plane) // 2
     sample = plane[:_SAMPLE_BYTES] + plane[middle : middle + _SAMPLE_BYTES]
     return len(_deflated(sample, 1, zlib.Z_FINISH)) < WORTHWHILE * len(sample)

@@ -15,7 +15,7 @@ class Stream(Protocol):
     """A two-way stream of bytes. One thread may read while another writes."""
 
     interruptible: bool
-    """Whether the main thread may call `write`: a signal handler that raises then never hides how much was written."""
+    """True if the main thread may call `write`: a signal handler that raises then never hides how much was written."""
 
     def write(self, parts: list[Buffer], counts: list[int]) -> None:
         """Writes a beginning of `parts`, as much as goes at once; waits while nothing goes.
@@ -108,7 +108,7 @@ class Readable:
             self._poll = poll.poll
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it became readable (or ended) in time."""
+        """Return whether it became readable (or ended) in time."""
         timeout_seconds = max(timeout_seconds, 0.0)
         if self._poll is not None:
             return bool(self._poll(timeout_seconds * 1e3))

@@ -118,7 +118,7 @@ def check_confidential(host: str, shown: str, *, insecure: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine sees what is sent to `host`."""
+    """Return whether nobody but this machine sees what is sent to `host`."""
     if host.lower() == "localhost":
         return True
     try:

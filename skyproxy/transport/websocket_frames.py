@@ -98,7 +98,7 @@ class MessageReader:
         self._left = 0
 
     def take_rest(self) -> bytes:
-        """What was received beyond the last message; whoever reads the connection from now on begins with it."""
+        """Return what was received beyond the last message; whoever reads the connection from now on begins with it."""
         rest = bytes(self._view[self._start : self._end])
         self._start = self._end = 0
         return rest

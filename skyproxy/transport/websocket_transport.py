@@ -30,7 +30,7 @@ _WAITING_PONGS = 16
 _REASON_BYTES = 512
 _RETIRE_SECONDS = 0.5
 _CUT_SECONDS = 20.0
-"""What a thread may take to leave a stream that was shut down under it: nothing, but machines are busy."""
+"""The time that a thread may take to leave a stream that was shut down under it: nothing, but machines are busy."""
 
 
 class WebSocketTransport(Transport):
@@ -327,7 +327,7 @@ class WebSocketTransport(Transport):
         self._stream.close()
 
     def _say_goodbye(self, code_name: str, reason: str, deadline: float) -> bool:
-        """Whether the peer was told, in time, that we leave."""
+        """Return whether the peer was told, in time, that we leave."""
         if self._outbox.error is not None:
             return False
         frames: list[tuple[Frame, Message | None]] = []

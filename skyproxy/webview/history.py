@@ -13,7 +13,7 @@ logger = logging.getLogger("skyproxy")
 
 Status = dict[str, Any]
 Sample = tuple[float, float, float, float, float]
-"""When, bytes of memory, operations a second, bytes received and sent a second by the workers."""
+"""The time, bytes of memory, operations a second, bytes received and sent a second by the workers."""
 MAX_SAMPLES = 900
 
 

@@ -21,9 +21,9 @@ logger = logging.getLogger("skyproxy")
 
 _HOST = "127.0.0.1"
 _OWN_HOST = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?")
-"""What a browser calls us; another name came from a DNS server that wants to be us. A forwarded port may be any."""
+"""Names by which a browser calls us; another name came from a hostile DNS server. A forwarded port may be any."""
 _FRAMES = "'self' http://127.0.0.1:* http://localhost:*"
-"""Who may show the page in a frame: notebooks on this machine. It has no button that a click could be stolen for."""
+"""Origins that may show the page in a frame: notebooks on this machine. It has no button to steal a click for."""
 _MAX_KEYS = 16
 _MAX_CONNECTIONS = 32
 _TIMEOUT_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""What workers answer to the question for their status, as the page takes it: nothing of it is trusted."""
+"""Workers' answers to the question for their status, as the page takes them: nothing of it is trusted."""
 
 from __future__ import annotations
 

@@ -77,17 +77,17 @@ class FunctionCall:
 
     @property
     def ended(self) -> bool:
-        """Whether its caller was told the end."""
+        """True if its caller was told the end."""
         return self.events.ended
 
     @property
     def is_active(self) -> bool:
-        """Whether it runs, or will as soon as its tensor arguments are here."""
+        """True if it runs, or will as soon as its tensor arguments are here."""
         return self._counted or (self._task is not None and not self.ended)
 
     @property
     def has_payload(self) -> bool:
-        """Whether the function and its arguments came, or are no longer needed."""
+        """True if the function and its arguments came, or are no longer needed."""
         return self._task is not None or self.ended
 
     # --- its beginning -----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class FunctionsConnection:
 
 
 def _names_function(task: dict[str, object], count: int) -> bool:
-    """Whether a task names its function as it must, where it does: beside a piece for its code."""
+    """Return whether a task names its function as it must, where it does: beside a piece for its code."""
     named = task.get("function")
     if named is None:
         return True

@@ -1,4 +1,4 @@
-"""What calls have to do with tensor operations: their arguments come from there, and their results go there."""
+"""The links between calls and tensor operations: their arguments come from there, and their results go there."""
 
 from __future__ import annotations
 

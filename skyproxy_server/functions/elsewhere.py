@@ -1,4 +1,4 @@
-"""What `Calls` asks of calls that other processes of this worker run."""
+"""Requests of `Calls` about calls that other processes of this worker run."""
 
 from __future__ import annotations
 

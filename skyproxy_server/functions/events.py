@@ -1,4 +1,4 @@
-"""What the caller of a function is told, in order, and kept until it is sure to know."""
+"""Events that the caller of a function is told of, in order, and that are kept until it is sure to know them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyproxy.settings import Settings
 
 _LAST = ("result", "error")
 _EVENT_BYTES = 64
-"""What an event takes beside its text, so that many short lines count, too."""
+"""The bytes that an event takes beside its text, so that many short lines count, too."""
 _SHED = (
     "this call has ended, and its result was dropped to make room for others. Fetch results sooner, or raise "
     "SKYPROXY_MAX_KEPT_RESULT_BYTES on the worker."
@@ -127,13 +127,13 @@ class Events:
 
     @property
     def output_must_wait(self) -> bool:
-        """Whether somebody listens and has not seen as much output as may wait."""
+        """True if somebody listens and has not seen as much output as may wait."""
         full = self._held["output"] > self._settings.max_waiting_output_bytes
         return full and self._listener is not None and not self.ended
 
     @property
     def items_must_wait(self) -> bool:
-        """Whether as many items as may wait were not taken yet."""
+        """True if as many items as may wait were not taken yet."""
         return self._held["item"] >= self._settings.max_waiting_items and not self.ended
 
     # --- the caller --------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Events:
 
     @property
     def attached(self) -> bool:
-        """Whether somebody listens."""
+        """True if somebody listens."""
         return self._listener is not None
 
     def ack(self, outputs: int, items: int) -> None:
@@ -197,7 +197,7 @@ class Events:
 
     @property
     def result_bytes(self) -> int:
-        """What the last event holds, its tensors not counted; told without the lock, which may wait for a client."""
+        """The bytes of the last event, its tensors not counted; told without the lock, which may wait for a client."""
         try:
             last = self._log[-1]
         except IndexError:

@@ -1,4 +1,4 @@
-"""Which disks of a worker are full: some libraries say no more than that writing failed."""
+"""A search for the full disks of a worker: some libraries say no more than that writing failed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 
 DIGEST_BYTES = 32
 _OVERHEAD_BYTES = 4096
-"""What each counts beside its code, so that many small ones are bounded, too."""
+"""The bytes that each counts beside its code, so that many small ones are bounded, too."""
 _NO_TABLES: dict[str, Any] = {"tensors": [], "bases": []}
 
 
@@ -37,7 +37,7 @@ class KnownFunction:
 
     @property
     def kept_bytes(self) -> int:
-        """What it counts."""
+        """The bytes that it counts."""
         return len(self._content) + _OVERHEAD_BYTES
 
     def make(self) -> Callable[..., Any]:

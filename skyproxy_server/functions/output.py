@@ -1,4 +1,4 @@
-"""Who gets what a function prints: its own caller, whichever thread of it printed.
+"""The routing of what a function prints: its own caller, whichever thread of it printed.
 
 `sys.stdout` and `sys.stderr` of a worker are stand-ins that ask a context variable. What a subprocess of a function
 writes goes to the worker's own output, for it writes to file descriptors that all calls share.
@@ -105,7 +105,7 @@ class OutputRouter(io.TextIOBase):
 
 @contextlib.contextmanager
 def printing_to(sink: Sink) -> Iterator[None]:
-    """What this thread prints inside the `with` block, and the threads and tasks that it starts, goes to `sink`."""
+    """Send to `sink` what this thread prints inside the `with` block, and the threads and tasks that it starts."""
     token = _SINK.set(sink)
     try:
         yield

@@ -282,7 +282,7 @@ class Calls:
         _abandon(session, [call.identity for call in given_up if call.running])
 
     def _leave_hooks_if_over(self, session: str) -> None:
-        """What plugins hold open for a pool is closed when its session has ended, and its functions have."""
+        """Close what plugins hold open for a pool once its session has ended, and its functions have."""
         with self._lock:
             if session not in self._ended_sessions or session in self._running.values():
                 return

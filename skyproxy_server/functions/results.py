@@ -1,4 +1,4 @@
-"""What a function gives back, as plain data or as a pickle, with its tensors by value or kept here."""
+"""Results of functions, as plain data or as a pickle, with its tensors by value or kept here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions would ask of somebody at a terminal: on a worker nobody is there, and they are told so at once."""
+"""Questions that functions would ask at a terminal: on a worker nobody is there, and they are told so at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a call's name to find the call in another process: never the name itself, which is a secret.
+"""Digests of calls' names, by which calls are found in other processes: a name itself is a secret.
 
 Whoever looks for a call asks for its `mark`. Only who knows the name can answer with its `proof`, and only the name's
 holder could have given the `seal` that the proof is checked by.

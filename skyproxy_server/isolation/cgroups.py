@@ -29,7 +29,7 @@ class CgroupsUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CgroupBounds:
-    """What all processes of one session together may use.
+    """Bounds on what all processes of one session together may use.
 
     Attributes:
         memory_bytes: memory, shared memory and files in memory included; 0: no bound of its own.

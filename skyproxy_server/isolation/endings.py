@@ -1,4 +1,4 @@
-"""How a session's process ended, in words for its client and for the log."""
+"""The end of a session's process, in words for its client and for the log."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the process did not end by itself and in order."""
+        """True if the process did not end by itself and in order."""
         return bool(self.signal_number or self.status or self.reason)
 
     @property
     def how(self) -> str:
-        """What happened: "was killed by signal 11 (SIGSEGV)", say."""
+        """The event in words: "was killed by signal 11 (SIGSEGV)", say."""
         if self.reason:
             return f"was ended by the worker: {self.reason}"
         if self.signal_number:
@@ -45,7 +45,7 @@ class Ending:
         return f"exited with status {self.status}"
 
     def for_client(self) -> str:
-        """What the client is told: what happened, and what to do. That its tensors are gone, it says itself."""
+        """Return what the client is told: what happened, and what to do. That its tensors are gone, it says itself."""
         return f"its process on the worker {self.how}. {self._advice}Other sessions of the worker go on."
 
     @property

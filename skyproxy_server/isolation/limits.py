@@ -1,4 +1,4 @@
-"""What the kernel is told of a process of a worker: when it ends, who may look into it, what it may use. Linux only."""
+"""Settings of the kernel for a process of a worker: when it ends, who may look into it, what it may use. Linux only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OOM_SCORE = 600
 
 
 def are_sessions_separable() -> bool:
-    """Whether this system has what a process for each session needs; some sandboxes have only a part of Linux."""
+    """Return whether this system has what a process for each session needs; some sandboxes have only part of Linux."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -62,12 +62,12 @@ def adopt_orphans() -> None:
 
 
 def set_name(name: str) -> None:
-    """What `ps` and `top` call this process; up to 15 characters."""
+    """Set the name of this process in `ps` and `top`; up to 15 characters."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def be_first_to_go() -> None:
-    """Where the machine's memory ends, the kernel takes this process before those that did not say so."""
+    """Have the kernel end this process before others when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
 

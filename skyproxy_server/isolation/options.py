@@ -1,4 +1,4 @@
-"""What the command line says of how far sessions are kept apart, beyond that each has a process."""
+"""Options of the command line for how far sessions are kept apart, beyond a process for each."""
 
 from __future__ import annotations
 

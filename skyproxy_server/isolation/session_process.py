@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.25
 _PAUSE_SECONDS = 0.002
 _CLOSE_PLUGINS_SECONDS = 0.5
 _CLEANUP_SECONDS = 30.0
-"""What interrupted functions get at least to clean up before their process ends."""
+"""The time that interrupted functions have at least to clean up before their process ends."""
 
 
 class _BorrowedStream(PlainStream):
@@ -55,7 +55,7 @@ class _BorrowedStream(PlainStream):
 
 
 class SessionProcess:
-    """What the supervisor's orders are carried out by.
+    """The part of a session's process that carries out the supervisor's orders.
 
     Args:
         control: the channel to the supervisor.
@@ -141,7 +141,7 @@ class SessionProcess:
             time.sleep(_PAUSE_SECONDS)
 
     def _is_needed(self) -> bool:
-        """Whether functions run, or results wait, that the client may still ask for from another session.
+        """Return whether functions run, or results wait, that the client may still ask for from another session.
 
         For as long as a worker keeps calls; then those that nobody listens to were interrupted, and get as long again.
         """

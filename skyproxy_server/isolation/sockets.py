@@ -1,4 +1,4 @@
-"""What the kernel knows of a connection that another process writes to. Linux only."""
+"""The kernel's knowledge of a connection that another process writes to. Linux only."""
 
 from __future__ import annotations
 

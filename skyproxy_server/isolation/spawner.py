@@ -23,7 +23,7 @@ _RESTART_PAUSES_SECONDS = (0.0, 1.0, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class TemplateSetup:
-    """What the template loads.
+    """The modules and settings that the template loads.
 
     Attributes:
         device: the choice of devices, as `inventory` knows it.

@@ -34,7 +34,7 @@ _SPARE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a client comes back to a session whose connection broke.
+    """The way in which a client comes back to a session whose connection broke.
 
     Attributes:
         grace_seconds: how long the session is kept for it; 0: not at all.
@@ -201,7 +201,7 @@ class SupervisedSession:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What the web view shows of it, as its process said it the last time."""
+        """Its row in the web view, as its process said it the last time."""
         with self._lock:
             report = self._report or {}
         row = checked_row(report.get("row"), self.identity, self.client)

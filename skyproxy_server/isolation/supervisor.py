@@ -39,15 +39,15 @@ logger = logging.getLogger("skyproxy.server")
 
 _REPORT_SECONDS = 0.3
 _PREPARE_SECONDS = 5.0
-"""What a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
+"""The time that a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
 _CGROUP_BESIDE_BYTES = 256 << 20
-"""What a session's cgroup may have beyond the session's bound: the kernel's memory for it, and what it copies of the
-template's. The process itself is bounded exactly."""
+"""The bytes that a session's cgroup may have beyond the session's bound: the kernel's memory for it, and what it copies
+of the template's. The process itself is bounded exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionBounds:
-    """What one session may use.
+    """Bounds on what one session may use.
 
     Attributes:
         memory_bytes: private memory in addition to what a new session has; 0: no bound of its own.
@@ -237,7 +237,9 @@ class ProcessHost:
         return self._setup.functions and client.may(FUNCTIONS)
 
     def activity(self) -> Mapping[str, Any]:
-        """What this worker is and does, as its operator wants to know it. A session that does not answer is busy."""
+        """Return what this worker is and does, as its operator wants to know it. A session that does not answer is
+        busy.
+        """
         with self._lock:
             sessions = list(self._sessions.values())
             commands = self._commands_of_the_past
@@ -270,7 +272,7 @@ class ProcessHost:
         }
 
     def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
-        """What the web view shows of the sessions; with a client, of its own ones."""
+        """Return what the web view shows of the sessions; with a client, of its own ones."""
         with self._lock:
             sessions = [one for one in self._sessions.values() if client is None or one.client.name == client.name]
         asked = [(session, session.ask(rows=True)) for session in sessions[:MAX_SESSIONS]]

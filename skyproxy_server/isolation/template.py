@@ -82,7 +82,7 @@ def _look(choice: str) -> dict[str, Any]:
 
 
 def _in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `look` returns in a child: a process that has asked for GPUs cannot be forked any more.
+    """Return what `look` returns in a child: a process that has asked for GPUs cannot be forked any more.
 
     Raises:
         ConfigurationError: `look` raised it, or the child ended without a word.

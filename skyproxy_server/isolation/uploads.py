@@ -103,7 +103,7 @@ class _Sealable:
 
 @functools.cache
 def _descriptors_for_uploads() -> int:
-    """How many descriptors of this process uploads may take, when its limit is as high as we may set it."""
+    """Return how many descriptors of this process uploads may take, when its limit is as high as we may set it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, _MOST_DESCRIPTORS) if hard != resource.RLIM_INFINITY else _MOST_DESCRIPTORS
     if soft < wanted:
@@ -163,7 +163,7 @@ class SealedFolderShelf(FolderShelf):
 
 
 class UploadDesk:
-    """What one session asks of the store, by the channel that it has for that. Its methods belong to one thread."""
+    """One session's requests to the store, by the channel that it has for them. Its methods belong to one thread."""
 
     def __init__(self, store: BlobStore, user: str, client: Identity = OWNER) -> None:
         self._store = store

@@ -176,7 +176,7 @@ _FUSED = "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"
 
 @rule(" ".join(f"{name} {name}.tensor_lr" for name in _FUSED.split()))
 def _fused(targets: list[Any], *lists: Any, **kwargs: Any) -> RuleResult:
-    """Where a parameter, its gradient and its states look the same; steps are counted in tensors of their own."""
+    """Infer a fused optimizer's results: a parameter, its gradient and its states have one form, steps their own."""
     for others in lists:
         if type(others) is not list or len(others) not in (0, len(targets)):
             return None

@@ -177,7 +177,7 @@ _plain_parallel: Any = None
 
 @functools.wraps(torch.nn.DataParallel.__init__)
 def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Where we are the accelerator, `DataParallel` hands its input to the module: workers share no memory."""
+    """Have `DataParallel` hand its input to the module where we are the accelerator: workers share no memory."""
     if torch._utils._get_available_device_type() != "sky":
         _plain_parallel(self, module, device_ids, *args, **kwargs)
         return

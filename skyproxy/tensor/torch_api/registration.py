@@ -128,6 +128,6 @@ def _destroy_kernels() -> None:
 
 
 def library() -> torch.library.Library:
-    """Where further kernels for aten ops are registered."""
+    """Return the library in which further kernels for aten ops are registered."""
     assert _library is not None
     return _library

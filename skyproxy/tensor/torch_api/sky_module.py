@@ -23,7 +23,7 @@ def is_available() -> bool:
 
 
 _initialized = True
-"""Where `torch.utils.checkpoint` looks whether the device has random states to keep."""
+"""The flag in which `torch.utils.checkpoint` looks whether the device has random states to keep."""
 
 
 def is_initialized() -> bool:
@@ -101,7 +101,8 @@ def synchronize(device: DeviceLike = None) -> None:
 
 
 def queue(device: DeviceLike = None) -> Backlog:
-    """What a worker has still to do for this program; asks it past its operations, so that nothing is waited for.
+    """Return what a worker has still to do for this program; asks it past its operations, so that nothing is waited
+    for.
 
     Printed, it is a line: "sky:0 is working: 1,240 operations queued, running aten::mm from Cell In[3], line 4".
 

@@ -75,7 +75,7 @@ class Event(_plain_event):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """Where it was recorded, or will be."""
+        """The device on which it was recorded, or will be."""
         if self._handle is not None:
             return self._handle.device.torch_device
         return self._device if self._device is not None else torch.device("sky", DEVICES.current)
