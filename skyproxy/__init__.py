@@ -118,7 +118,7 @@ _WITHOUT_DEVICE = ("integrations", "notebook", "plugins", "pools", "providers", 
 __all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 

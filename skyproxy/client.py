@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import skyproxy
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from skyproxy import *  # noqa: F403
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in skyproxy.__all__:
         return getattr(skyproxy, name)
     raise AttributeError(f"module 'skyproxy.client' has no attribute {name!r}")

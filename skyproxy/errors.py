@@ -137,7 +137,7 @@ class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
             first: a key of it.
         """
         ordered = dict(sorted(by_rank.items()))
-        alike: dict[tuple[Any, ...], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         for rank in sorted(ordered, key=lambda rank: (rank != first, rank)):
             error = ordered[rank]
             alike.setdefault((type(error), _text_of(error), str(error.__cause__)), []).append(rank)
@@ -296,7 +296,7 @@ def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
     return type("Remote" + foreign.__name__, (RemoteError, foreign), body)
 
 
-def _remote_error(foreign: type[BaseException], args: tuple[Any, ...]) -> RemoteError:
+def _remote_error(foreign: type[BaseException], args: tuple[object, ...]) -> RemoteError:
     """An error that was pickled."""
     kind = remote_error_class(foreign)  # type: ignore[arg-type]
     error = kind.__new__(kind)

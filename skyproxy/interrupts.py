@@ -33,7 +33,7 @@ from skyproxy import patching
 
 _RETRY_SECONDS = 0.001
 _FOREVER = sys.maxsize
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 _shielded: set[CodeType] = set()
 
 
@@ -72,7 +72,7 @@ def constant_for_cpp(answer: Any) -> property:
     # `append` gives None, and what `nothing` has for it is `tell`.
     tell_after_parking = map(nothing.get, map(_parked.append, copies), repeat(tell))
 
-    class ByErrorType(dict[Any, Any]):
+    class ByErrorType(dict[Any, object]):
         __missing__ = staticmethod(partial(next, tell_after_parking))  # not None: there is an error
 
     choose = ByErrorType({None: tell}).__getitem__
@@ -109,10 +109,10 @@ class DeferringSignalHandler:
 
     __slots__ = ("inner",)
 
-    def __init__(self, inner: Callable[[int, FrameType | None], Any]) -> None:
+    def __init__(self, inner: Callable[[int, FrameType | None], object]) -> None:
         self.inner = inner
 
-    def __call__(self, number: int, frame: FrameType | None) -> Any:
+    def __call__(self, number: int, frame: FrameType | None) -> object:
         if not _is_safe(frame):
             _defer(number)
             return None
@@ -164,7 +164,7 @@ def _strike_again(number: int) -> None:
             _thread.interrupt_main(signal.Signals(number))
 
 
-def _does_nothing(handler: Any) -> bool:
+def _does_nothing(handler: object) -> bool:
     """Tell whether a handler is an empty function, as those of event loops are, which read the wake-up descriptor.
 
     Such a one never raises; and were it deferred, the loop would read its signal twice.
@@ -175,13 +175,13 @@ def _does_nothing(handler: Any) -> bool:
     return names <= {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
 
 
-def _wrapped(handler: Any) -> Any:
+def _wrapped(handler: object) -> object:
     if not callable(handler) or isinstance(handler, DeferringSignalHandler) or _does_nothing(handler):
         return handler
     return DeferringSignalHandler(handler)
 
 
-def _unwrapped(handler: Any) -> Any:
+def _unwrapped(handler: object) -> object:
     return handler.inner if isinstance(handler, DeferringSignalHandler) else handler
 
 
@@ -196,7 +196,7 @@ class _WrappingSignals(ModuleType):
         self.getsignal = self._get
 
     @staticmethod
-    def _set(number: int, handler: Any) -> Any:
+    def _set(number: int, handler: object) -> object:
         before = _signal.getsignal(number) if number in deferred else None
         if isinstance(before, DeferringSignalHandler):
             deferred.discard(number)
@@ -204,7 +204,7 @@ class _WrappingSignals(ModuleType):
         return _unwrapped(_signal.signal(number, _wrapped(handler)))
 
     @staticmethod
-    def _get(number: int) -> Any:
+    def _get(number: int) -> object:
         return _unwrapped(_signal.getsignal(number))
 
 

@@ -69,8 +69,8 @@ class Patch:
     place: str
     owner: Any
     name: str
-    original: Any
-    replacement: Any
+    original: object
+    replacement: object
     file: str
     when: When
     why: str
@@ -121,37 +121,37 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any], *, why: str, test: s
     return original
 
 
-def add(owner: Any, name: str, new: Any, *, why: str, test: str, when: When = When.IMPORT) -> Patch:
+def add(owner: Any, name: str, new: object, *, why: str, test: str, when: When = When.IMPORT) -> Patch:
     """Set an attribute that `owner` need not have."""
     return _set(owner, name, new, why=why, test=test, when=when)
 
 
-def append(owner: Any, name: str, item: Any, *, why: str, test: str, when: When = When.IMPORT) -> None:
+def append(owner: object, name: str, item: object, *, why: str, test: str, when: When = When.IMPORT) -> None:
     """Append `item` to the list that is the attribute, unless it is there.
 
     Raises:
         ConfigurationError: if `owner` has no such list.
     """
     require(owner, name)
-    items: list[Any] = getattr(owner, name)
+    items: list[object] = getattr(owner, name)
     if item not in items:
         items.append(item)
         registered(f"{_label(owner)}.{name}", lambda: items.remove(item), why=why, test=test, when=when)
 
 
-def enter(owner: Any, name: str, key: str, value: Any, *, why: str, test: str, when: When = When.IMPORT) -> None:
+def enter(owner: object, name: str, key: str, value: object, *, why: str, test: str, when: When = When.IMPORT) -> None:
     """Enter a value under a new key in the dict that is the attribute.
 
     Raises:
         ConfigurationError: if `owner` has no such dict.
     """
     require(owner, name)
-    table: dict[str, Any] = getattr(owner, name)
+    table: dict[str, object] = getattr(owner, name)
     table[key] = value
     registered(f"{_label(owner)}.{name}[{key!r}]", lambda: table.pop(key, None), why=why, test=test, when=when)
 
 
-def replace_everywhere(name: str, plain: Any, new: Any, *, why: str, test: str, when: When = When.IMPORT) -> None:
+def replace_everywhere(name: str, plain: object, new: object, *, why: str, test: str, when: When = When.IMPORT) -> None:
     """Replace a function in every loaded module that has it under this name.
 
     Whoever imports it later takes it from its package; some have taken it before.
@@ -180,7 +180,9 @@ def registered(
 
 
 @contextlib.contextmanager
-def noting(owners: Iterable[Any], *, why: str, test: str, when: When = When.IMPORT, stays: str = "") -> Iterator[None]:
+def noting(
+    owners: Iterable[object], *, why: str, test: str, when: When = When.IMPORT, stays: str = ""
+) -> Iterator[None]:
     """List the attributes that a function of PyTorch sets on one of `owners` inside the `with` block."""
     before = [(owner, dict(vars(owner))) for owner in owners]
     yield
@@ -192,7 +194,7 @@ def noting(owners: Iterable[Any], *, why: str, test: str, when: When = When.IMPO
                 _note(Patch(place, owner, name, original, value, _caller(), when, why, test, stays=stays))
 
 
-def require(owner: Any, *names: str, label: str = "") -> None:
+def require(owner: object, *names: str, label: str = "") -> None:
     """Refuse a library that lacks an attribute that skyproxy replaces or calls.
 
     Raises:
@@ -241,9 +243,9 @@ def undo_all(but: Container[When] = ()) -> list[Patch]:
 
 
 def _set(
-    owner: Any,
+    owner: object,
     name: str,
-    new: Any,
+    new: object,
     *,
     why: str,
     test: str,
@@ -275,7 +277,7 @@ def _caller() -> str:
     return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else path.name
 
 
-def _label(owner: Any) -> str:
+def _label(owner: object) -> str:
     if isinstance(owner, ModuleType):
         return owner.__name__
     kind = owner if isinstance(owner, type) else type(owner)

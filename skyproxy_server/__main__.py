@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
@@ -26,7 +25,7 @@ from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.blob_shelves import FolderShelf, Shelf
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
-from skyproxy_server.inventory import CHOICES, inventory
+from skyproxy_server.inventory import CHOICES, DeviceRow, inventory
 from skyproxy_server.invitation import invite
 from skyproxy_server.isolation import options
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
@@ -359,7 +358,7 @@ def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
     return not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
 
 
-def _session_host(arguments: argparse.Namespace, devices: list[dict[str, Any]], blobs: BlobStore | None) -> SessionHost:
+def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs: BlobStore | None) -> SessionHost:
     with collector_paused():
         # Late: it loads torch, and a wrong argument should not wait for that.
         from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
@@ -404,7 +403,7 @@ def _blob_store(arguments: argparse.Namespace, *, shared: bool) -> BlobStore | N
     return store
 
 
-def _named(row: dict[str, Any]) -> str:
+def _named(row: DeviceRow) -> str:
     return f"{row['type']}:{row['index']} ({row['name']})"
 
 

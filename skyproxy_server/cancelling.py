@@ -60,7 +60,7 @@ class Cancellation:
             if self.is_on:
                 self._values.gates.hold()
 
-    def meet(self, number: int) -> dict[str, Any]:
+    def meet(self, number: int) -> dict[str, object]:
         """Go on behind a mark.
 
         Returns:
@@ -186,19 +186,19 @@ class Dropping:
         self._reports.refuse(stream[position + 1], self._cancellation.of_question(op, position))
         return commands.end_of(stream, position)
 
-    def _call(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _call(self, slots: dict[int, object], stream: list[object], position: int) -> int:
         if stream[position + 2] in _ABOUT_VALUES:
             return self._refuse(slots, stream, position)
         return self._handler(stream, position)(slots, stream, position)
 
-    def _do(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _do(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         name, arguments = stream[position + 1 : position + 3]
         if name != "copy_to_device":
             return self._handler(stream, position)(slots, stream, position)
         slots[arguments[0]] = self._cancellation.of_results(name, position)
         return position + 3
 
-    def _replay(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _replay(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         self._cancellation.dropped += 1
         self._graphs.cancel(stream[position + 1], self._cancellation.of_changes("a captured graph", position))
         return position + 2

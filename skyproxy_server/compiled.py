@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -93,7 +93,7 @@ class Program:
         self._module = self._build(inputs, numbers, fields, on_cpu)
         self._eager: Callable[..., Any] = self._module.forward
         self._single = outputs == 1
-        self._variants: dict[Any, Callable[..., Any]] = {}
+        self._variants: dict[object, Callable[..., Any]] = {}
         self._fixed: Callable[..., Any] | None = None
 
     def _build(
@@ -117,7 +117,7 @@ class Program:
                     if keywords:
                         raise ProtocolError(f"{name} takes no keywords")
                     numbers.add_call(name, arguments)
-                    function: Callable[..., Any] = torch_codec.GRAPH_FUNCTIONS[name]
+                    function: Callable[..., object] = torch_codec.GRAPH_FUNCTIONS[name]
                     names = [""] * len(arguments)
                 else:
                     names = [argument.name for argument in find_overload(compiled_name(name))._schema.arguments]
@@ -135,8 +135,8 @@ class Program:
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
     def _function(
-        self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
-    ) -> Callable[..., Any]:
+        self, name: Any, arguments: list[object], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
+    ) -> Callable[..., object]:
         """Return the function that runs an op; its arguments are held against its schema."""
         overload = find_overload(compiled_name(name))
         schema = overload._schema
@@ -160,7 +160,7 @@ class Program:
         return SAFE_FORMS.get(name, overload) if runs_one_by_one(name) else overload
 
     @staticmethod
-    def _argument(op: str, name: str, fields: Any, node: Callable[[Any], Any]) -> Any:
+    def _argument(op: str, name: str, fields: Any, node: Callable[[object], object]) -> Any:
         """An argument of a node, and of a constant only what may stand in generated code."""
 
         def checked(fields: Any) -> None:
@@ -179,7 +179,7 @@ class Program:
             raise UnsupportedOpError(f"{op}: a list of strings cannot be part of a compiled graph")
         return torch_codec.decode_graph_argument(fields, node)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> object:
         """Runs the program; its one result, or all of them in order."""
         run = self._fixed
         if run is None:
@@ -217,7 +217,7 @@ class Program:
         return compiled
 
 
-def _is_input(template: Any) -> bool:
+def _is_input(template: object) -> bool:
     host = isinstance(template, list) and template[:1] == [commands.HOST_SCALAR]
     return host or template in (commands.TENSOR, commands.VALUE)
 
@@ -233,7 +233,7 @@ def _types_in(fields: Any) -> set[str]:
     return {type(item).__name__ for item in flat}
 
 
-def _look(value: Any) -> Any:
+def _look(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return value
@@ -252,7 +252,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
             from torch._inductor.compile_fx import compile_fx
 
             # Random numbers as eager ones, and no pool of compiling processes in a worker on the CPU.
-            changes: dict[str, Any] = {"fallback_random": True}
+            changes: dict[str, object] = {"fallback_random": True}
             if not torch.cuda.is_available():
                 changes["compile_threads"] = 1
             with torch.no_grad(), config.patch(changes):
@@ -268,7 +268,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
         thread.join()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
-    compiled: Callable[..., Any] = outcome[0]
+    compiled: Callable[..., object] = outcome[0]
     return compiled
 
 
@@ -314,8 +314,8 @@ class CompiledSignature(Signature):
         self.handler = lambda values, stream, position: _raising(error)()
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
-    def fail(*args: Any) -> Any:
+def _raising(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*args: object) -> NoReturn:
         raise error
 
     return fail

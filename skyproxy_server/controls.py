@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,18 +13,21 @@ from skyproxy.errors import ProtocolError
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.failures import PoisonedError
 from skyproxy_server.foreign_memory import clear_from
+from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.session_state import SessionState
 
-CONTROLS: dict[str, Callable[..., Any]] = {}
+CONTROLS: dict[str, Callable[..., object]] = {}
+
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
-def _control(function: Callable[..., Any]) -> Callable[..., Any]:
+def _control(function: _F) -> _F:
     CONTROLS[function.__name__] = function
     return function
 
 
-def _wait_for(devices: list[dict[str, Any]]) -> None:
+def _wait_for(devices: list[DeviceRow]) -> None:
     for row in devices:
         if row["type"] == "cuda":
             torch.cuda.synchronize(row["index"])
@@ -148,7 +151,7 @@ def initial_seed(session: SessionState, device: list[Any]) -> int:
 
 
 @_control
-def new_generator(session: SessionState, slot: int, device: list[Any]) -> None:
+def new_generator(session: SessionState, slot: int, device: list[object]) -> None:
     """A generator of the client's own."""
     session.values.slots[slot] = torch.Generator(session.devices.find(device))
 
@@ -193,7 +196,7 @@ _WITH_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_
 class Graph:
     """The part of autograd's graph that is kept of one op that was run for a client: its leaves and its results."""
 
-    def __init__(self, leaves: list[torch.Tensor], results: list[Any]) -> None:
+    def __init__(self, leaves: list[torch.Tensor], results: list[object]) -> None:
         self.leaves = leaves
         self.results = results
 
@@ -206,10 +209,10 @@ def differentiated(session: SessionState, slot: int, leaves: list[int], command:
         raise ProtocolError("only an op that changes nothing is differentiated")
     values = {read: session.values.get(read) for read in signature.input_slots(command, 0)}
     parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
-    scope: dict[int, Any] = {0: None, **values, **parts}
+    scope: dict[int, object] = {0: None, **values, **parts}
     with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad():
         signature.handler(scope, command, 0)
-    results: list[Any] = []
+    results: list[object] = []
     for output in signature.output_slots(command, 0):
         made = scope[output]
         results += made if isinstance(made, list | tuple) else [made]
@@ -219,7 +222,7 @@ def differentiated(session: SessionState, slot: int, leaves: list[int], command:
     session.values.slots[slot] = Graph([parts[leaf] for leaf in leaves], results)
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Any) -> object:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -235,7 +238,7 @@ def differentiate(session: SessionState, slot: int, gradients: list[int], wanted
         if gradient and isinstance(result, torch.Tensor) and result.requires_grad
     ]
     leaves = [graph.leaves[number] for number in wanted]
-    found: list[Any] = [None] * len(leaves)
+    found: list[object] = [None] * len(leaves)
     if pairs:
         roots, weights = zip(*pairs, strict=True)
         with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD):
@@ -354,7 +357,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 @_control
-def record_event(session: SessionState, slot: int, device: list[Any], timing: bool) -> None:
+def record_event(session: SessionState, slot: int, device: list[object], timing: bool) -> None:
     """A point in the order of execution. On CUDA a real event, on the CPU the clock."""
     kind, index = device
     if kind == "cuda":
@@ -419,7 +422,7 @@ def profile_stop(session: SessionState, slot: int) -> int:
 
 
 @_control
-def device_properties(session: SessionState, device: list[Any]) -> dict[str, Any]:
+def device_properties(session: SessionState, device: list[object]) -> dict[str, object]:
     kind, index = device
     row = next(r for r in session.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
     return dict(row)

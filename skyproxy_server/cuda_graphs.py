@@ -9,21 +9,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from skyproxy_server.random_state import RandomState
-    from skyproxy_server.recordings import Recording
+from skyproxy_server.random_state import RandomState
+from skyproxy_server.recordings import Made, Recording, Run
 
 logger = logging.getLogger("skyproxy.server")
-
-Made = dict[int, Any]
-"""The results that a replay leaves for the client, by slot."""
-Run = Callable[[bool], tuple[Made, bool]]
-"""Runs the commands one by one; the argument says whether the first failure is raised. Tells what they made, and
-whether all of them succeeded."""
 
 WARM_UPS = 3
 """Replays that run as plain lists first: kernels are loaded, workspaces and plans are made."""
@@ -36,13 +29,13 @@ _capturing = threading.Lock()
 class Driver(Protocol):
     """The calls of CUDA that a replayer needs."""
 
-    def addresses(self, inputs: list[Any]) -> list[int]:
+    def addresses(self, inputs: list[object]) -> list[int]:
         """Return the addresses of the inputs."""
 
     def warm_up(self, run: Callable[[], tuple[Made, bool]]) -> tuple[Made, bool]:
         """Runs the commands as the capture will, on the side."""
 
-    def capture(self, inputs: list[Any], run: Callable[[], Made]) -> tuple[Any, Made]:
+    def capture(self, inputs: list[object], run: Callable[[], Made]) -> tuple[object, Made]:
         """A graph of what `run` does, and the values that the graph will fill. Runs nothing on the device."""
 
     def launch(self, graph: Any) -> None:
@@ -63,7 +56,7 @@ class Replayer:
         self._driver = driver
         self._warm_ups_left = warm_ups
         self._captures_left = max_captures
-        self._graph: Any = None
+        self._graph: object = None
         self._made: Made = {}
         self._addresses: list[int] = []
         self.refusal = ""
@@ -73,7 +66,7 @@ class Replayer:
         """True if replays are launches of a graph by now."""
         return self._graph is not None
 
-    def replay(self, inputs: list[Any], run: Run) -> Made:
+    def replay(self, inputs: list[object], run: Run) -> Made:
         """Replays once.
 
         Args:
@@ -119,7 +112,7 @@ class CudaDriver:
         self._side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def addresses(self, inputs: list[Any]) -> list[int]:
+    def addresses(self, inputs: list[object]) -> list[int]:
         return [value.data_ptr() for value in inputs if isinstance(value, torch.Tensor)]
 
     @contextlib.contextmanager
@@ -144,7 +137,7 @@ class CudaDriver:
                     value.record_stream(current)
             return result
 
-    def capture(self, inputs: list[Any], run: Callable[[], Made]) -> tuple[Any, Made]:
+    def capture(self, inputs: list[object], run: Callable[[], Made]) -> tuple[object, Made]:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         if any(tensor.device != torch.device("cuda", self._index) and tensor.dim() for tensor in tensors):
             raise RuntimeError("it uses tensors of several devices")

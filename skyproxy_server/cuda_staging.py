@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from skyproxy import torch_codec
+from skyproxy_server.inventory import DeviceRow
 
 BUFFERS = 8
 """Pinned buffers of one direction of one session, each as large as a chunk."""
@@ -229,7 +230,7 @@ def cuda_hands(device: torch.device) -> Hands | None:
 
 
 @contextlib.contextmanager
-def own_streams(devices: list[dict[str, Any]]) -> Iterator[list[Any]]:
+def own_streams(devices: list[DeviceRow]) -> Iterator[list[Any]]:
     """Everything that this thread computes inside the block runs on streams of its own, one a CUDA device.
 
     Sessions so do not wait for one another. In the end the memory that belonged to those streams is given back, for no

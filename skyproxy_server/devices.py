@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from skyproxy_server.argument_checks import check_device
+from skyproxy_server.inventory import DeviceRow
 
 
-class Devices(list[dict[str, Any]]):
+class Devices(list[DeviceRow]):
     """The rows of a worker's inventory: each has "type", "index" and what is known of the device."""
 
     @property

@@ -13,6 +13,7 @@ from skyproxy_server import graph_controls, name_controls
 from skyproxy_server.cancelling import Dropping
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
+from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.tensor_commands import TensorCommands
 from skyproxy_server.transfers import Transfers
@@ -31,7 +32,7 @@ class Executor:
     """
 
     def __init__(
-        self, devices: list[dict[str, Any]], send: Callable[[Message], None], transfers: Transfers, settings: Settings
+        self, devices: list[DeviceRow], send: Callable[[Message], None], transfers: Transfers, settings: Settings
     ) -> None:
         self.state = state = SessionState(devices, send, transfers, settings)
         self.commands_done = 0
@@ -163,7 +164,7 @@ class Executor:
                 self._values.slots[slot] = failed
 
 
-def _control(name: str) -> Callable[..., Any]:
+def _control(name: str) -> Callable[..., object]:
     try:
         return CONTROLS[name]
     except (KeyError, TypeError):

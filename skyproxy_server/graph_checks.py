@@ -140,7 +140,7 @@ class Numbers:
         return bits[0] * int(abs(exponent))
 
 
-def check_plain(value: Any, depth: int = 0) -> Any:
+def check_plain(value: Any, depth: int = 0) -> object:
     """A constant of a node: None, a number, a string, or a list of these.
 
     Raises:
@@ -153,7 +153,7 @@ def check_plain(value: Any, depth: int = 0) -> Any:
     raise ProtocolError(f"a {type(value).__name__} is not a constant of a graph")
 
 
-def as_number(value: Any) -> Any:
+def as_number(value: Any) -> object:
     """An operand of a graph that is a number, or None.
 
     Raises:

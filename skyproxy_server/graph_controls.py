@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from skyproxy_server.compiled import CompiledSignature, compiler_problem
@@ -54,7 +55,7 @@ def forget_compiled(session: SessionState, number: int) -> None:
         session.ops.handlers[number] = signature.handler
 
 
-def compile_report(session: SessionState) -> dict[str, Any]:
+def compile_report(session: SessionState) -> dict[str, object]:
     """Report how the session's compiled graphs run."""
     programs = [s.program for s in session.ops.signatures.values() if isinstance(s, CompiledSignature) and s.program]
     return {
@@ -67,7 +68,7 @@ def compile_report(session: SessionState) -> dict[str, Any]:
 
 def install() -> None:
     """Make these controls known."""
-    functions: list[Any] = [
+    functions: list[Callable[..., object]] = [
         graph_begin,
         graph_define,
         graph_abort,

@@ -64,7 +64,7 @@ class Graphs:
             raise ProtocolError("a capture begins inside another one")
         self._values.limbo = {}
 
-    def _end_limbo(self) -> dict[int, Any]:
+    def _end_limbo(self) -> dict[int, object]:
         limbo, self._values.limbo = self._values.limbo, None
         if limbo is None:
             raise ProtocolError("a capture ends that never began")
@@ -176,7 +176,7 @@ class Graphs:
         for key in [key for key, (graph, _, _) in self._values.not_replayed.items() if graph == number]:
             del self._values.not_replayed[key]
 
-    def _inputs_are_ready(self, recording: Recording, values: dict[int, Any]) -> bool:
+    def _inputs_are_ready(self, recording: Recording, values: dict[int, object]) -> bool:
         """Waits for bytes on their way. False where an input is poisoned: then the list must be run, op by op."""
         inputs, gates = self._inputs(recording, values), self._values.gates
         if any(isinstance(value, Failed) for value in inputs):
@@ -188,14 +188,14 @@ class Graphs:
             return False
         return True
 
-    def _inputs(self, recording: Recording, values: dict[int, Any]) -> list[Any]:
+    def _inputs(self, recording: Recording, values: dict[int, object]) -> list[object]:
         return [*recording.externals.values(), *(values.get(slot) for slot in recording.dynamic)]
 
-    def _made(self, recording: Recording, values: dict[int, Any], strict: bool) -> tuple[dict[int, Any], bool]:
+    def _made(self, recording: Recording, values: dict[int, object], strict: bool) -> tuple[dict[int, object], bool]:
         scope = self.run_list(recording, values, strict=strict)
         return {slot: scope.get(slot) for slot in recording.exports}, recording.intact
 
-    def run_list(self, recording: Recording, values: dict[int, Any], *, strict: bool = False) -> dict[int, Any]:
+    def run_list(self, recording: Recording, values: dict[int, object], *, strict: bool = False) -> dict[int, object]:
         """Runs the recording command by command; what it left behind, by slot.
 
         Args:
@@ -204,7 +204,7 @@ class Graphs:
             strict: whether the first failure is raised, in place of poisoning what depends on it.
         """
         ops, gates = self._ops, self._values.gates
-        scope: dict[int, Any] = {0: None, **recording.externals}
+        scope: dict[int, object] = {0: None, **recording.externals}
         for slot in recording.dynamic:
             scope[slot] = values.get(slot)
         stream, steps, intact = recording.stream, iter(recording.steps), True
@@ -233,11 +233,11 @@ class Graphs:
             recording.intact = False
         return scope
 
-    def _pass_gates(self, step: Step, stream: list[Any]) -> None:
+    def _pass_gates(self, step: Step, stream: list[object]) -> None:
         if step.signature is not None and self._values.gates:
             self._values.pass_gates(step.signature, stream, commands.op_at(stream, step.position))
 
-    def _publish(self, values: dict[int, Any], made: dict[int, Any]) -> None:
+    def _publish(self, values: dict[int, object], made: dict[int, object]) -> None:
         """Puts results where the client finds them; in the old memory where somebody else looks at it."""
         gates = self._values.gates
         for slot, new in made.items():

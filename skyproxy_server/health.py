@@ -40,7 +40,7 @@ def is_activity(path: str) -> bool:
     return path.partition("?")[0] in (ACTIVITY_PATH, METRICS_PATH)
 
 
-def activity_response(report: Mapping[str, Any], path: str = ACTIVITY_PATH) -> bytes:
+def activity_response(report: Mapping[str, object], path: str = ACTIVITY_PATH) -> bytes:
     """The answer to a question for the worker's activity: as JSON, or for Prometheus where `path` asks so."""
     if path.partition("?")[0] == METRICS_PATH:
         return http_response(HTTPStatus.OK, metrics(report), {"Content-Type": "text/plain; version=0.0.4"})
@@ -52,7 +52,7 @@ def is_status(path: str) -> bool:
     return path.partition("?")[0] == STATUS_PATH
 
 
-def status_response(report: Mapping[str, Any]) -> bytes:
+def status_response(report: Mapping[str, object]) -> bytes:
     """Return the answer to a request for what the web view shows."""
     return http_response(HTTPStatus.OK, json.dumps(report), {"Content-Type": "application/json"})
 

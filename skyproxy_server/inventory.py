@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from types import ModuleType
+from typing import NotRequired, TypedDict
 
 from skyproxy.errors import ConfigurationError
 
 CHOICES = ("auto", "cuda", "cpu")
 
 
-def inventory(choice: str) -> list[dict[str, Any]]:
+class DeviceRow(TypedDict):
+    """One device of a worker, as it announces it.
+
+    Attributes:
+        type: "cuda" or "cpu".
+        index: the number that PyTorch gives it.
+        name: for people.
+        total_memory_bytes: 0 where the system does not tell.
+        compute_capability: major and minor, of CUDA.
+        multiprocessors: how many, of CUDA.
+        uuid: of CUDA, where torch tells it.
+        threads: how many PyTorch computes with, of the CPU.
+        onednn_lstm: the dtypes in which PyTorch may compute an LSTM with oneDNN, of the CPU.
+    """
+
+    type: str
+    index: int
+    name: str
+    total_memory_bytes: int
+    compute_capability: NotRequired[list[int]]
+    multiprocessors: NotRequired[int]
+    uuid: NotRequired[str]
+    threads: NotRequired[int]
+    onednn_lstm: NotRequired[list[str]]
+
+
+def inventory(choice: str) -> list[DeviceRow]:
     """The devices of this machine, the preferred one first.
 
     Args:
         choice: "cpu", "cuda", or "auto" for CUDA devices, if there are any, followed by the CPU.
 
     Returns:
-        A row a device: "type", "index", "name", "total_memory_bytes"; for CUDA also "compute_capability",
-        "multiprocessors", and "uuid" where torch tells it; for the CPU "threads" and "onednn_lstm", the dtypes in which
-        PyTorch may compute an LSTM with oneDNN.
+        A row a device.
 
     Raises:
         ConfigurationError: the choice is none, or CUDA was asked for and is not to be had.
@@ -29,7 +54,7 @@ def inventory(choice: str) -> list[dict[str, Any]]:
         raise ConfigurationError(f"No device choice {choice!r}. Use one of: {', '.join(CHOICES)}.")
     import torch  # late: `--help` and a wrong argument must not wait for it
 
-    rows: list[dict[str, Any]] = []
+    rows: list[DeviceRow] = []
     if choice != "cpu":
         rows += [_cuda_row(torch, index) for index in range(torch.cuda.device_count())]
         if choice == "cuda" and not rows:
@@ -47,9 +72,9 @@ def inventory(choice: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _cuda_row(torch: Any, index: int) -> dict[str, Any]:
+def _cuda_row(torch: ModuleType, index: int) -> DeviceRow:
     properties = torch.cuda.get_device_properties(index)
-    row = {
+    row: DeviceRow = {
         "type": "cuda",
         "index": index,
         "name": properties.name,
@@ -62,7 +87,7 @@ def _cuda_row(torch: Any, index: int) -> dict[str, Any]:
     return row
 
 
-def _cpu_row(torch: Any) -> dict[str, Any]:
+def _cpu_row(torch: ModuleType) -> DeviceRow:
     return {
         "type": "cpu",
         "index": 0,
@@ -73,7 +98,7 @@ def _cpu_row(torch: Any) -> dict[str, Any]:
     }
 
 
-def _onednn_lstm_dtypes(torch: Any) -> list[str]:
+def _onednn_lstm_dtypes(torch: ModuleType) -> list[str]:
     """The dtypes in which PyTorch may compute an LSTM with oneDNN: by what this torch has, and this processor."""
     if not torch.backends.mkldnn.is_available():
         return []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-Check = Callable[[dict[str, Any]], None]
+Check = Callable[[dict[str, object]], None]
 CHECKS: dict[str, Check] = {}
 """By the operator's name without its namespace, for each of its overloads."""
 

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyproxy.errors import (
     ConfigurationError,
@@ -91,10 +91,10 @@ class SessionHost(Protocol):
             refusal: why a client is refused; an empty text where it is not.
         """
 
-    def activity(self) -> Mapping[str, Any]:
+    def activity(self) -> Mapping[str, object]:
         """Return what this worker is and does, for JSON: sessions, calls_running, idle_seconds, devices, software."""
 
-    def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
+    def session_rows(self, client: Identity | None = None) -> list[dict[str, object]]:
         """Return what the web view shows of the sessions; with a client, of its own ones."""
 
 

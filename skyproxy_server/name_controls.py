@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -11,7 +12,7 @@ from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.gates import storage_key
-from skyproxy_server.named_sessions import HeldError, Holder, NamedSession, NamedSessions, NamedValue
+from skyproxy_server.named_sessions import HeldError, NamedSession, NamedSessions, NamedValue, Names
 from skyproxy_server.session_state import SessionState
 
 _MOST_CHARACTERS = 200
@@ -19,23 +20,6 @@ _NONE_HERE = (
     "this worker has a process for each session, and keeps nothing of one that ends. Named sessions need a worker that "
     "was started with --sessions-in-process"
 )
-
-
-class Names:
-    """The named sessions as one session of a worker finds them.
-
-    Attributes:
-        store: all of the worker.
-        owner: the token's name.
-        holder: the session.
-        held: the named session that it uses; None before it uses one.
-    """
-
-    def __init__(self, store: NamedSessions, owner: str, holder: Holder) -> None:
-        self.store = store
-        self.owner = owner
-        self.holder = holder
-        self.held: NamedSession | None = None
 
 
 def _names(session: SessionState) -> Names:
@@ -57,7 +41,7 @@ def _text(name: Any) -> str:
     return name
 
 
-def hold_named(session: SessionState, name: str, take: bool) -> dict[str, Any]:
+def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object]:
     """Use the named session; "held_seconds" where another client has it, "refused" where this worker has none."""
     if session.names is None:
         return {"refused": _NONE_HERE}
@@ -81,7 +65,7 @@ def put_named(session: SessionState, key: str, document: bytes, slots: list[int]
     return store.put(held, _text(key), document, tensors)
 
 
-def named_value(session: SessionState, key: str) -> dict[str, Any]:
+def named_value(session: SessionState, key: str) -> dict[str, object]:
     """Return what stands under a name: its document, and a row for each of its tensors; or "names", if nothing does."""
     _, held = _held(session)
     value = held.values.get(_text(key))
@@ -130,7 +114,7 @@ def adopt_named(session: SessionState, key: str, version: int, slots: list[int])
     return True
 
 
-def list_named(session: SessionState) -> list[list[Any]]:
+def list_named(session: SessionState) -> list[list[object]]:
     """For each name: how many tensors it has, their bytes, its age in seconds."""
     store, held = _held(session)
     return store.value_rows(held)
@@ -142,7 +126,7 @@ def forget_named(session: SessionState, key: str) -> bool:
     return store.forget(held, _text(key))
 
 
-def named_sessions(session: SessionState) -> list[dict[str, Any]]:
+def named_sessions(session: SessionState) -> list[dict[str, object]]:
     """The named sessions of this client's token."""
     names = _names(session)
     return names.store.rows(names.owner)
@@ -157,6 +141,6 @@ def end_named(session: SessionState, name: str) -> bool:
 
 def install() -> None:
     """Make these controls known."""
-    functions: list[Any] = [hold_named, put_named, named_value, adopt_named, list_named, forget_named]
+    functions: list[Callable[..., object]] = [hold_named, put_named, named_value, adopt_named, list_named, forget_named]
     functions += [named_sessions, end_named]
     CONTROLS.update({function.__name__: function for function in functions})

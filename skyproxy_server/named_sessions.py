@@ -229,7 +229,7 @@ class NamedSessions:
             session.forget_numbers()
             return numbers
 
-    def value_rows(self, session: NamedSession) -> list[list[Any]]:
+    def value_rows(self, session: NamedSession) -> list[list[object]]:
         """For each name: how many tensors, their bytes, and its age in seconds."""
         with self._lock:
             now = self._clock()
@@ -244,3 +244,20 @@ class NamedSessions:
             is_there = session.values.pop(key, None) is not None
             session.forget_numbers()
             return is_there
+
+
+class Names:
+    """The named sessions as one session of a worker finds them.
+
+    Attributes:
+        store: all of the worker.
+        owner: the token's name.
+        holder: the session.
+        held: the named session that it uses; None before it uses one.
+    """
+
+    def __init__(self, store: NamedSessions, owner: str, holder: Holder) -> None:
+        self.store = store
+        self.owner = owner
+        self.holder = holder
+        self.held: NamedSession | None = None

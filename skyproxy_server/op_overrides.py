@@ -15,11 +15,11 @@ import torch
 from skyproxy_server.safe_forms import SAFE_FORMS
 
 Tensor = torch.Tensor
-CPU_OVERRIDES: dict[str, Callable[..., Any]] = {}
+CPU_OVERRIDES: dict[str, Callable[..., object]] = {}
 
 
-def _override(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+def _override(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    def register(function: Callable[..., object]) -> Callable[..., object]:
         CPU_OVERRIDES[name] = function
         return function
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -76,7 +75,7 @@ class WorkerProfile:
             with tempfile.TemporaryDirectory(prefix="skyproxy-") as folder:
                 path = Path(folder) / "trace.json"
                 self._profiler.export_chrome_trace(str(path))
-                trace: Any = json.loads(path.read_bytes())
+                trace: object = json.loads(path.read_bytes())
         finally:
             self._leave()
         return gzip.compress(json.dumps({"trace": trace, "replies": self._replies}).encode(), 1)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.commands import Handler
 from skyproxy.torch_modes import USUAL, Record
-from skyproxy_server.cuda_graphs import Replayer
 from skyproxy_server.signatures import Signature
 
 _BUILT_IN = frozenset({commands.RELEASE, commands.DO})
 """The built-in commands that can be replayed."""
+
+
+Made = dict[int, object]
+"""The results that a replay leaves for the client, by slot."""
+Run = Callable[[bool], tuple[Made, bool]]
+"""Runs the commands one by one; the argument says whether the first failure is raised. Tells what they made, and
+whether all of them succeeded."""
+
+
+class Replayer(Protocol):
+    """The part that runs a recording as one graph of its device."""
+
+    @property
+    def is_live(self) -> bool:
+        """True if replays are launches of a graph by now."""
+
+    def replay(self, inputs: list[Any], run: Run) -> Made:
+        """Replay once: as a graph, or command by command with `run`."""
 
 
 class Step(NamedTuple):
@@ -51,7 +69,7 @@ class Recording:
         self.steps: list[Step] = []
         self.exports = exports
         self.modes = modes
-        self.externals: dict[int, Any] = {}
+        self.externals: dict[int, object] = {}
         self.dynamic: list[int] = []
         self.replayer: Replayer | None = None
         self.intact = False

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.protocol.messages import Failure, Message, Reply, RequestId, Warned
+from skyproxy.protocol.messages import Buffer, Failure, Message, Reply, RequestId, Warned
 from skyproxy_server.failures import Failed
 from skyproxy_server.kernel_warnings import KernelWarning
 
@@ -45,7 +45,7 @@ class Reports:
             self.watch(message)
         self._send(message)
 
-    def reply(self, request: int, result: Any, buffers: tuple[Any, ...] = ()) -> None:
+    def reply(self, request: int, result: Any, buffers: tuple[Buffer, ...] = ()) -> None:
         """Answer a question."""
         self.send(Reply(RequestId(request), result, buffers))
 

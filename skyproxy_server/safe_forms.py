@@ -29,8 +29,8 @@ _MOST_STEPS = 1_000_000
 """The largest degree of a polynomial: its kernel takes so many steps for each element."""
 
 
-def _form(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+def _form(*names: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    def register(function: Callable[..., object]) -> Callable[..., object]:
         for name in names:
             SAFE_FORMS[name] = function
         return function
@@ -53,10 +53,10 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
     return register
 
 
-def _checked(overload: torch._ops.OpOverload, check: Check) -> Callable[..., Any]:
+def _checked(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
     op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         check(given)
         return op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
@@ -368,7 +368,7 @@ def _workspace_bytes(given: dict[str, Any], weights: tuple[str, ...], biases: tu
 
 
 _MOST_WORKSPACES = 256
-_workspaces: dict[Any, int] = {}
+_workspaces: dict[object, int] = {}
 
 
 # --- memory as it was ------------------------------------------------------------------------------------------------
@@ -377,15 +377,15 @@ _MAKES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 _GROWS = ("resize_", "resize_as_", "set_")
 
 
-def _fresh(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _fresh(overload: torch._ops.OpOverload) -> Callable[..., object]:
     op = overload._op
     return lambda *args, **kwargs: clear(op(*args, **kwargs))
 
 
-def _grown(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _grown(overload: torch._ops.OpOverload) -> Callable[..., object]:
     op, names = overload._op, [argument.name for argument in overload._schema.arguments]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         given = dict(zip(names, args, strict=False)) | kwargs
         changed: Tensor = given["out"] if "out" in given else given["self"]
         # A tensor that takes another one's storage gains what that one gains.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from skyproxy.protocol.messages import Message
 from skyproxy.settings import Settings
@@ -13,6 +15,7 @@ from skyproxy_server.cancelling import Cancellation
 from skyproxy_server.devices import Devices
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
+from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.op_table import OpTable
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.random_state import RandomState
@@ -22,7 +25,7 @@ from skyproxy_server.values import Values
 
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
-    from skyproxy_server.name_controls import Names
+    from skyproxy_server.named_sessions import Names
 
 
 class SessionState:
@@ -47,7 +50,7 @@ class SessionState:
     """
 
     def __init__(
-        self, devices: list[dict[str, Any]], send: Callable[[Message], None], transfers: Transfers, settings: Settings
+        self, devices: list[DeviceRow], send: Callable[[Message], None], transfers: Transfers, settings: Settings
     ) -> None:
         self.devices = Devices(devices)
         self.reports = Reports(send)
@@ -65,7 +68,7 @@ class SessionState:
         self.identity = ""
         self.calls: Calls | None = None
         self.names: Names | None = None
-        self.streams: list[Any] = []
+        self.streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:

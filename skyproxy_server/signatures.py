@@ -44,7 +44,7 @@ class Watch:
     """
 
     conformed: dict[Hashable, list[torch_codec.Description]] = field(default_factory=dict)
-    owed: dict[Hashable, list[Any]] = field(default_factory=dict)
+    owed: dict[Hashable, list[object]] = field(default_factory=dict)
 
 
 class Signature:
@@ -113,7 +113,7 @@ class Signature:
         self.width = self._next_operand - 1
 
     @staticmethod
-    def _function(name: str, overload: torch._ops.OpOverload, on_cpu: bool) -> Callable[..., Any]:
+    def _function(name: str, overload: torch._ops.OpOverload, on_cpu: bool) -> Callable[..., object]:
         if on_cpu and name in CPU_OVERRIDES:
             return CPU_OVERRIDES[name]
         return SAFE_FORMS.get(name, overload._op)
@@ -154,12 +154,12 @@ class Signature:
         self._next_operand += 1
         return text
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: object) -> str:
         name = f"c{len(self._constants)}"
         self._constants[name] = value
         return name
 
-    def _argument(self, template: Any, written: bool, shaping: bool) -> str:
+    def _argument(self, template: object, written: bool, shaping: bool) -> str:
         position = self._next_operand
         if template == commands.TENSOR:
             self._inputs.append((position, False))
@@ -184,7 +184,7 @@ class Signature:
                     raise ProtocolError(f"{self.name}: bad constant {tag!r} {value!r:.60}") from error
         raise ProtocolError(f"{self.name}: unknown argument template {template!r:.60}")
 
-    def _compile(self, call: str, outputs: list[Any]) -> Handler:
+    def _compile(self, call: str, outputs: list[object]) -> Handler:
         lines: list[str] = []
         several = len(outputs) > 1
         if not several and outputs == [commands.NEW]:
@@ -219,47 +219,47 @@ class Signature:
             else:
                 yield operand
 
-    def input_slots(self, stream: list[Any], position: int) -> list[int]:
+    def input_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op at `position` reads or writes, without None's."""
         return [slot for slot in self._slots(self._inputs, stream, position) if slot]
 
-    def all_input_slots(self, stream: list[Any], position: int) -> list[int]:
+    def all_input_slots(self, stream: list[object], position: int) -> list[int]:
         """The same with None's, which are 0: where None stands makes another op of the others."""
         return list(self._slots(self._inputs, stream, position))
 
-    def written_slots(self, stream: list[Any], position: int) -> list[int]:
+    def written_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots whose tensors the op changes in place."""
         return [slot for slot in self._slots(self._writes, stream, position) if slot]
 
-    def output_slots(self, stream: list[Any], position: int) -> list[int]:
+    def output_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op fills."""
         return list(self._slots(self._outputs, stream, position))
 
-    def inline_operands(self, stream: list[Any], position: int) -> tuple[Any, ...]:
+    def inline_operands(self, stream: list[object], position: int) -> tuple[object, ...]:
         """Return what of the op's inline numbers can shape its results, hashable: the value of some, of others the
         type.
         """
         return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
 
 
-def _refusing(error: UnsupportedOpError) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+def _refusing(error: UnsupportedOpError) -> Callable[..., object]:
+    def refuse(*args: object, **kwargs: object) -> object:
         raise UnsupportedOpError(str(error))
 
     return refuse
 
 
-def _inline_key(value: Any, shaping: bool) -> Any:
+def _inline_key(value: object, shaping: bool) -> object:
     if isinstance(value, list):
         return tuple(value) if shaping else tuple(type(item) for item in value)
     return value if shaping else type(value)
 
 
-def _host_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _host_scalar(value: object, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
-def _keep(values: dict[int, Any], slots: list[int], results: Any) -> None:
+def _keep(values: dict[int, object], slots: list[int], results: Any) -> None:
     if len(slots) != len(results):
         raise ProtocolError(f"the op gave {len(results)} results, the client expected {len(slots)}")
     for slot, result in zip(slots, results, strict=True):

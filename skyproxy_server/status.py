@@ -22,9 +22,9 @@ _CALL = {"name": str, "seconds": float}
 
 def status_report(
     client: Identity,
-    activity: Callable[[], Mapping[str, Any]],
-    session_rows: Callable[[Identity | None], list[dict[str, Any]]],
-) -> dict[str, Any]:
+    activity: Callable[[], Mapping[str, object]],
+    session_rows: Callable[[Identity | None], list[dict[str, object]]],
+) -> dict[str, object]:
     """Return what a client may know.
 
     Args:
@@ -43,7 +43,7 @@ def status_report(
     }
 
 
-def checked_row(row: object, session: str, client: Identity) -> dict[str, Any]:
+def checked_row(row: object, session: str, client: Identity) -> dict[str, object]:
     """Return the row of a session from what its own process says, of which nothing is trusted.
 
     Args:
@@ -72,7 +72,7 @@ def _number(value: object) -> int | float:
     return value if 0 <= value < 1 << 63 else 0
 
 
-def _plain(said: object, kinds: Mapping[str, type]) -> dict[str, Any]:
+def _plain(said: object, kinds: Mapping[str, type]) -> dict[str, object]:
     row = said if isinstance(said, Mapping) else {}
     known = ((name, kind, row.get(name)) for name, kind in kinds.items() if row.get(name) is not None)
     return {name: str(value)[:MAX_TEXT] if kind is str else _number(value) for name, kind, value in known}

@@ -163,7 +163,7 @@ class TensorCommands:
         return position + 4
 
 
-def _row(value: Any, keys: list[int | None]) -> list[Any]:
+def _row(value: object, keys: list[int | None]) -> list[object]:
     """Return what the client is told of a value; `keys` are the storages that it may be an alias of."""
     if isinstance(value, list | tuple):
         return ["list", [_row(item, keys) for item in value]]

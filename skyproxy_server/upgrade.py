@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
 
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
@@ -42,9 +41,9 @@ class Upgrader:
         allowed_origins: Sequence[str],
         *,
         is_ready: Callable[[], bool],
-        activity: Callable[[], Mapping[str, Any]],
+        activity: Callable[[], Mapping[str, object]],
         pause: Callable[[float], object],
-        status: Callable[[Identity], Mapping[str, Any]] = lambda client: {},
+        status: Callable[[Identity], Mapping[str, object]] = lambda client: {},
         has_page: bool = False,
     ) -> None:
         """Args:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import psutil
 import torch
 
+from skyproxy_server.inventory import DeviceRow
+
 _CAN_MEASURE_LOAD = importlib.util.find_spec("pynvml") is not None
 
 
-def usage(row: dict[str, Any]) -> dict[str, int]:
+def usage(row: DeviceRow) -> dict[str, int]:
     """Return what is in use of a device; begins nothing on it.
 
     Args:

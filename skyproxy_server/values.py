@@ -39,8 +39,8 @@ class Values:
         self._reports = reports
         self.slots: dict[int, Any] = {0: None}
         self.gates = Gates(idle)
-        self.limbo: dict[int, Any] | None = None
-        self.not_replayed: dict[int, tuple[int, Failed, Any]] = {}
+        self.limbo: dict[int, object] | None = None
+        self.not_replayed: dict[int, tuple[int, Failed, object]] = {}
 
     def get(self, slot: int, *, writes: bool = False, sizes: bool = True) -> Any:
         """Return what a slot holds, ready to use.
@@ -106,7 +106,7 @@ class Values:
         )
 
     def poison(
-        self, signature: Signature, stream: list[Any], at: int, error: Exception, expected: list[Any] | None
+        self, signature: Signature, stream: list[Any], at: int, error: Exception, expected: list[object] | None
     ) -> int:
         """Poison the outputs of the op at `at`, and mark what it would have written; return the next op's position.
 
@@ -136,11 +136,11 @@ class Values:
     def cancel(
         self,
         signature: Signature,
-        stream: list[Any],
+        stream: list[object],
         at: int,
         made: Failed,
         changed: Failed,
-        expected: list[Any] | None,
+        expected: list[object] | None,
     ) -> None:
         """Poison the outputs of the op at `at`, which is not begun, and mark what it would have written.
 
@@ -169,7 +169,7 @@ class Values:
             if not restore_look(slots.get(slot), description, allowed=True):
                 slots[slot] = cause or changed
 
-    def _cause(self, signature: Signature, stream: list[Any], at: int, error: Exception) -> Failed:
+    def _cause(self, signature: Signature, stream: list[object], at: int, error: Exception) -> Failed:
         """Return the failure behind an error of the op at `at`: one that it was handed, or a new one."""
         if isinstance(error, PoisonedError):
             return error.failed

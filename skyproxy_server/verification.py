@@ -132,7 +132,7 @@ class Verification:
     def _watching(self, number: int, signature: Signature, watch: Watch) -> Handler:
         ops = self._ops
 
-        def handler(slots: dict[int, Any], stream: list[Any], position: int) -> int:
+        def handler(slots: dict[int, object], stream: list[object], position: int) -> int:
             key = self._input_key(signature, stream, position)
             owed = watch.owed.get(key)
             if owed is not None:

@@ -19,7 +19,7 @@ from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
-from skyproxy_server import audit
+from skyproxy_server import audit, function_controls
 from skyproxy_server.activity import Activity
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, OWNER, Identity, client_of
@@ -27,13 +27,13 @@ from skyproxy_server.blobs import Uploads
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.foreign_memory import only_one_session
-from skyproxy_server.functions import controls, output, terminal
+from skyproxy_server.functions import output, terminal
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
+from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
-from skyproxy_server.name_controls import Names
 from skyproxy_server.named_batches import NamedBatches
-from skyproxy_server.named_sessions import NamedSessions
+from skyproxy_server.named_sessions import NamedSessions, Names
 from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op, running_place
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
@@ -57,7 +57,7 @@ class WorkerSession:
     def __init__(
         self,
         transport: Transport,
-        devices: list[dict[str, Any]],
+        devices: list[DeviceRow],
         settings: Settings,
         activity: Activity,
         blobs: Uploads | None = None,
@@ -343,7 +343,7 @@ class WorkerHost:
 
     def __init__(
         self,
-        devices: list[dict[str, Any]],
+        devices: list[DeviceRow],
         settings: Settings = SETTINGS,
         activity: Activity | None = None,
         blobs: Uploads | None = None,
@@ -364,7 +364,7 @@ class WorkerHost:
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
-            controls.install()
+            function_controls.install()
             output.install()
             terminal.install()
 
@@ -508,7 +508,7 @@ class WorkerHost:
             "software": self._software,
         }
 
-    def session_rows(self, client: Identity | None = None) -> list[dict[str, Any]]:
+    def session_rows(self, client: Identity | None = None) -> list[dict[str, object]]:
         """Return what the web view shows of the sessions; with a client, of its own ones."""
         with self._lock:
             sessions = list(self._sessions.values())
@@ -542,7 +542,7 @@ class WorkerHost:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.lasting is not None:
             limits["grace_seconds"] = int(session.lasting.grace_seconds)
-        return Welcome(0, session.identity, self._software, self._devices, limits)
+        return Welcome(0, session.identity, self._software, list(map(dict, self._devices)), limits)
 
     def _forget(self, identity: str) -> None:
         with self._lock:

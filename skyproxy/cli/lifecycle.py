@@ -124,7 +124,7 @@ def up(
     elif chosen is ProviderName.CONTAINER:
         fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
     else:
-        manifest_options: dict[str, Any] = {
+        manifest_options: dict[str, object] = {
             "image": image,
             "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,

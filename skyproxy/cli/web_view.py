@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -89,7 +89,7 @@ class _Asker:
         self._fleet = fleet
         self._access = asyncio.run(fleet.access(worker))
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, object]:
         try:
             return self._access.report("/status")
         except AuthenticationError:
@@ -101,7 +101,7 @@ class _Asker:
         self._access.close()
 
 
-def _serve(name: str, ask: Callable[[], dict[str, Any]], port: int) -> None:
+def _serve(name: str, ask: Callable[[], dict[str, object]], port: int) -> None:
     """Serve the view of one worker until an interrupt.
 
     Raises:

@@ -50,7 +50,7 @@ class Adopter:
         self._devices = {(device.row["type"], device.row["index"] or 0): device for device in devices}
         self._arguments = arguments
 
-    def value(self, number: int, tables: dict[str, Any], pieces: Sequence[Any]) -> Any:
+    def value(self, number: int, tables: dict[str, Any], pieces: Sequence[object]) -> Any:
         """The value that came with the event `number`.
 
         Raises:

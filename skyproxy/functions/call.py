@@ -98,7 +98,7 @@ class Call:
         self._ended = False
         self._forgotten = False
         self._unacked = self._shown = 0
-        self._value: Any = None
+        self._value: object = None
         self._error: BaseException | None = None
         self._taken = False
         self._taking = threading.RLock()
@@ -351,7 +351,7 @@ class Call:
 
     # --- values and errors -------------------------------------------------------------------------------------------
 
-    def _made(self, came: Came) -> Any:
+    def _made(self, came: Came) -> object:
         if came.kind == "error":
             raise self._exception(came)
         try:
@@ -363,7 +363,7 @@ class Call:
             )
             raise
 
-    def _value_of(self, came: Came) -> Any:
+    def _value_of(self, came: Came) -> object:
         try:
             return self._adopter.value(came.number, came.value, came.pieces)
         except UntrustedResultError as refused:

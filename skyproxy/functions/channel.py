@@ -16,6 +16,7 @@ from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import (
+    Buffer,
     CallAck,
     CallAttach,
     CallCancel,
@@ -54,7 +55,7 @@ class Channel:
         self._open_connection = open_connection
         self._settings = session.settings
         self._calls: dict[str, Call] = {}
-        self._coming: dict[str, tuple[CallEvent, Assembly[Any]]] = {}
+        self._coming: dict[str, tuple[CallEvent, Assembly[object]]] = {}
         self._transport: Transport | None = None
         self._functions = Digests()
         self._lost_bytes = [0, 0]
@@ -223,7 +224,7 @@ class Channel:
         if "bases" in event.value and not _are_tables(event.value, count):
             raise ProtocolError(f"the worker sent a malformed event of {call.name}")
         allocate = memory_for(event.value, count) if "bases" in event.value else plain_memory
-        assembly: Assembly[Any] = Assembly(event.sizes, event.buffers, allocate, self._settings.max_payload_bytes)
+        assembly: Assembly[object] = Assembly(event.sizes, event.buffers, allocate, self._settings.max_payload_bytes)
         if assembly.complete:
             self._pass_on(call, event, assembly)
         else:
@@ -239,7 +240,7 @@ class Channel:
             del self._coming[data.call]
             self._pass_on(call, event, assembly)
 
-    def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[Any]) -> None:
+    def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[object]) -> None:
         call.received = event.number
         self._to_deliver.put((call, Came(event.kind, event.number, event.value, assembly.pieces)))
 
@@ -316,7 +317,7 @@ def _are_tables(value: dict[str, Any], count: int) -> bool:
     return all(type(row) is list and len(row) >= 5 for row in rows) and all(type(base) is int for base in bases)
 
 
-def _start_message(call: Call, sizes: list[int], buffers: tuple[Any, ...]) -> Message:
+def _start_message(call: Call, sizes: list[int], buffers: tuple[Buffer, ...]) -> Message:
     return CallStart(call.id, call.task, sizes, buffers)
 
 

@@ -39,7 +39,7 @@ class FunctionCode:
     name: str
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], make_pickler: Callable[[], Pickler]) -> FunctionCode | None:
+    def of(cls, fn: Callable[..., object], make_pickler: Callable[[], Pickler]) -> FunctionCode | None:
         """Pickle a function by itself; None where it travels by name, or holds tensors, arrays or too much.
 
         Raises:
@@ -76,7 +76,7 @@ class Digests:
         self._known.pop(digest, None)
 
 
-def _unwrapped(fn: Any) -> Any:
+def _unwrapped(fn: Any) -> object:
     """The function in a pool's wrappers, which have no state."""
     for _ in range(_MAX_WRAPPERS):
         if not getattr(type(fn), "wraps_function", False):

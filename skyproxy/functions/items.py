@@ -12,8 +12,8 @@ class Items:
     """A queue that can be waited for by a thread and by a task. Bounded by what the worker sends ahead."""
 
     def __init__(self) -> None:
-        self._ready: deque[Any] = deque()
-        self._waiting: deque[concurrent.futures.Future[Any]] = deque()
+        self._ready: deque[object] = deque()
+        self._waiting: deque[concurrent.futures.Future[object]] = deque()
         self._lock = threading.Lock()
 
     def put(self, item: Any) -> None:

@@ -20,15 +20,15 @@ class NodeFunctions:
 
     def submit(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         on_output: Callable[[str, str], object] | None = None,
         timeout: float | None = None,
         name: str | None = None,
         results: Results = "remote",
-        context: Mapping[str, Any] | None = None,
+        context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
     ) -> Call:
         """Begins to run a function on the worker; does not wait for it.
@@ -76,10 +76,10 @@ class NodeFunctions:
         return self._runner.submit(payload, **options)
 
     @overload
-    def run(self, fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def run(self, fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Runs a function on the worker and waits for what it returns; tensors in that stay there. See `submit`.
 
         Ctrl-C cancels the call, returns at once and leaves the node usable.
@@ -90,10 +90,10 @@ class NodeFunctions:
         return self._runner.run(fn, args, kwargs)
 
     @overload
-    async def execute(self, fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def execute(self, fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
     async def execute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-    async def execute(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def execute(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
         """`run` without blocking the event loop; cancelling the task cancels the call."""
         return await self._runner.execute(fn, args, kwargs)
 

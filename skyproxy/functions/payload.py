@@ -34,7 +34,9 @@ class Payload:
         self.code = code
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Payload:
+    def of(
+        cls, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Payload:
         """Pickles a call.
 
         Large arrays and CPU tensors are not copied before they are sent: leave them as they are until then.
@@ -58,13 +60,13 @@ class Payload:
                     "Move them first: x.to(node.device(...))."
                 )
 
-        def refer(tensor: torch.Tensor) -> list[Any] | None:
+        def refer(tensor: torch.Tensor) -> list[object] | None:
             if type(tensor) is not RemoteTensor:
                 return None
             meet(tensor._sky.device.session)
             return []
 
-        def refer_device(device: torch.device) -> list[Any] | None:
+        def refer_device(device: torch.device) -> list[object] | None:
             if device.type != "sky":
                 return None
             chosen = DEVICES.of(device)

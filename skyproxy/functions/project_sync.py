@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from skyproxy.payloads.project_files import PROJECT_FILES, read_file
 from skyproxy.payloads.projects import project_folders
@@ -21,7 +20,7 @@ class ProjectSync:
         shares_files: whether the worker sees this program's folders under the same paths.
     """
 
-    def __init__(self, call: Callable[..., Any], settings: Settings, *, shares_files: bool) -> None:
+    def __init__(self, call: Callable[..., object], settings: Settings, *, shares_files: bool) -> None:
         self._call = call
         self._settings = settings
         self._shares_files = shares_files

@@ -7,7 +7,7 @@ import concurrent.futures
 import platform
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import cloudpickle
 
@@ -23,6 +23,9 @@ from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.transport.base import Transport
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 Results = Literal["remote", "value"]
 
@@ -61,7 +64,7 @@ class Runner:
         timeout: float | None = None,
         name: str | None = None,
         results: Results = "remote",
-        context: Mapping[str, Any] | None = None,
+        context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`."""
@@ -85,7 +88,7 @@ class Runner:
             call.add_done_callback(lambda done: telemetry.end(span, done.failure))
         return call
 
-    def _run_own(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run_own(self, function: Callable[..., object], *args: object) -> object:
         """Run a function of this package on the worker, which needs nothing of the program for it."""
         return self._begin(Payload.of(function, args), None, None, None, "value", None, self.trusted).result()
 
@@ -96,7 +99,7 @@ class Runner:
         timeout: float | None,
         name: str | None,
         results: Results,
-        context: Mapping[str, Any] | None,
+        context: Mapping[str, object] | None,
         trusted: bool,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
@@ -131,7 +134,7 @@ class Runner:
     def _call(
         self,
         name: str,
-        tensors: Sequence[Any],
+        tensors: Sequence[RemoteTensor],
         on_output: OnOutput | None,
         trusted: bool,
         identity: str | None = None,
@@ -149,7 +152,7 @@ class Runner:
                 "and use a token that has the scope."
             )
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits; see `Node.run`."""
         call = self.submit(Payload.of(fn, args, kwargs))
         try:
@@ -158,7 +161,7 @@ class Runner:
             call.cancel()  # Ctrl-C; nothing to do where the call has ended
             raise
 
-    async def execute(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def execute(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits without blocking the event loop; see `Node.execute`."""
         begun: concurrent.futures.Future[Call] = concurrent.futures.Future()
 

@@ -73,7 +73,7 @@ def _set_by(node: ast.AST) -> Iterator[str]:
         yield from _set_by(child)
 
 
-def inputs_of(cell: Cell, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of(cell: Cell, namespace: Mapping[str, object], hidden: Mapping[str, object]) -> dict[str, Any]:
     """Those of a notebook's variables that a cell may read.
 
     Args:
@@ -88,7 +88,7 @@ def inputs_of(cell: Cell, namespace: Mapping[str, Any], hidden: Mapping[str, Any
     }
 
 
-def run_cell(cell: Cell, variables: dict[str, Any], filename: str) -> dict[str, Any]:
+def run_cell(cell: Cell, variables: dict[str, Any], filename: str) -> dict[str, object]:
     """Runs a cell; on the worker.
 
     Args:

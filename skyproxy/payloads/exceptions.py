@@ -13,7 +13,7 @@ _BUILT_IN = type(BaseException.__init__)
 """The type of an `__init__` that is written in C."""
 
 
-def reduce_exception(error: BaseException) -> Any:
+def reduce_exception(error: BaseException) -> object:
     """Return what pickle needs to make `error` again; NotImplemented where its class does so or needs no help."""
     kind = type(error)
     own_init = type(kind.__init__) is not _BUILT_IN
@@ -28,7 +28,7 @@ def reduce_exception(error: BaseException) -> Any:
     return make_exception, (kind, arguments, state)
 
 
-def make_exception(kind: type[BaseException], arguments: tuple[Any, ...], state: Any) -> BaseException:
+def make_exception(kind: type[BaseException], arguments: tuple[object, ...], state: Any) -> BaseException:
     """Make an exception from its `args` and attributes, without the `__init__` that its class has written in Python."""
     error: Any = kind.__new__(kind, *arguments)
     # The nearest one in C sets what `__new__` leaves to it, such as the `errno` of an OSError.

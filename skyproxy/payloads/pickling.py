@@ -131,7 +131,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None if row is None else ("device", row)
         return None
 
-    def _tensor(self, tensor: torch.Tensor) -> Any:
+    def _tensor(self, tensor: torch.Tensor) -> object:
         known = self._tensors.knows(tensor)
         number = self._tensors.add(tensor)
         if number is None:
@@ -142,20 +142,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return "tensor", number, state or None
 
 
-def is_wrapper(value: Any) -> bool:
+def is_wrapper(value: object) -> bool:
     """Return whether this is a tensor made of other tensors, which can be taken apart and put together again."""
     return isinstance(value, torch.Tensor) and torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
 
 
-def _reduce_wrapper(tensor: Any) -> Any:
+def _reduce_wrapper(tensor: Any) -> object:
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     return _rebuild_wrapper, (type(tensor), inner, context, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
 
 
 def _rebuild_wrapper(
-    kind: Any, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any, requires_grad: bool
-) -> Any:
+    kind: Any, inner: dict[str, torch.Tensor], context: object, size: object, stride: object, requires_grad: bool
+) -> object:
     return kind.__tensor_unflatten__(inner, context, size, stride).requires_grad_(requires_grad)
 
 
@@ -190,7 +190,7 @@ class Unpickler(pickle.Unpickler):
         """
         return self.load()
 
-    def persistent_load(self, name: Any) -> Any:
+    def persistent_load(self, name: Any) -> object:
         if name[0] == "device":
             return self._device(name[1])
         _, number, state = name

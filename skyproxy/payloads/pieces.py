@@ -129,7 +129,7 @@ class Assembly(Generic[Made]):
             self.pieces.append(made)
 
 
-def plain_memory(index: int, size: int) -> tuple[Any, memoryview]:
+def plain_memory(index: int, size: int) -> tuple[object, memoryview]:
     """An `allocate` that makes a bytearray of a small piece; a large one gets memory that is there once written."""
     memory: Any = bytearray(size) if size < _LARGE_BYTES else mmap.mmap(-1, size)
     return memory, memoryview(memory)

@@ -107,27 +107,27 @@ class PlainReader:
             raise TypeError("something else in place of a string")
         return value
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: object) -> Any:
         """Take note of a value that may be named again; return it."""
         self._made.append(value)
         return value
 
-    def several(self, count: int) -> Iterable[Any]:
+    def several(self, count: int) -> Iterable[object]:
         """Give that many values, one after another."""
         return (self.get() for _ in range(count))
 
-    def hashed(self) -> Any:
+    def hashed(self) -> object:
         """Return a value that is about to be hashed."""
         self._hashed += 1
         value = self.get()
         self._hashed -= 1
         return value
 
-    def pairs(self, count: int) -> Iterable[tuple[Any, Any]]:
+    def pairs(self, count: int) -> Iterable[tuple[Any, object]]:
         """Give that many keys and values."""
         return ((self.hashed(), self.get()) for _ in range(count))
 
-    def named_again(self) -> Any:
+    def named_again(self) -> object:
         """Return a value that was made before."""
         value = self._made[self.number()]
         if self._hashed and not isinstance(value, torch.Tensor):
@@ -139,12 +139,14 @@ class PlainReader:
         return self._buffers[number]
 
 
-def from_plain(pieces: Sequence[Any], tables: dict[str, Any], referred: Callable[[Row, int], torch.Tensor]) -> Any:
+def from_plain(
+    pieces: Sequence[Any], tables: dict[str, object], referred: Callable[[Row, int], torch.Tensor]
+) -> object:
     """Return the value that `to_plain` has written; arguments and errors are those of `PlainReader`."""
     return PlainReader(pieces, tables, referred).read()
 
 
-def _flat(content: memoryview) -> list[Any]:
+def _flat(content: memoryview) -> list[object]:
     """Single msgpack values, one behind another; lists, tables and extensions are refused before they take memory."""
     unpacker = msgpack.Unpacker(
         max_buffer_size=0,
@@ -164,32 +166,32 @@ def _flat(content: memoryview) -> list[Any]:
     return values
 
 
-def _get_list(reader: PlainReader) -> list[Any]:
+def _get_list(reader: PlainReader) -> list[object]:
     count, value = reader.number(), reader.made([])
     for item in reader.several(count):
         value.append(item)
     return value  # type: ignore[no-any-return]
 
 
-def _get_tuple(reader: PlainReader) -> tuple[Any, ...]:
-    items: list[Any] = []
+def _get_tuple(reader: PlainReader) -> tuple[object, ...]:
+    items: list[object] = []
     for item in reader.several(reader.number()):
         items.append(item)
     return reader.made(tuple(items))  # type: ignore[no-any-return]
 
 
-def _get_atom_dict(reader: PlainReader) -> dict[Any, Any]:
+def _get_atom_dict(reader: PlainReader) -> dict[object, object]:
     count = reader.number()
-    value: dict[Any, Any] = reader.made({})
+    value: dict[object, object] = reader.made({})
     keys = reader.atoms(count)
     value.update(zip(keys, reader.atoms(count), strict=True))
     return value
 
 
-def _filling(make: Callable[[PlainReader], Any]) -> Callable[[PlainReader], Any]:
+def _filling(make: Callable[[PlainReader], Any]) -> Callable[[PlainReader], object]:
     """The reader of a table that is made first, and filled then."""
 
-    def read(reader: PlainReader) -> Any:
+    def read(reader: PlainReader) -> object:
         count, value = reader.number(), reader.made(make(reader))
         for key, item in reader.pairs(count):
             dict.__setitem__(value, key, item)
@@ -198,40 +200,40 @@ def _filling(make: Callable[[PlainReader], Any]) -> Callable[[PlainReader], Any]
     return read
 
 
-def _make_default_dict(reader: PlainReader) -> Any:
+def _make_default_dict(reader: PlainReader) -> object:
     name = reader.atom()
     return collections.defaultdict(None if name is None else FACTORIES[name])
 
 
 def _get_ordered_dict(reader: PlainReader) -> Any:
     count = reader.number()
-    value: collections.OrderedDict[Any, Any] = reader.made(collections.OrderedDict())
+    value: collections.OrderedDict[object, object] = reader.made(collections.OrderedDict())
     for key, item in reader.pairs(count):
         value[key] = item
     return value
 
 
-def _get_state_dict(reader: PlainReader) -> Any:
+def _get_state_dict(reader: PlainReader) -> object:
     value = _get_ordered_dict(reader)
     value._metadata = reader.get()
     return value
 
 
-def _get_set(reader: PlainReader) -> set[Any]:
+def _get_set(reader: PlainReader) -> set[object]:
     count = reader.number()
-    value: set[Any] = reader.made(set())
+    value: set[object] = reader.made(set())
     for _ in range(count):
         value.add(reader.hashed())
     return value
 
 
-def _get_frozenset(reader: PlainReader) -> Any:
+def _get_frozenset(reader: PlainReader) -> object:
     return reader.made(frozenset([reader.hashed() for _ in range(reader.number())]))
 
 
-def _get_deque(reader: PlainReader) -> Any:
+def _get_deque(reader: PlainReader) -> object:
     count, most = reader.number(), reader.atom()
-    value: collections.deque[Any] = reader.made(collections.deque(maxlen=most))
+    value: collections.deque[object] = reader.made(collections.deque(maxlen=most))
     for item in reader.several(count):
         value.append(item)
     return value
@@ -288,7 +290,7 @@ def _numpy_dtype(reader: PlainReader) -> Any:
     return dtype
 
 
-def _get_array(reader: PlainReader) -> Any:
+def _get_array(reader: PlainReader) -> object:
     import numpy
 
     content = reader.buffer(reader.number())
@@ -312,7 +314,7 @@ def _numpy_dtype_of_empty(reader: PlainReader, shape: Sequence[int]) -> Any:
     return dtype
 
 
-def _get_numpy_scalar(reader: PlainReader) -> Any:
+def _get_numpy_scalar(reader: PlainReader) -> object:
     import numpy
 
     content = reader.atom()
@@ -326,7 +328,7 @@ def _get_namespace(reader: PlainReader) -> types.SimpleNamespace:
     return value  # type: ignore[no-any-return]
 
 
-def _get_dataclass(reader: PlainReader) -> Any:
+def _get_dataclass(reader: PlainReader) -> object:
     count, module, qualname = reader.number(), reader.text(), reader.text()
     value = reader.made(object.__new__(rebuilding.find_dataclass(module, qualname)))
     for _ in range(count):
@@ -335,12 +337,12 @@ def _get_dataclass(reader: PlainReader) -> Any:
     return value
 
 
-def _get_named_tuple(reader: PlainReader) -> Any:
+def _get_named_tuple(reader: PlainReader) -> object:
     count, module, qualname = reader.number(), reader.text(), reader.text()
     return reader.made(rebuilding.make_named_tuple(module, qualname, list(reader.several(count))))
 
 
-def _get_return_type(reader: PlainReader) -> Any:
+def _get_return_type(reader: PlainReader) -> object:
     count, name = reader.number(), reader.text()
     return reader.made(rebuilding.RETURN_TYPES[name](list(reader.several(count))))
 
@@ -357,7 +359,7 @@ def _get_exception(reader: PlainReader) -> Exception:
     return reader.made(error)  # type: ignore[no-any-return]
 
 
-_READERS: dict[int, Callable[[PlainReader], Any]] = {
+_READERS: dict[int, Callable[[PlainReader], object]] = {
     Code.REF: PlainReader.named_again,
     Code.LIST: _get_list,
     Code.ATOM_LIST: lambda reader: reader.made(reader.atoms(reader.number())),

@@ -42,7 +42,7 @@ class PlainWriter:
         self._buffers: list[Any] = []
         self._known: dict[int, int] = {}
         self._count = 0
-        self._keep: list[Any] = []
+        self._keep: list[object] = []
         self._open: set[int] = set()
         self._path: list[str] = []
         self._hashed = 0
@@ -141,7 +141,7 @@ class PlainWriter:
             return False
         return True
 
-    def attributes(self, items: dict[Any, Any]) -> None:
+    def attributes(self, items: dict[Any, object]) -> None:
         """Write those of a value's attributes that are plain data, and how many they are."""
         place, written = len(self._codes), 0
         self._codes.append(0)
@@ -150,18 +150,18 @@ class PlainWriter:
                 written += 1
         self._codes[place] = written
 
-    def parts(self, values: Iterable[Any]) -> None:
+    def parts(self, values: Iterable[object]) -> None:
         """Write the items of a sequence."""
         for index, value in enumerate(values):
             self.part(value, f"[{index}]")
 
-    def pairs(self, items: Iterable[tuple[Any, Any]]) -> None:
+    def pairs(self, items: Iterable[tuple[object, object]]) -> None:
         """Write keys and values."""
         for key, value in items:
             self.hashed_part(key)
             self.part(value, f"[{key!r:.40}]" if type(key) in (str, int) else "[...]")
 
-    def hashed_part(self, value: Any) -> None:
+    def hashed_part(self, value: object) -> None:
         """Write a value that is hashed where it arrives: in full, for a tuple of tuples would take for ever."""
         self._hashed += 1
         try:
@@ -169,12 +169,12 @@ class PlainWriter:
         finally:
             self._hashed -= 1
 
-    def hashed_parts(self, values: Iterable[Any]) -> None:
+    def hashed_parts(self, values: Iterable[object]) -> None:
         """Write the items of a set."""
         for value in values:
             self.hashed_part(value)
 
-    def inside(self, value: Any, write: Callable[[], object]) -> None:
+    def inside(self, value: object, write: Callable[[], object]) -> None:
         """Write the parts of a value that can only be made once they are there."""
         self._open.add(id(value))
         try:
@@ -191,7 +191,7 @@ def _packed(values: list[Any]) -> bytes:
     return packed[1 if count < 16 else 3 if count < 1 << 16 else 5 :]  # type: ignore[no-any-return]
 
 
-def to_plain(value: Any, refer: Refer) -> Pickled:
+def to_plain(value: object, refer: Refer) -> Pickled:
     """Return a value as plain bytes.
 
     Args:
@@ -204,7 +204,7 @@ def to_plain(value: Any, refer: Refer) -> Pickled:
     return PlainWriter(refer).write(value)
 
 
-def _only_atoms(values: Iterable[Any]) -> bool:
+def _only_atoms(values: Iterable[object]) -> bool:
     kinds = set(map(type, values))
     if int in kinds:
         kinds.discard(int)
@@ -226,7 +226,7 @@ def _put_list(writer: PlainWriter, value: list[Any]) -> None:
         writer.parts(value)
 
 
-def _put_tuple(writer: PlainWriter, value: tuple[Any, ...]) -> None:
+def _put_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
     if _only_atoms(value):
         writer.begin(Code.ATOM_TUPLE, len(value))
         writer.atom(*value)
@@ -236,7 +236,7 @@ def _put_tuple(writer: PlainWriter, value: tuple[Any, ...]) -> None:
         writer.inside(value, lambda: writer.parts(value))
 
 
-def _put_dict(writer: PlainWriter, value: dict[Any, Any]) -> None:
+def _put_dict(writer: PlainWriter, value: dict[object, object]) -> None:
     writer.note(value)
     if _only_atoms(value.keys()) and _only_atoms(value.values()):
         writer.begin(Code.ATOM_DICT, len(value))
@@ -247,13 +247,13 @@ def _put_dict(writer: PlainWriter, value: dict[Any, Any]) -> None:
         writer.pairs(value.items())
 
 
-def _put_set(writer: PlainWriter, value: set[Any]) -> None:
+def _put_set(writer: PlainWriter, value: set[object]) -> None:
     writer.note(value)
     writer.begin(Code.SET, len(value))
     writer.hashed_parts(value)
 
 
-def _put_frozenset(writer: PlainWriter, value: frozenset[Any]) -> None:
+def _put_frozenset(writer: PlainWriter, value: frozenset[object]) -> None:
     writer.begin(Code.FROZENSET, len(value))
     writer.inside(value, lambda: writer.hashed_parts(value))
 
@@ -272,7 +272,7 @@ def _put_bytearray(writer: PlainWriter, value: bytearray) -> None:
         writer.atom(bytes(value))
 
 
-def _put_ordered_dict(writer: PlainWriter, value: collections.OrderedDict[Any, Any]) -> None:
+def _put_ordered_dict(writer: PlainWriter, value: collections.OrderedDict[object, object]) -> None:
     metadata = vars(value).get("_metadata")  # of a state dict
     if set(vars(value)) - {"_metadata"}:
         raise NotPlainError("OrderedDict with attributes", writer._path)
@@ -283,7 +283,7 @@ def _put_ordered_dict(writer: PlainWriter, value: collections.OrderedDict[Any, A
         writer.part(metadata, "._metadata")
 
 
-def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[Any, Any]) -> None:
+def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[object, Any]) -> None:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and FACTORIES.get(name) is not factory:
@@ -294,13 +294,13 @@ def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[Any, A
     writer.pairs(value.items())
 
 
-def _put_counter(writer: PlainWriter, value: collections.Counter[Any]) -> None:
+def _put_counter(writer: PlainWriter, value: collections.Counter[object]) -> None:
     writer.note(value)
     writer.begin(Code.COUNTER, len(value))
     writer.pairs(value.items())
 
 
-def _put_deque(writer: PlainWriter, value: collections.deque[Any]) -> None:
+def _put_deque(writer: PlainWriter, value: collections.deque[object]) -> None:
     writer.note(value)
     writer.begin(Code.DEQUE, len(value))
     writer.atom(value.maxlen)
@@ -350,7 +350,7 @@ def _put_enum(writer: PlainWriter, value: enum.Enum) -> None:
     writer.atom(*rebuilding.name_of(type(value)), value.name)
 
 
-def _put_dataclass(writer: PlainWriter, value: Any) -> None:
+def _put_dataclass(writer: PlainWriter, value: object) -> None:
     kind = type(value)
     names = rebuilding.field_names(kind)
     extra = set(getattr(value, "__dict__", ())) - set(names)
@@ -435,7 +435,7 @@ def _put_numpy_dtype(writer: PlainWriter, value: Any) -> None:
     writer.part(_dtype_fields(value), ".descr")
 
 
-def _dtype_fields(dtype: Any) -> Any:
+def _dtype_fields(dtype: Any) -> object:
     import numpy
 
     fields = numpy.lib.format.dtype_to_descr(dtype)
@@ -450,10 +450,10 @@ def _put_namespace(writer: PlainWriter, value: types.SimpleNamespace) -> None:
     writer.pairs(vars(value).items())
 
 
-def _single(code: Code, atoms: Callable[[Any], Sequence[Any]]) -> Callable[[PlainWriter, Any], None]:
+def _single(code: Code, atoms: Callable[[Any], Sequence[object]]) -> Callable[[PlainWriter, object], None]:
     """The writer of a value that is a few atoms."""
 
-    def put(writer: PlainWriter, value: Any) -> None:
+    def put(writer: PlainWriter, value: object) -> None:
         writer.begin(code)
         writer.atom(*atoms(value))
 
@@ -513,7 +513,7 @@ def write_as(known: type, kind: type) -> None:
     _WRITERS[kind] = _WRITERS[known]
 
 
-def _writer_of_kin(value: Any) -> Callable[[PlainWriter, Any], None] | None:
+def _writer_of_kin(value: object) -> Callable[[PlainWriter, Any], None] | None:
     """Return the function that writes a value whose very class is not in the table."""
     kind = type(value)
     if isinstance(value, BaseException):

@@ -197,7 +197,7 @@ def project_by_value() -> Iterator[None]:
                     cloudpickle.unregister_pickle_by_value(module)
 
 
-def reduce_decorated(function: FunctionType) -> Any:
+def reduce_decorated(function: FunctionType) -> object:
     """Return what pickle needs to find a function that its module has under decorators; NotImplemented for others."""
     name, module = function.__qualname__, sys.modules.get(function.__module__ or "")
     if module is None or "<" in name or not is_project_module(module):

@@ -118,7 +118,7 @@ def set_field(value: Any, name: Any, content: Any) -> None:
     object.__setattr__(value, name, content)
 
 
-def make_named_tuple(module: str, qualname: str, values: Iterable[Any]) -> Any:
+def make_named_tuple(module: str, qualname: str, values: Iterable[object]) -> Any:
     """Make a named tuple of the program's own.
 
     Raises:
@@ -170,7 +170,7 @@ def find_exception(module: str, qualname: str) -> type[Exception]:
     return kind
 
 
-def build_exception(kind: type[Exception], arguments: tuple[Any, ...], state: Mapping[Any, Any]) -> Exception:
+def build_exception(kind: type[Exception], arguments: tuple[object, ...], state: Mapping[object, object]) -> Exception:
     """Make an exception of plain data.
 
     Args:
@@ -182,8 +182,8 @@ def build_exception(kind: type[Exception], arguments: tuple[Any, ...], state: Ma
         Exception: the arguments are none for this class.
     """
     if issubclass(kind, ExceptionGroup):
-        fits = len(arguments) == 2 and isinstance(arguments[0], str) and isinstance(arguments[1], list | tuple)
-        if not fits or not all(isinstance(item, Exception) for item in arguments[1]):
+        parts = arguments[1] if len(arguments) == 2 and isinstance(arguments[0], str) else None
+        if not isinstance(parts, list | tuple) or not all(isinstance(item, Exception) for item in parts):
             raise TypeError(f"{full_name(kind)} is not made of these arguments")
     error: Any = make_exception(kind, tuple(map(_shown, arguments)), None)
     for name, value in state.items():
@@ -201,7 +201,7 @@ def build_exception(kind: type[Exception], arguments: tuple[Any, ...], state: Ma
     return error  # type: ignore[no-any-return]
 
 
-def parts_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def parts_of(error: BaseException) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments and attributes of an exception, those that its class keeps in C included."""
     in_c = (vars(base).get("__reduce__") for base in type(error).__mro__)
     reduced = next(reduce for reduce in in_c if type(reduce) is types.MethodDescriptorType)(error)
@@ -209,7 +209,7 @@ def parts_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(reduced[1]), dict(state) if isinstance(state, dict) else dict(vars(error))
 
 
-def _shown(argument: Any) -> Any:
+def _shown(argument: object) -> object:
     return visible(argument) if type(argument) is str else argument
 
 
@@ -218,7 +218,7 @@ def _has_end(kind: type) -> bool:
     return any("__del__" in vars(base) for base in kind.__mro__)
 
 
-def _is_in_c(function: Any) -> bool:
+def _is_in_c(function: object) -> bool:
     return isinstance(function, types.BuiltinFunctionType)
 
 

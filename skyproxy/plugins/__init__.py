@@ -7,7 +7,7 @@ run on workers; the client need not have it. `Plugin` is the base for plugins of
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyproxy.runtime.plugin import Plugin
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'skyproxy.plugins' has no attribute {name!r}. There are: {', '.join(sorted(_PUBLIC))}"

@@ -43,11 +43,11 @@ class AcceleratePlugin(Plugin):
         """Adds accelerate."""
         return with_requirements(image, [requirement("accelerate", self.version)])
 
-    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """Set the environment as `accelerate launch` would."""
         return environment({"ACCELERATE_MIXED_PRECISION": self.mixed_precision})
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """The process group of all ranks."""
         if info.world_size < 2:
             return contextlib.nullcontext()

@@ -35,7 +35,7 @@ class CoordinationPlugin(Plugin):
     def name(self) -> str:
         return "coordination"
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """The head's store, and everybody's connection to it."""
         return self._store(info)
 

@@ -43,7 +43,7 @@ class HuggingFacePlugin(Plugin):
         """Adds the libraries."""
         return with_requirements(image, [requirement("transformers", self.version), "datasets", "tokenizers"])
 
-    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """HF_TOKEN, and the login."""
         return self._logged_in() if self.token is not None else contextlib.nullcontext()
 

@@ -49,7 +49,7 @@ class JaxPlugin(Plugin):
         package = f"jax[{self.cuda}]" if has_cuda(cluster) else "jax"
         return with_requirements(image, [requirement(package, self.version)])
 
-    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """Set what JAX reads from the environment."""
         if not self._joins(info):
             return contextlib.nullcontext()
@@ -62,7 +62,7 @@ class JaxPlugin(Plugin):
             }
         )
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """JAX's distributed runtime, over all ranks."""
         return self._distributed(info) if self._joins(info) else contextlib.nullcontext()
 

@@ -56,7 +56,7 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         with self._lock:
             self._running.discard(future)
 
-    def retrieve_result_callback(self, out: Any) -> Any:
+    def retrieve_result_callback(self, out: Any) -> object:
         """The batch's results; its exception is raised as the task raised it."""
         return out.result()
 

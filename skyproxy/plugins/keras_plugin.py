@@ -48,7 +48,7 @@ class KerasPlugin(Plugin):
         """Adds keras; the backend's own plugin brings the backend, with the right wheels."""
         return with_requirements(image, [requirement("keras", self.version)])
 
-    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """KERAS_BACKEND, which Keras reads when it is imported and never again."""
         keras = sys.modules.get("keras")
         if keras is not None and hasattr(keras, "backend") and keras.backend.backend() != self.backend:
@@ -57,7 +57,7 @@ class KerasPlugin(Plugin):
             )
         return environment({"KERAS_BACKEND": self.backend})
 
-    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(self, function: Callable[..., object]) -> Callable[..., object]:
         """Data parallelism over all devices of all ranks, for jax; per task, for Keras keeps it per thread."""
         if self.backend != "jax" or not self.distribute:
             return function
@@ -67,7 +67,7 @@ class KerasPlugin(Plugin):
             return function
 
         @functools.wraps(function)
-        def distributed(*args: Any, **kwargs: Any) -> Any:
+        def distributed(*args: object, **kwargs: object) -> object:
             import keras
 
             # Each rank feeds its own share of the data (`sky.shard`), so Keras must not take a share of that share.

@@ -90,7 +90,7 @@ def process_group(
             del store  # the head's store serves the others until here
 
 
-def _meet(info: InstanceInfo, timeout_seconds: float) -> Any:
+def _meet(info: InstanceInfo, timeout_seconds: float) -> object:
     """The store on the head, once all ranks have signed in there."""
     from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 

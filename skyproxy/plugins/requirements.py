@@ -36,7 +36,7 @@ def requirement(name: str, version: str) -> str:
     )
 
 
-def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[Any] = ()) -> I:
+def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[object] = ()) -> I:
     """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated."""
     have: Any = image
     return replace(  # type: ignore[no-any-return]

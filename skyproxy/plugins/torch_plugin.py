@@ -64,7 +64,7 @@ class TorchPlugin(Plugin):
         url = f"{WHEELS}/{self.cuda if has_cuda(cluster) else 'cpu'}"
         return with_requirements(image, wanted, [PipIndex(url, [requirement_name(text) for text in wanted])])
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """The process group of all ranks."""
         if info.world_size < 2 and self.init == "auto":
             return contextlib.nullcontext()
@@ -75,7 +75,7 @@ class TorchPlugin(Plugin):
             join_timeout_seconds=self.join_timeout_seconds,
         )
 
-    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(self, function: Callable[..., object]) -> Callable[..., object]:
         """Each rank of a node has a CUDA device of its own; the current device belongs to a thread, as a task does."""
         import torch
 
@@ -86,7 +86,7 @@ class TorchPlugin(Plugin):
         device = instance_info().local_rank % torch.cuda.device_count()
 
         @functools.wraps(function)
-        def on_own_device(*args: Any, **kwargs: Any) -> Any:
+        def on_own_device(*args: object, **kwargs: object) -> object:
             torch.cuda.set_device(device)
             return function(*args, **kwargs)
 

@@ -7,11 +7,13 @@ before a pool starts.
 from __future__ import annotations
 
 from skyproxy.pools.actors import Actor, ActorGroup, actor
+from skyproxy.pools.call_options import Retry
 from skyproxy.pools.cluster import Cluster
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.pending import PendingCompute, PendingGroup, Retry, gather
+from skyproxy.pools.pending import PendingCompute, PendingGroup, gather
 from skyproxy.pools.pool import Compute, ComputePool
-from skyproxy.pools.remote_function import RemoteFunction, compute, function
+from skyproxy.pools.provisioned import compute
+from skyproxy.pools.remote_function import RemoteFunction, function
 
 __all__ = [
     "Actor",

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
+from skyproxy.pools.call_options import CallOptions, Retry, is_stream
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.output_view import TaskOutput
-from skyproxy.pools.pending import CallOptions, PendingCompute, Retry, is_stream, warn_in_a_loop
+from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
 from skyproxy.pools.scheduler import Job, Scheduler
 from skyproxy.runtime.actors import call_actor
 
@@ -49,7 +50,7 @@ class ActorMethod:
         name: of the method.
     """
 
-    def __init__(self, owner: Any, calls: ActorCalls, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, calls: ActorCalls, name: str, function: Callable[..., object]) -> None:
         self.owner = owner
         self.name = name
         self.__name__ = name
@@ -59,10 +60,10 @@ class ActorMethod:
         self.__skyproxy_calls__ = calls
         self.__skyproxy_function__ = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The result of an ordinary method, a future of a coroutine's, an iterator over what a generator yields."""
         calls = self.__skyproxy_calls__
-        call: PendingCompute[Any] = PendingCompute(self, args, kwargs, CallOptions(), self.name)
+        call: PendingCompute[object] = PendingCompute(self, args, kwargs, CallOptions(), self.name)
         if is_stream(self):
             return calls.stream(call)
         if inspect.iscoroutinefunction(self.__skyproxy_function__):
@@ -70,7 +71,7 @@ class ActorMethod:
         warn_in_a_loop(f"{self.__qualname__}()")
         return calls.submit(call).wait()
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Raises:
         TypeError: the method does not take such arguments.
         """
@@ -81,14 +82,14 @@ class ActorMethod:
         except TypeError as error:
             raise TypeError(f"{self.__qualname__}(): {error}") from None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise stays_here(self.__qualname__)
 
     def __repr__(self) -> str:
         return f"<method {self.__qualname__} of an {self.__skyproxy_calls__.place}>"
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # some builtins tell nobody
@@ -128,7 +129,7 @@ class ActorCalls(Scheduler):
         # Found now: finalizers run anywhere, also where its lock is held.
         self._loop = loop_thread()
 
-    def _job(self, call: PendingCompute[Any]) -> Job:
+    def _job(self, call: PendingCompute[object]) -> Job:
         from skyproxy.functions import Payload
 
         method: ActorMethod = call.function  # type: ignore[assignment]
@@ -145,7 +146,7 @@ class ActorCalls(Scheduler):
                 f"Move them first: x.to(pool.nodes[{self.place.rank}].device(...)), or pass x.cpu()."
             )
         merged = CallOptions(options.timeout_seconds or ours.timeout_seconds, None, options.remote or ours.remote)
-        made: PendingCompute[Any] = PendingCompute(method, (), {}, merged, method.__qualname__)
+        made: PendingCompute[object] = PendingCompute(method, (), {}, merged, method.__qualname__)
         job = ActorJob(made, payload, None, options.retry or self._retry)
         job.keeps = method.owner
         # A call that is made after a death knows of it; those before it waited for a state that is gone.

@@ -15,6 +15,8 @@ from skyproxy.runtime.actors import drop_actor, make_actor
 
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
+    from skyproxy.functions.call import Call
+    from skyproxy.nodes import Node
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
@@ -51,8 +53,8 @@ class ActorPlace:
         self._payload = payload
         self._max_restarts = max_restarts
         self._restarts = 0
-        self._node: Any = None
-        self._making: Any = None
+        self._node: Node | None = None
+        self._making: Call | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
@@ -62,18 +64,18 @@ class ActorPlace:
     # --- what a scheduler asks of a group -----------------------------------------------------------------------------
 
     @property
-    def nodes(self) -> list[Any]:
+    def nodes(self) -> list[Node]:
         """The connection to the process that has the actor; to that of its rank as long as none has it."""
         return [self._node if self._node is not None else self.group.nodes[self.rank]]
 
     def ensure(self) -> None:
         """Nothing: `revive` was there before, for a call that may run on what it found."""
 
-    def context(self, rank: int) -> dict[str, Any]:
+    def context(self, rank: int) -> dict[str, object]:
         """Return what goes beside a call."""
         return self.group.context(self.rank)
 
-    def task(self, function: Callable[..., Any]) -> Any:
+    def task(self, function: Callable[..., object]) -> Any:
         """The function as it goes to a rank, under the name of the actor's method."""
         return self.group.task(function)
 
@@ -94,7 +96,7 @@ class ActorPlace:
         """True if it would be made again."""
         return self._restarts < self._max_restarts
 
-    def holds(self, session: Any) -> bool:
+    def holds(self, session: object) -> bool:
         """Return whether the tensors of a session live where the actor does."""
         return self.nodes[0]._session is session
 
@@ -177,10 +179,11 @@ class ActorPlace:
 
     def drop(self) -> None:
         """Have the worker let go of the actor, if it is there."""
-        if not self.is_alive:
+        node = self._node
+        if node is None or not self.is_alive:
             return
         try:
-            self._node.submit(drop_actor, (self.identity,), results="value", context=self.context(0)).result()
+            node.submit(drop_actor, (self.identity,), results="value", context=self.context(0)).result()
         except (SkyproxyError, CancelledError) as error:  # the pool, or the worker, ends at this moment
             logger.debug("skyproxy: %s was not told that it is over: %s", self, error)
 
@@ -190,7 +193,7 @@ def new_place(
     kind: type,
     rank: int | None,
     loads: Sequence[int],
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    arguments: tuple[tuple[object, ...], Mapping[str, object]],
     max_restarts: int,
 ) -> ActorPlace:
     """A place for an actor that is not made yet.

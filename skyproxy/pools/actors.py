@@ -7,13 +7,15 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions, stays_here
+from skyproxy.pools.call_options import CallOptions, On, checked_rank
 from skyproxy.pools.futures import PoolFuture, together
 from skyproxy.pools.node_target import POOL_OF_NODE
-from skyproxy.pools.pending import CallOptions, On, PendingCompute, checked_rank, warn_in_a_loop
+from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
@@ -79,7 +81,7 @@ def actor(
     concurrency: int = 1,
 ) -> Callable[[C], C]: ...
 def actor(
-    target: Any = None,
+    target: object = None,
     /,
     *,
     max_restarts: int = 0,
@@ -126,7 +128,7 @@ def actor(
         raise ConfigurationError("retry=True needs an actor that is made again. Say how often: max_restarts=1.")
     options = ActorOptions(max_restarts, retry, timeout, remote, concurrency)
 
-    def decorate(target: Any) -> Any:
+    def decorate(target: object) -> object:
         if not isinstance(target, type):
             raise ConfigurationError(
                 f"@actor decorates classes, not {target!r}. For a function use @compute; options have names: "
@@ -146,7 +148,7 @@ def actor(
 class Placement(Generic[P, S]):
     """The place where an actor is to be made; called with the arguments of its class, it makes it."""
 
-    def __init__(self, make: Callable[[tuple[Any, ...], dict[str, Any]], PoolFuture[S]], name: str) -> None:
+    def __init__(self, make: Callable[[tuple[object, ...], dict[str, object]], PoolFuture[S]], name: str) -> None:
         self._make = make
         self._name = name
 
@@ -185,19 +187,19 @@ class _ActorHandle:
             )
         return _method(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         kind: type = self.__dict__["_sky_kind"]
         raise AttributeError(
             f"{name} cannot be set: the attributes of the actor {kind.__name__} live on the worker; write a method."
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         kind: type = self.__dict__["_sky_kind"]
         if not _is_method(inspect.getattr_static(kind, "__call__", None)):
             raise TypeError(f"the actor {kind.__name__} cannot be called; its methods can.")
         return _method(self, "__call__")(*args, **kwargs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise stays_here(self.__dict__["_sky_kind"].__name__)
 
     def __repr__(self) -> str:
@@ -205,7 +207,7 @@ class _ActorHandle:
         return f"<{calls.place}>"
 
 
-def _is_method(member: Any) -> bool:
+def _is_method(member: object) -> bool:
     return isinstance(member, staticmethod | classmethod) or (
         callable(member) and not isinstance(member, type) and hasattr(member, "__get__")
     )
@@ -214,7 +216,7 @@ def _is_method(member: Any) -> bool:
 def _method(handle: _ActorHandle, name: str) -> ActorMethod:
     kind: type = handle.__dict__["_sky_kind"]
     member = inspect.getattr_static(kind, name)
-    function: Callable[..., Any]
+    function: Callable[..., object]
     if isinstance(member, staticmethod | classmethod):
         function = getattr(kind, name)
     else:
@@ -252,11 +254,11 @@ class ActorGroup(Generic[S]):
 
     @overload
     def broadcast(
-        self, method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[S, P], Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[T]: ...
     @overload
     def broadcast(self, method: Callable[Concatenate[S, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
-    def broadcast(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def broadcast(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> list[Any]:
         """Calls a method, `Model.step`, of all of them at once and waits for the results, by rank.
 
         Raises:
@@ -267,19 +269,19 @@ class ActorGroup(Generic[S]):
 
     @overload
     def submit(
-        self, method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[S, P], Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> PoolFuture[list[T]]: ...
     @overload
     def submit(
         self, method: Callable[Concatenate[S, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> PoolFuture[list[T]]: ...
-    def submit(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture[list[Any]]:
+    def submit(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> PoolFuture[list[Any]]:
         """The future of `broadcast`."""
         return self._submit(method, args, kwargs)
 
-    def _submit(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolFuture[list[Any]]:
+    def _submit(self, method: object, args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[list[object]]:
         name = getattr(method, "__name__", "")
-        calls: list[PendingCompute[Any]] = []
+        calls: list[PendingCompute[object]] = []
         for one in self._actors:
             kind: type = one.__dict__["_sky_kind"]
             if not name or getattr(kind, name, None) is not method:
@@ -289,7 +291,7 @@ class ActorGroup(Generic[S]):
         futures = [cast(ActorMethod, call.function).__skyproxy_calls__.submit(call) for call in calls]
         return _mapped(together(futures, name), list)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise stays_here("ActorGroup")
 
     def __repr__(self) -> str:
@@ -299,7 +301,7 @@ class ActorGroup(Generic[S]):
 # --- making them ------------------------------------------------------------------------------------------------------
 
 
-def _on(cls: Any, target: Any, *, rank: On = None) -> Placement[Any, Any]:
+def _on(cls: Any, target: object, *, rank: On = None) -> Placement[Any, Any]:
     pool, home = _pool_of(target, cls)
     chosen = checked_rank(rank)
     chosen = 0 if chosen == "head" else chosen
@@ -314,19 +316,19 @@ def _on(cls: Any, target: Any, *, rank: On = None) -> Placement[Any, Any]:
     return Placement(functools.partial(_make, cls, pool, fixed), cls.__name__)
 
 
-def _on_all(cls: Any, target: Any) -> Placement[Any, ActorGroup[Any]]:
+def _on_all(cls: Any, target: object) -> Placement[Any, ActorGroup[Any]]:
     pool, home = _pool_of(target, cls)
     if home is not None and pool.world_size > 1:
         raise ConfigurationError(f"{cls.__name__}.on_all(...) takes a pool, and this is one of its nodes.")
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolFuture[ActorGroup[Any]]:
+    def make(args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[ActorGroup[Any]]:
         parts = [_make(cls, pool, rank, args, kwargs) for rank in range(pool.world_size)]
         return _mapped(together(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
 
     return Placement(make, cls.__name__)
 
 
-def _pool_of(target: Any, cls: Any) -> tuple[Compute, int | None]:
+def _pool_of(target: Any, cls: type) -> tuple[Compute, int | None]:
     """The pool, and the rank where a node of it was named."""
     if hasattr(target, "add_actor"):
         return target, None
@@ -342,7 +344,9 @@ def _pool_of(target: Any, cls: Any) -> tuple[Compute, int | None]:
     return pool, pool.nodes.index(target)
 
 
-def _make(cls: type, pool: Compute, rank: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolFuture[Any]:
+def _make(
+    cls: type, pool: Compute, rank: int | None, args: tuple[object, ...], kwargs: dict[str, object]
+) -> PoolFuture[_ActorHandle]:
     try:
         inspect.signature(cls).bind(*args, **kwargs)
     except TypeError as error:
@@ -367,7 +371,7 @@ def _mapped(source: PoolFuture[T], change: Callable[[T], S]) -> PoolFuture[S]:
     """Return a future for the mapped result of another."""
     future: PoolFuture[S] = PoolFuture(source.name)
 
-    def ended(done: Any) -> None:
+    def ended(done: Future[T]) -> None:
         if done.cancelled():
             future.cancel()
         elif (error := done.exception()) is not None:

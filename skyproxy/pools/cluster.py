@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.loop_thread import loop_thread
@@ -36,7 +35,7 @@ class Cluster:
             raise ConfigurationError("Cluster(): the same Compute stands there twice. Make one for each place.")
         self.computes = computes
 
-    async def __aenter__(self) -> tuple[Any, ...]:
+    async def __aenter__(self) -> tuple[object, ...]:
         await self._provision()
         try:
             for compute in self.computes:

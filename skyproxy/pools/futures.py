@@ -128,7 +128,7 @@ def together(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[
         for part in parts:
             part.cancel()
 
-    def ended(part: Future[Any]) -> None:
+    def ended(part: Future[object]) -> None:
         nonlocal left
         if part.cancelled():
             whole.cancel()

@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from skyproxy.errors import RankErrors
 from skyproxy.runtime.instance import InstanceInfo
 
 if TYPE_CHECKING:
-    from skyproxy.pools.ranks import RankGroup
+    from skyproxy.functions.call import Call
+    from skyproxy.nodes import Node
 
 SETTLE_SECONDS = 0.3
 """The time that ranks have to fail by themselves after the first one did, and then to stop by themselves."""
@@ -23,14 +25,35 @@ _CANCELLED = -1
 _STARTED = -2
 
 
+class Group(Protocol):
+    """The ranks, as a task on them sees them. `RankGroup` is one."""
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The connections to the ranks' processes, by rank."""
+
+    @property
+    def stop_timeout_seconds(self) -> float:
+        """The time that a rank may go on after another one failed."""
+
+    def stop(self, calls: Mapping[int, Call]) -> set[int]:
+        """End these calls, by rank; return the ranks that did not stop."""
+
+    def expect_stop(self) -> None:
+        """Have tasks that come now wait until `stop_ended`."""
+
+    def stop_ended(self) -> None:
+        """Let them go on."""
+
+
 class Gathering:
     """One task on several ranks, until all have ended. Results are taken on a thread of its own: that may take long."""
 
     def __init__(
         self,
-        group: RankGroup,
+        group: Group,
         infos: Sequence[InstanceInfo],
-        calls: dict[int, Any],
+        calls: dict[int, Call],
         timeout_seconds: float | None,
         what: str,
     ) -> None:
@@ -43,7 +66,7 @@ class Gathering:
             timeout_seconds: for all; none by default.
             what: names the task in errors.
         """
-        self.future: Future[list[Any]] = Future()
+        self.future: Future[list[object]] = Future()
         self._group = group
         self._infos = infos
         self._stop_expected = False
@@ -58,12 +81,15 @@ class Gathering:
             self._waiting_to_start = len(calls)
             for call in calls.values():
                 when_started = getattr(call, "add_started_callback", _at_once)
-                when_started(lambda: self._ended.put(_STARTED))
+                when_started(partial(self._ended.put, _STARTED))
         for rank, call in calls.items():
-            call.add_done_callback(lambda _, rank=rank: self._ended.put(rank))
+            call.add_done_callback(partial(self._has_ended, rank))
         threading.Thread(target=self._run, name="skyproxy-ranks", daemon=True).start()
 
-    def _if_cancelled(self, future: Future[list[Any]]) -> None:
+    def _has_ended(self, rank: int, call: Call) -> None:
+        self._ended.put(rank)
+
+    def _if_cancelled(self, future: Future[list[object]]) -> None:
         if future.cancelled():
             # At once: whoever cancels may start the next task in the same breath.
             self._group.expect_stop()
@@ -83,7 +109,7 @@ class Gathering:
             if self._stop_expected:
                 self._group.stop_ended()
 
-    def _results(self) -> list[Any]:
+    def _results(self) -> list[object]:
         end: float | None = None
         left = len(self._calls)
         while left:
@@ -163,7 +189,7 @@ def _at_once(callback: Callable[[], object]) -> None:
     callback()
 
 
-def _failure(call: Any) -> Exception | None:
+def _failure(call: Call) -> Exception | None:
     """Return why a call that is done has no result; None where it has one."""
     try:
         error = call.exception(0)
@@ -176,7 +202,7 @@ def _failure(call: Any) -> Exception | None:
     return RuntimeError(f"{type(error).__name__}: {error}")  # a group of exceptions holds no SystemExit
 
 
-def _wait(calls: Iterable[Any], timeout_seconds: float) -> None:
+def _wait(calls: Iterable[Call], timeout_seconds: float) -> None:
     """Until all calls have ended, or the time is over."""
     end = time.monotonic() + timeout_seconds
     for call in calls:

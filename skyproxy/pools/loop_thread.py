@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="skyproxy-pools", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """The result of a coroutine. An interrupt cancels it, and is raised when the coroutine has cleaned up.
 
         A second interrupt does not wait for that.
@@ -36,7 +36,7 @@ class LoopThread:
                 running.wait()
             raise
 
-    def finish(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def finish(self, coroutine: Coroutine[object, object, T]) -> T:
         """The same for a clean-up: an interrupt does not cancel it, and is raised when it has ended; a second one is
         raised at once."""
         running = _Running(self._loop, coroutine)
@@ -51,7 +51,7 @@ class LoopThread:
         """Calls `callback` on the loop, soon; it must be short. Safe in finalizers."""
         self._loop.call_soon_threadsafe(callback)
 
-    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run_async(self, coroutine: Coroutine[object, object, T]) -> T:
         """The same, without blocking the caller's loop; cancelling the caller cancels it."""
         running = _Running(self._loop, coroutine)
         running.begin()
@@ -70,7 +70,7 @@ class _Running(Generic[T]):
         ended: its outcome; set when it has really ended, and never cancelled by anybody else.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, object, T]) -> None:
         self.ended: Future[T] = Future()
         self._loop = loop
         self._coroutine = coroutine

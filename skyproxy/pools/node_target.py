@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.pools.call_options import CallSpec
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.pending import PendingCompute
 from skyproxy.pools.tasks import as_task
 
-POOL_OF_NODE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from skyproxy.functions.call import Call
+    from skyproxy.nodes import Node
+
+POOL_OF_NODE: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 """The pools that run, by their nodes: a call on such a node goes through its pool, with its plugins and its queue."""
 
 
 class NodeTarget:
     """Makes calls on one node. Its first and only rank is 0."""
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
 
-    def submit_call(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
+    def submit_call(self, call: CallSpec) -> PoolFuture[Any]:
         """Makes the call."""
         future: PoolFuture[Any] = PoolFuture(call.name)
         future.follow(self._start(call))
         return future
 
-    def broadcast_call(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: CallSpec) -> PoolFuture[list[Any]]:
         """Makes the call; the list has one result."""
-        future: PoolFuture[list[Any]] = PoolFuture(call.name)
+        future: PoolFuture[list[object]] = PoolFuture(call.name)
         running = self._start(call)
         future.on_cancel(running.cancel)
 
-        def ended(done: Any) -> None:
+        def ended(done: Call) -> None:
             if done.cancelled():
                 future.cancel()
             elif (error := done.exception()) is not None:
@@ -44,11 +48,11 @@ class NodeTarget:
         running.add_done_callback(ended)
         return future
 
-    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
+    def stream_call(self, call: CallSpec) -> Iterator[object]:
         """Makes the call, and gives what it yields."""
         return iter(self._start(call))
 
-    def _start(self, call: PendingCompute[Any]) -> Any:
+    def _start(self, call: CallSpec) -> Any:
         options = call.options
         if options.rank not in (None, 0):
             raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node is rank 0 alone.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any
+from typing import TextIO
 
 from skyproxy.errors import visible_output
 
@@ -31,7 +31,7 @@ class TaskOutput:
     def write(self, stream: str, text: str) -> None:
         """Shows text that came on "stdout" or "stderr"."""
         # Found now and not earlier: notebooks and tests exchange these.
-        target: Any = getattr(sys, stream)
+        target: TextIO = getattr(sys, stream)
         text = visible_output(text)
         if self._rank is None:
             target.write(text)
@@ -51,14 +51,14 @@ class TaskOutput:
             del self._begun[stream]
             self._show(getattr(sys, stream), text + "\n")
 
-    def _show(self, target: Any, text: str) -> None:
+    def _show(self, target: TextIO, text: str) -> None:
         prefix = self._prefix(target)
         lines = text.splitlines(keepends=True)
         with _lock:
             target.write("".join(prefix + line for line in lines))
             target.flush()
 
-    def _prefix(self, target: Any) -> str:
+    def _prefix(self, target: TextIO) -> str:
         assert self._rank is not None
         plain = f"[{self._rank}] "
         if "NO_COLOR" in os.environ or not getattr(target, "isatty", lambda: False)():

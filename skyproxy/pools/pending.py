@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
 
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError
+from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, is_stream
 from skyproxy.pools.futures import PoolFuture, together
+from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
 from skyproxy.pools.traps import NotAValue
 
 if TYPE_CHECKING:
@@ -20,61 +22,6 @@ W = TypeVar("W")
 T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
-On = int | Literal["head"] | None
-
-
-@dataclass(frozen=True)
-class Retry:
-    """The conditions under which a call is made once more. It may run twice then, so it must be idempotent.
-
-    Attributes:
-        times: how often at most, after the first.
-        on: for which exceptions; by default where the worker was lost.
-        backoff_seconds: the pause before the first one; every further pause is twice as long.
-
-    Example:
-        ```python
-        @skyproxy.function(retry=skyproxy.Retry(times=2, backoff_seconds=1.0))
-        def evaluate(path: str) -> float:
-            return float(len(path))
-        ```
-    """
-
-    times: int = 1
-    on: tuple[type[BaseException], ...] = (SessionLostError,)
-    backoff_seconds: float = 0.1
-
-    @classmethod
-    def parse(cls, given: Retry | int | None) -> Retry | None:
-        """Return what a user meant: a number of times, or an object."""
-        if given is None or isinstance(given, Retry):
-            return given
-        if given < 0:
-            raise ConfigurationError(f"retry={given} is negative. Use 0 or more.")
-        return cls(given) if given else None
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """Options of a call.
-
-    Attributes:
-        timeout_seconds: how long it may run; for ever by default.
-        on: the rank that must run it: a number, or "head" for rank 0; any by default.
-        remote: whether tensors in the result stay on the worker.
-        retry: when it is made once more; the pool's rule by default.
-    """
-
-    timeout_seconds: float | None = None
-    on: On = None
-    remote: bool = False
-    retry: Retry | None = None
-
-    @property
-    def rank(self) -> int | None:
-        """The rank of `on`."""
-        return 0 if self.on == "head" else self.on
-
 
 class Target(Protocol):
     """A place where calls can be made: a pool that runs, or a node."""
@@ -85,7 +32,7 @@ class Target(Protocol):
     def broadcast_call(self, call: PendingCompute[T]) -> PoolFuture[list[T]]:
         """Makes it on every process."""
 
-    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[object]) -> Iterator[object]:
         """Makes it on one process, and gives what its generator yields."""
 
 
@@ -107,9 +54,9 @@ class PendingCompute(NotAValue, Generic[T_co]):
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         options: CallOptions,
         name: str,
     ) -> None:
@@ -197,14 +144,14 @@ class PendingCompute(NotAValue, Generic[T_co]):
     def __and__(self, other: PendingCompute[U]) -> PendingGroup[T_co, U]: ...
     @overload
     def __and__(self, other: PendingGroup[*Ts]) -> PendingGroup[T_co, *Ts]: ...
-    def __and__(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
+    def __and__(self, other: Any) -> PendingGroup[*tuple[object, ...]]:
         return _joined([self], other)
 
 
 class PendingGroup(NotAValue, Generic[*Ts]):
     """Several calls that run in parallel; their results come as a tuple in the order of the calls."""
 
-    def __init__(self, calls: Sequence[PendingCompute[Any]]) -> None:
+    def __init__(self, calls: Sequence[PendingCompute[object]]) -> None:
         self.calls = list(calls)
 
     @property
@@ -245,7 +192,7 @@ class PendingGroup(NotAValue, Generic[*Ts]):
     # As in `NotAValue`: a checker reports the line.
     if not TYPE_CHECKING:
 
-        def __matmul__(self, target: Any) -> NoReturn:
+        def __matmul__(self, target: object) -> NoReturn:
             raise TypeError(
                 "`@` sends one call to every process, and this is several calls. Broadcast them one after the other, "
                 "or use (a() & b()) >> pool."
@@ -254,16 +201,16 @@ class PendingGroup(NotAValue, Generic[*Ts]):
     @overload
     def __and__(self, other: PendingCompute[U]) -> PendingGroup[*Ts, U]: ...
     @overload
-    def __and__(self, other: PendingGroup[*tuple[Any, ...]]) -> PendingGroup[*tuple[Any, ...]]: ...
-    def __and__(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
+    def __and__(self, other: PendingGroup[*tuple[object, ...]]) -> PendingGroup[*tuple[object, ...]]: ...
+    def __and__(self, other: object) -> PendingGroup[*tuple[object, ...]]:
         return self.and_(other)
 
-    def and_(self, other: Any) -> PendingGroup[*tuple[Any, ...]]:
+    def and_(self, other: object) -> PendingGroup[*tuple[object, ...]]:
         """These calls and another one, or others."""
         return _joined(self.calls, other)
 
 
-def _joined(calls: Sequence[PendingCompute[Any]], other: Any) -> PendingGroup[*tuple[Any, ...]]:
+def _joined(calls: Sequence[PendingCompute[object]], other: object) -> PendingGroup[*tuple[object, ...]]:
     if isinstance(other, PendingCompute):
         return PendingGroup([*calls, other])
     if isinstance(other, PendingGroup):
@@ -289,8 +236,8 @@ def gather(
 @overload
 def gather(*calls: PendingCompute[T]) -> PendingGroup[*tuple[T, ...]]: ...
 @overload
-def gather(*calls: PendingCompute[Any] | PendingGroup[*tuple[Any, ...]]) -> PendingGroup[*tuple[Any, ...]]: ...
-def gather(*calls: Any) -> PendingGroup[*tuple[Any, ...]]:
+def gather(*calls: PendingCompute[object] | PendingGroup[*tuple[object, ...]]) -> PendingGroup[*tuple[object, ...]]: ...
+def gather(*calls: object) -> PendingGroup[*tuple[object, ...]]:
     """Several calls as one thing; `gather(a(), b())` is `a() & b()`.
 
     Raises:
@@ -302,7 +249,7 @@ def gather(*calls: Any) -> PendingGroup[*tuple[Any, ...]]:
         model, tokens = both >> pool
         ```
     """
-    parts: list[PendingCompute[Any]] = []
+    parts: list[PendingCompute[object]] = []
     for position, call in enumerate(calls):
         if not isinstance(call, PendingCompute | PendingGroup):
             raise TypeError(
@@ -312,25 +259,6 @@ def gather(*calls: Any) -> PendingGroup[*tuple[Any, ...]]:
             )
         parts += call.calls if isinstance(call, PendingGroup) else [call]
     return PendingGroup(parts)
-
-
-def checked_rank(rank: Any) -> On:
-    """`rank`, if it is one.
-
-    Raises:
-        ConfigurationError: it is neither a number from 0 nor "head".
-    """
-    if rank is None or rank == "head" or (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0):
-        return rank  # type: ignore[no-any-return]
-    raise ConfigurationError(f"on={rank!r} names no rank. Use a number from 0, or 'head'.")
-
-
-def is_stream(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function gives values one by one."""
-    import inspect
-
-    function = getattr(function, "__skyproxy_function__", function)  # of an actor's method
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def target_of(target: Any) -> Target:
@@ -346,8 +274,6 @@ def target_of(target: Any) -> Target:
     if hasattr(target, "submit_call"):
         return target  # type: ignore[no-any-return]
     if hasattr(target, "submit") and hasattr(target, "devices"):
-        from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
-
         pool = POOL_OF_NODE.get(target)
         return NodeTarget(target) if pool is None else pool.on_node(target)
     if isinstance(target, PendingCompute | PendingGroup):

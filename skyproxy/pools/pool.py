@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, ov
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
 from skyproxy.pools.actor_place import new_place
+from skyproxy.pools.call_options import CallOptions, Retry
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
-from skyproxy.pools.pending import CallOptions, PendingCompute, Retry
+from skyproxy.pools.pending import PendingCompute
 from skyproxy.pools.progress_view import ProgressView
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.specification import transformed, worker_spec
@@ -28,7 +29,7 @@ from skyproxy.pools.workers import Workers
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Launched, Progress, Provider, Volume, WorkerSpec
 from skyproxy.providers.image import Image
-from skyproxy.runtime.plugin import reporting
+from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
@@ -72,11 +73,11 @@ class Compute:
         procs_per_node: int | str = 1,
         vcpus: float | None = None,
         memory_gb: float | None = None,
-        resources: Mapping[str, Any] | None = None,
+        resources: Mapping[str, object] | None = None,
         image: Image | str | None = None,
-        plugins: Sequence[Any] = (),
-        volumes: Sequence[Volume | Mapping[str, Any]] = (),
-        env: Mapping[str, Any] | None = None,
+        plugins: Sequence[Plugin] = (),
+        volumes: Sequence[Volume | Mapping[str, object]] = (),
+        env: Mapping[str, object] | None = None,
         concurrency: int = 1,
         retry: Retry | int | None = None,
         timeout: float | str = _DEFAULT_TIMEOUT_SECONDS,
@@ -348,12 +349,17 @@ class Compute:
         """Make a call on every process, as `call @ pool` does, without waiting."""
         return self._running_scheduler().broadcast(call)
 
-    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[object]) -> Iterator[object]:
         """Stream the results of one call, as `call.stream(pool)` does."""
         return self._running_scheduler().stream(call)
 
     def add_actor(
-        self, kind: type, options: ActorOptions, rank: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        kind: type,
+        options: ActorOptions,
+        rank: int | None,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
     ) -> ActorCalls:
         """Return the queue of a new actor, whose first call makes it: the first step of `kind.on(pool)(*args,
         **kwargs)`.
@@ -367,7 +373,7 @@ class Compute:
         self._actors.add(calls)
         return calls
 
-    def on_node(self, node: Any) -> _OnNode:
+    def on_node(self, node: Node) -> _OnNode:
         """The pool as a place for calls that are to run on one of its nodes."""
         return _OnNode(self, self._running_workers().group.nodes.index(node))
 
@@ -375,11 +381,11 @@ class Compute:
     def submit(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
     @overload
     def submit(
-        self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> PoolFuture[T]: ...
     @overload
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture[Any]:
+    def submit(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> PoolFuture[Any]:
         """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`."""
         return self.submit_call(_call(function, args, kwargs))
 
@@ -389,7 +395,7 @@ class Compute:
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         """The same, and waits for the result."""
         return _call(function, args, kwargs).run(self)
 
@@ -397,11 +403,11 @@ class Compute:
     def broadcast(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     @overload
     def broadcast(
-        self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[T]: ...
     @overload
     def broadcast(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
-    def broadcast(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    def broadcast(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> list[Any]:
         """Calls any function on all processes and waits for the results, by rank."""
         return _call(function, args, kwargs).broadcast(self)
 
@@ -419,10 +425,10 @@ class Compute:
     def map(
         self,
         function: RemoteFunction[..., T],
-        first: Iterable[Any],
-        second: Iterable[Any],
+        first: Iterable[object],
+        second: Iterable[object],
         /,
-        *iterables: Iterable[Any],
+        *iterables: Iterable[object],
         timeout: float | None = None,
         retry: Retry | int | None = None,
     ) -> Iterator[T]: ...
@@ -440,21 +446,21 @@ class Compute:
     def map(
         self,
         function: Callable[..., T],
-        first: Iterable[Any],
-        second: Iterable[Any],
+        first: Iterable[object],
+        second: Iterable[object],
         /,
-        *iterables: Iterable[Any],
+        *iterables: Iterable[object],
         timeout: float | None = None,
         retry: Retry | int | None = None,
     ) -> Iterator[T]: ...
     def map(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         /,
-        *iterables: Iterable[Any],
+        *iterables: Iterable[object],
         timeout: float | None = None,
         retry: Retry | int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """The results of a function for every item, in the order of the items.
 
         A few calls a process are under way at a time, so that the items may be endless; the first ones are made at
@@ -469,7 +475,7 @@ class Compute:
         scheduler = self._running_scheduler()
         rule = Retry.parse(retry)
 
-        def submit(args: tuple[Any, ...]) -> PoolFuture[Any]:
+        def submit(args: tuple[object, ...]) -> PoolFuture[object]:
             call = _call(function, args, {})
             if timeout is not None:
                 call = call.with_timeout(timeout)
@@ -479,7 +485,7 @@ class Compute:
         ahead = 2 * self.world_size * self._concurrency
         begun = deque(submit(args) for args in itertools.islice(items, ahead))
 
-        def results() -> Iterator[Any]:
+        def results() -> Iterator[object]:
             try:
                 while begun:
                     value = begun[0].wait()
@@ -509,21 +515,23 @@ class _OnNode:
         self._pool = pool
         self._rank = rank
 
-    def submit_call(self, call: PendingCompute[Any]) -> PoolFuture[Any]:
+    def submit_call(self, call: PendingCompute[object]) -> PoolFuture[object]:
         return self._pool.submit_call(call.on(self._rank))
 
-    def broadcast_call(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
+    def broadcast_call(self, call: PendingCompute[object]) -> PoolFuture[list[object]]:
         if self._pool.world_size > 1:
             raise ConfigurationError("`@` runs on all processes of a pool, and this is one of its nodes. Use `@ pool`.")
         return self._pool.broadcast_call(call)
 
-    def stream_call(self, call: PendingCompute[Any]) -> Iterator[Any]:
+    def stream_call(self, call: PendingCompute[object]) -> Iterator[object]:
         return self._pool.stream_call(call.on(self._rank))
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCompute[Any]:
+def _call(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> PendingCompute[object]:
     if hasattr(function, "__skyproxy_rewrap__"):
-        return cast(PendingCompute[Any], function(*args, **kwargs))
+        return cast(PendingCompute[object], function(*args, **kwargs))
     if isinstance(function, PendingCompute):
         raise TypeError(
             f"{function!r} is already a call. Use call.submit(pool), or pass the function and its arguments."

@@ -6,10 +6,14 @@ import logging
 import sys
 import threading
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skyproxy.providers.base import Progress
 from skyproxy.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
 
 logger = logging.getLogger("skyproxy")
 
@@ -31,7 +35,7 @@ class ProgressView:
         self._show = (SETTINGS.show_progress and sys.stderr.isatty()) if show is None else show
         self._steps: dict[int | None, Progress] = {}
         self._lock = threading.Lock()
-        self._live: Any = None
+        self._live: Live | None = None
 
     def __enter__(self) -> ProgressView:
         if self._show:
@@ -56,7 +60,7 @@ class ProgressView:
         with self._lock:
             self._steps[progress.node] = progress
 
-    def _table(self) -> Any:
+    def _table(self) -> Table:
         from rich.spinner import Spinner
         from rich.table import Table
         from rich.text import Text

@@ -1,17 +1,22 @@
-"""Functions that bring their own worker."""
+"""`@compute`: functions that run on a pool, and functions that bring their own worker."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.pools.call_options import On, Retry
 from skyproxy.pools.pool import Compute
+from skyproxy.pools.remote_function import Decorator, RemoteFunction, function
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def provisioned(target: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def provisioned(target: Callable[..., object], options: Mapping[str, Any]) -> Callable[..., object]:
     """`target` without its parameter `node`: each call provisions a worker as `options` say, and takes it away.
 
     Whoever passes `node=` provisions nothing.
@@ -31,7 +36,7 @@ def provisioned(target: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         )
     others = [parameter for name, parameter in signature.parameters.items() if name != "node"]
 
-    def bound(node: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def bound(node: object, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
         rest = signature.replace(parameters=others).bind(*args, **kwargs)
         whole = inspect.BoundArguments(signature, type(rest.arguments)())
         for name in signature.parameters:
@@ -45,7 +50,7 @@ def provisioned(target: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     if inspect.iscoroutinefunction(target):
 
         @functools.wraps(target)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        async def wrapper(*args: object, **kwargs: object) -> object:
             if "node" in kwargs:
                 return await target(*args, **kwargs)
             bound(None, args, kwargs)  # a wrong argument should not cost a worker
@@ -56,7 +61,7 @@ def provisioned(target: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     else:
 
         @functools.wraps(target)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             if "node" in kwargs:
                 return target(*args, **kwargs)
             bound(None, args, kwargs)
@@ -66,3 +71,63 @@ def provisioned(target: Callable[..., Any], options: Mapping[str, Any]) -> Calla
 
     wrapper.__signature__ = signature.replace(parameters=others)
     return wrapper  # type: ignore[no-any-return]
+
+
+class _WorkerDecorator(Protocol):
+    """The decorator that `compute(name=...)` returns: the function without the node that each call brings along."""
+
+    @overload
+    def __call__(
+        self, target: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __call__(self, target: Callable[Concatenate[Any, P], T], /) -> Callable[P, T]: ...
+
+
+_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry"})
+_WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
+
+
+@overload
+def compute(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+@overload
+def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+@overload
+def compute(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+@overload
+def compute(
+    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
+) -> Decorator: ...
+@overload
+def compute(**options: Any) -> _WorkerDecorator: ...
+def compute(target: Callable[..., object] | None = None, /, **options: Any) -> Any:
+    """A decorator for functions that run elsewhere. What it makes depends on what it is told.
+
+    - Bare, or with the options of `function`: a function whose calls run on a pool, with `>>`, `@`, `&` and `>`.
+    - With options of `Compute` (name, image, resources, nodes, ...), on a function whose first parameter is `node`:
+    each
+      call provisions a worker, passes its node, and takes the worker away at the end. `async def` gives a coroutine.
+
+    Raises:
+        ConfigurationError: the options are of neither kind, or the function takes no node.
+
+    Example:
+        ```python
+        @skyproxy.compute(name="trainer", provider=skyproxy.Local())
+        async def train(node: skyproxy.Node) -> float:
+            x = torch.ones(4, device=node.device("cpu"))
+            return x.sum().item()
+
+
+        print(asyncio.run(train()))
+        ```
+    """
+    if target is not None or options.keys() <= _CALL_OPTIONS:
+        return function(target) if target is not None else function(**options)
+    if not options.keys() & _WORKER_OPTIONS:
+        unknown = ", ".join(sorted(options.keys() - _CALL_OPTIONS))
+        raise ConfigurationError(
+            f"@compute does not know {unknown}. For a call: {', '.join(sorted(_CALL_OPTIONS))}. For a worker: "
+            f"{', '.join(sorted(_WORKER_OPTIONS))}."
+        )
+    return lambda target: provisioned(target, options)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 
@@ -22,6 +22,11 @@ from skyproxy.pools.gathering import ANSWER_SECONDS, SETTLE_SECONDS, Gathering
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import Task, abort_calls, close_hooks, free_ports, open_hooks
 from skyproxy.settings import SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from skyproxy.functions.call import Call
+    from skyproxy.nodes import Node
+    from skyproxy.runtime.plugin import Plugin
 
 logger = logging.getLogger("skyproxy")
 
@@ -40,11 +45,11 @@ class RankGroup:
     def __init__(
         self,
         pool: str,
-        nodes: Sequence[Any],
+        nodes: Sequence[Node],
         infos: Sequence[InstanceInfo],
         *,
-        plugins: Sequence[Any] = (),
-        replace_rank: Callable[[int], Any] | None = None,
+        plugins: Sequence[Plugin] = (),
+        replace_rank: Callable[[int], Node] | None = None,
         settings: Settings = SETTINGS,
     ) -> None:
         """Nothing is sent yet.
@@ -70,7 +75,7 @@ class RankGroup:
         self._formed = False
         self._broken: set[int] = set()
         self._ports: dict[str, int] = {}
-        self._contexts: dict[int, dict[str, Any]] = {}
+        self._contexts: dict[int, dict[str, object]] = {}
         self._closed = False
 
     @property
@@ -83,7 +88,7 @@ class RankGroup:
         """The seconds for which a rank may go on after another one failed."""
         return self._settings.rank_stop_timeout_seconds
 
-    def context(self, rank: int) -> dict[str, Any]:
+    def context(self, rank: int) -> dict[str, object]:
         """Return what goes beside a call to a rank, for `instance_info()` and the plugins there."""
         contexts = self._contexts  # of one generation, which may end meanwhile
         context = contexts.get(rank)
@@ -94,7 +99,7 @@ class RankGroup:
         return context
 
     @staticmethod
-    def task(function: Callable[..., Any]) -> Task:
+    def task(function: Callable[..., object]) -> Task:
         """The function as it goes to the ranks: called there as the plugins want it, and known to run."""
         return Task(function)
 
@@ -160,14 +165,14 @@ class RankGroup:
             self.gather(calls, self._settings.rank_start_timeout_seconds, "the plugins' hooks").result()
         self._formed = True
 
-    def _call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, rank: int, function: Callable[..., object], *args: object) -> Call:
         return self.nodes[rank].submit(function, args, results="value", context=self.context(rank))
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     def gather(
-        self, calls: Mapping[int, Any], timeout_seconds: float | None = None, what: str = "the task"
-    ) -> Future[list[Any]]:
+        self, calls: Mapping[int, Call], timeout_seconds: float | None = None, what: str = "the task"
+    ) -> Future[list[object]]:
         """The results of a call to each rank, in the order of ranks.
 
         The first failure ends the others: their calls are cancelled and their process groups aborted, so that a rank
@@ -183,7 +188,7 @@ class RankGroup:
         """
         return Gathering(self, self._infos, dict(calls), timeout_seconds, what).future
 
-    def stop(self, calls: Mapping[int, Any]) -> set[int]:
+    def stop(self, calls: Mapping[int, Call]) -> set[int]:
         """Ends calls that wait for a failed rank; the group is formed anew before the next task.
 
         First what they wait for, so that they raise where they stand; then those that go on are cancelled.
@@ -217,9 +222,9 @@ class RankGroup:
             self._stopping -= 1
             self._stops.notify_all()
 
-    def _abort(self, calls: Mapping[int, Any], timeout_seconds: float) -> dict[int, bool]:
+    def _abort(self, calls: Mapping[int, Call], timeout_seconds: float) -> dict[int, bool]:
         """Aborts the process groups of ranks; those whose call still runs after so long, and whether they hold any."""
-        replies: dict[int, Any] = {}
+        replies: dict[int, Call] = {}
         for rank, call in calls.items():
             if self.nodes[rank].alive:
                 try:

@@ -1,4 +1,4 @@
-"""Functions that make calls for a pool, and the decorators for them."""
+"""Functions that make calls for a pool, and the decorator for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.pending import CallOptions, On, PendingCompute, Retry, checked_rank
-from skyproxy.pools.pool import Compute
-from skyproxy.pools.provisioned import provisioned
+from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank
+from skyproxy.pools.pending import PendingCompute
 
 P = ParamSpec("P")
 P2 = ParamSpec("P2")
@@ -66,10 +65,10 @@ class RemoteFunction(Generic[P, T_co]):
     def __get__(
         self: RemoteFunction[Concatenate[S, P2], T_co], instance: S, owner: type | None = None
     ) -> RemoteFunction[P2, T_co]: ...
-    def __get__(self, instance: Any, owner: type | None = None) -> RemoteFunction[..., T_co]:
+    def __get__(self, instance: object, owner: type | None = None) -> RemoteFunction[..., T_co]:
         return self if instance is None else RemoteFunction(types.MethodType(self._function, instance), self._options)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RemoteFunction, (self._function, self._options)
 
     def __repr__(self) -> str:
@@ -83,50 +82,39 @@ class RemoteFunction(Generic[P, T_co]):
     # Not for type checkers: without these, they report such a line before it runs.
     if not TYPE_CHECKING:
 
-        def __rshift__(self, other: Any) -> NoReturn:
+        def __rshift__(self, other: object) -> NoReturn:
             self._call_first(">>")
 
-        def __matmul__(self, other: Any) -> NoReturn:
+        def __matmul__(self, other: object) -> NoReturn:
             self._call_first("@")
 
-        def __gt__(self, other: Any) -> NoReturn:
+        def __gt__(self, other: object) -> NoReturn:
             self._call_first(">")
 
-        def __and__(self, other: Any) -> NoReturn:
+        def __and__(self, other: object) -> NoReturn:
             self._call_first("&")
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # some builtins tell nobody
         return None
 
 
-class _Decorator(Protocol):
+class Decorator(Protocol):
     """The decorator that `function(timeout=...)` returns."""
 
     @overload
-    def __call__(self, target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+    def __call__(self, target: Callable[P, Coroutine[object, object, T]], /) -> RemoteFunction[P, T]: ...
     @overload
     def __call__(self, target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
     @overload
     def __call__(self, target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
 
 
-class _WorkerDecorator(Protocol):
-    """The decorator that `compute(name=...)` returns: the function without the node that each call brings along."""
-
-    @overload
-    def __call__(
-        self, target: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
-    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    @overload
-    def __call__(self, target: Callable[Concatenate[Any, P], T], /) -> Callable[P, T]: ...
-
-
 @overload
-def function(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+def function(target: Callable[P, Coroutine[object, object, T]], /) -> RemoteFunction[P, T]: ...
 @overload
 def function(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
 @overload
@@ -134,16 +122,16 @@ def function(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
 @overload
 def function(
     *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
-) -> _Decorator: ...
+) -> Decorator: ...
 def function(
-    target: Callable[..., Any] | None = None,
+    target: Callable[..., object] | None = None,
     /,
     *,
     timeout: float | None = None,
     on: On = None,
     remote: bool = False,
     retry: Retry | int | None = None,
-) -> Any:
+) -> object:
     """A decorator, bare or with options: calls of the function run on a pool.
 
     Args:
@@ -166,7 +154,7 @@ def function(
     """
     options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry))
 
-    def decorate(target: Callable[..., Any]) -> RemoteFunction[..., Any]:
+    def decorate(target: Callable[..., object]) -> RemoteFunction[..., object]:
         if isinstance(target, RemoteFunction):
             raise ConfigurationError(f"{target!r} is already decorated. One @compute or @function is enough.")
         if not callable(target):
@@ -176,52 +164,3 @@ def function(
         return RemoteFunction(target, options)
 
     return decorate if target is None else decorate(target)
-
-
-_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry"})
-_WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
-
-
-@overload
-def compute(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
-@overload
-def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
-@overload
-def compute(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
-@overload
-def compute(
-    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
-) -> _Decorator: ...
-@overload
-def compute(**options: Any) -> _WorkerDecorator: ...
-def compute(target: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """A decorator for functions that run elsewhere. What it makes depends on what it is told.
-
-    - Bare, or with the options of `function`: a function whose calls run on a pool, with `>>`, `@`, `&` and `>`.
-    - With options of `Compute` (name, image, resources, nodes, ...), on a function whose first parameter is `node`:
-    each
-      call provisions a worker, passes its node, and takes the worker away at the end. `async def` gives a coroutine.
-
-    Raises:
-        ConfigurationError: the options are of neither kind, or the function takes no node.
-
-    Example:
-        ```python
-        @skyproxy.compute(name="trainer", provider=skyproxy.Local())
-        async def train(node: skyproxy.Node) -> float:
-            x = torch.ones(4, device=node.device("cpu"))
-            return x.sum().item()
-
-
-        print(asyncio.run(train()))
-        ```
-    """
-    if target is not None or options.keys() <= _CALL_OPTIONS:
-        return function(target) if target is not None else function(**options)
-    if not options.keys() & _WORKER_OPTIONS:
-        unknown = ", ".join(sorted(options.keys() - _CALL_OPTIONS))
-        raise ConfigurationError(
-            f"@compute does not know {unknown}. For a call: {', '.join(sorted(_CALL_OPTIONS))}. For a worker: "
-            f"{', '.join(sorted(_WORKER_OPTIONS))}."
-        )
-    return lambda target: provisioned(target, options)

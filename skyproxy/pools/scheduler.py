@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
+from skyproxy.pools.call_options import Retry, is_stream
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.output_view import TaskOutput
-from skyproxy.pools.pending import PendingCompute, Retry, is_stream
+from skyproxy.pools.pending import PendingCompute
 from skyproxy.pools.tasks import as_task
 from skyproxy.settings import SETTINGS
 
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
+    from skyproxy.functions.call import Call
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
@@ -37,7 +39,7 @@ class Job:
         keeps: what must live until the call has ended.
     """
 
-    def __init__(self, call: PendingCompute[Any], payload: Payload, rank: int | None, retry: Retry) -> None:
+    def __init__(self, call: PendingCompute[object], payload: Payload, rank: int | None, retry: Retry) -> None:
         self.name = call.name
         self.payload = payload
         self.timeout_seconds = call.options.timeout_seconds
@@ -47,15 +49,15 @@ class Job:
         self.rank = rank
         self.retry = retry
         self.tries = 0
-        self.future: PoolFuture[Any] = PoolFuture(call.name)
-        self.running: Any = None
+        self.future: PoolFuture[object] = PoolFuture(call.name)
+        self.running: Call | None = None
         self.keeps: Any = None
         self.span = telemetry.begin("skyproxy.pool_call", function=call.name)
         if self.span is not None:
             self.future.add_done_callback(partial(_end_span, self.span))
 
 
-def _end_span(span: Any, future: Future[Any]) -> None:
+def _end_span(span: object, future: Future[object]) -> None:
     error = CancelledError() if future.cancelled() else future.exception()
     telemetry.end(span, type(error).__name__ if error is not None else "")
 
@@ -67,7 +69,7 @@ class StreamItems:
         reader: who took the last item, and has not asked for the next one.
     """
 
-    def __init__(self, items: Iterator[Any], end: Callable[[], None]) -> None:
+    def __init__(self, items: Iterator[object], end: Callable[[], None]) -> None:
         self._items = items
         self._end: Callable[[], None] | None = end
         self.reader: object = None
@@ -75,7 +77,7 @@ class StreamItems:
     def __iter__(self) -> StreamItems:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._end is None:
             raise StopIteration
         self.reader = None
@@ -142,7 +144,7 @@ class Scheduler:
         self._running: set[Job] = set()
         self._streams: list[weakref.WeakSet[StreamItems]] = [weakref.WeakSet() for _ in range(self._world_size)]
         """Those that hold a process, by rank."""
-        self._broadcasts: deque[tuple[PoolFuture[list[Any]], Callable[[], None]]] = deque()
+        self._broadcasts: deque[tuple[PoolFuture[list[object]], Callable[[], None]]] = deque()
         self._broadcasting = False
         self._closed = False
         self._feeder: threading.Thread | None = None
@@ -188,14 +190,14 @@ class Scheduler:
             self._start(job)
         return job.future
 
-    def _submit_to(self, actor: Any, call: PendingCompute[Any]) -> PoolFuture[Any]:
+    def _submit_to(self, actor: Any, call: PendingCompute[object]) -> PoolFuture[object]:
         """A call of an actor's method, which waits in the actor's own queue."""
         if actor.place.group is not self._group:
             raise ConfigurationError(f"{call.name} is a method of the {actor.place}, which lives in another pool.")
-        future: PoolFuture[Any] = actor.submit(call)
+        future: PoolFuture[object] = actor.submit(call)
         return future
 
-    def _job(self, call: PendingCompute[Any]) -> Job:
+    def _job(self, call: PendingCompute[object]) -> Job:
         from skyproxy.functions import Payload
 
         options = call.options
@@ -337,7 +339,7 @@ class Scheduler:
         job.future.on_cancel(lambda: self._cancel(job))
         call.add_done_callback(lambda call: self._takers_submit(self._ended, job, call, output))
 
-    def _takers_submit(self, function: Callable[..., None], *args: Any) -> None:
+    def _takers_submit(self, function: Callable[..., None], *args: object) -> None:
         try:
             self._takers.submit(function, *args)
         except RuntimeError:  # closed: whoever still waits must be told all the same
@@ -346,7 +348,7 @@ class Scheduler:
     def _output(self, rank: int) -> TaskOutput:
         return TaskOutput(rank if self._world_size > 1 else None)
 
-    def _ended(self, job: Job, call: Any, output: TaskOutput) -> None:
+    def _ended(self, job: Job, call: Call, output: TaskOutput) -> None:
         try:
             value = call.result()
         except CancelledError:
@@ -403,7 +405,7 @@ class Scheduler:
         if closed:
             job.future.fail(_closed_error())
 
-    def _stream_ended(self, rank: int | None, call: Any, output: TaskOutput) -> None:
+    def _stream_ended(self, rank: int | None, call: Call, output: TaskOutput) -> None:
         assert rank is not None
         call.cancel()
         output.finish()
@@ -437,11 +439,11 @@ class Scheduler:
                 queue.remove(job)
                 self._waiting -= 1
 
-    def stream(self, call: PendingCompute[Any]) -> Iterator[Any]:
+    def stream(self, call: PendingCompute[object]) -> Iterator[object]:
         """Make a call of a generator function at once, and return an iterator over what it yields."""
         future = self.submit(call)
 
-        def items() -> Iterator[Any]:
+        def items() -> Iterator[object]:
             try:
                 yield from future.wait()
             finally:
@@ -451,7 +453,7 @@ class Scheduler:
 
     # --- all processes ------------------------------------------------------------------------------------------------
 
-    def broadcast(self, call: PendingCompute[Any]) -> PoolFuture[list[Any]]:
+    def broadcast(self, call: PendingCompute[object]) -> PoolFuture[list[Any]]:
         """Makes a call on every process at once; it is pickled once.
 
         Raises:
@@ -470,7 +472,7 @@ class Scheduler:
                 f"the arguments of {call.name} hold remote tensors, which live on one process, and `@` runs on all "
                 f"{self._world_size}. Pass values (x.cpu()), or run it there alone: f(x) >> pool."
             )
-        future: PoolFuture[list[Any]] = PoolFuture(call.name)
+        future: PoolFuture[list[object]] = PoolFuture(call.name)
         with self._lock:
             self._check_open()
             begin = self._broadcasting
@@ -489,8 +491,8 @@ class Scheduler:
                 return begin
         return None
 
-    def _broadcast(self, call: PendingCompute[Any], payload: Payload, future: PoolFuture[list[Any]]) -> None:
-        calls: dict[int, Any] = {}
+    def _broadcast(self, call: PendingCompute[object], payload: Payload, future: PoolFuture[list[object]]) -> None:
+        calls: dict[int, Call] = {}
         outputs: list[TaskOutput] = []
         try:
             self._group.ensure()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Volume, WorkerSpec
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import count_accelerators
-from skyproxy.runtime.plugin import reporting
+from skyproxy.runtime.plugin import Plugin, reporting
 from skyproxy.units import duration_seconds, limit_seconds
 
 _GPU = "nvidia.com/gpu"
@@ -37,15 +36,15 @@ def worker_spec(
     accelerator: Accelerator | str | None,
     vcpus: float | None,
     memory_gb: float | None,
-    resources: Mapping[str, Any] | None,
+    resources: Mapping[str, object] | None,
     image: Image | str | None,
-    volumes: Sequence[Volume | Mapping[str, Any]],
-    env: Mapping[str, Any] | None,
+    volumes: Sequence[Volume | Mapping[str, object]],
+    env: Mapping[str, object] | None,
     timeout: float | str,
     idle_timeout: float | str | None,
     max_lifetime: float | str | None,
     keep: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     local: bool,
 ) -> WorkerSpec:
     """Checks what was written and brings it into one form.
@@ -78,7 +77,7 @@ def worker_spec(
     )
 
 
-def transformed(spec: WorkerSpec, plugins: Sequence[Any]) -> WorkerSpec:
+def transformed(spec: WorkerSpec, plugins: Sequence[Plugin]) -> WorkerSpec:
     """The spec with the image as the plugins want it, one after the other.
 
     Raises:

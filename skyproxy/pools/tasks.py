@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
 
 
 class CoroutineTask:
@@ -13,14 +12,14 @@ class CoroutineTask:
 
     wraps_function = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Coroutine[object, object, object]]) -> None:
         self.function = function
         self.__name__ = getattr(function, "__name__", "coroutine")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return asyncio.run(self.function(*args, **kwargs))
 
 
-def as_task(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_task(function: Callable[..., object]) -> Callable[..., object]:
     """Return what a worker can call to run `function`."""
     return CoroutineTask(function) if inspect.iscoroutinefunction(function) else function

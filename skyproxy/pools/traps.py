@@ -38,13 +38,13 @@ class NotAValue:
         def __iter__(self) -> NoReturn:
             self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
 
-        def __getitem__(self, key: Any) -> NoReturn:
+        def __getitem__(self, key: object) -> NoReturn:
             self._explain("an item of it was asked for", "Run it first, in brackets: (f() >> pool)[0]")
 
         def __await__(self) -> NoReturn:
             self._explain("it was awaited", "Say where it is to run: await (f() > pool)")
 
-        def __lt__(self, other: Any) -> NoReturn:
+        def __lt__(self, other: object) -> NoReturn:
             self._explain(
                 "`<`",
                 "The pool stands on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
@@ -52,21 +52,21 @@ class NotAValue:
                 "one comparison a line.",
             )
 
-        def __ge__(self, other: Any) -> NoReturn:
+        def __ge__(self, other: object) -> NoReturn:
             self._explain("`>=`", "Use `>>` for its result or `>` for a future.")
 
-        def __le__(self, other: Any) -> NoReturn:
+        def __le__(self, other: object) -> NoReturn:
             self._explain("`<=`", "Use `>>` for its result or `>` for a future.")
 
-        def __rrshift__(self, other: Any) -> NoReturn:
+        def __rrshift__(self, other: object) -> NoReturn:
             self._explain(
                 "`... >> f()`", "The pool stands on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
             )
 
-        def __rmatmul__(self, other: Any) -> NoReturn:
+        def __rmatmul__(self, other: object) -> NoReturn:
             self._explain("`... @ f()`", "The pool stands on the right: f() @ pool")
 
-        def __rand__(self, other: Any) -> NoReturn:
+        def __rand__(self, other: object) -> NoReturn:
             self._explain(
                 f"`{type(other).__name__} & call`",
                 "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with brackets.",
@@ -74,7 +74,7 @@ class NotAValue:
 
 
 def _arithmetic(symbol: str) -> Any:
-    def refuse(self: NotAValue, other: Any) -> NoReturn:
+    def refuse(self: NotAValue, other: object) -> NoReturn:
         self._explain(
             f"`{symbol}`",
             f"Run it first, in brackets, for `{symbol}` and `>>` bind otherwise: (f() >> pool) {symbol} 1",

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from skyproxy.errors import ConfigurationError, SkyproxyError, WorkerStartError
 from skyproxy.pools.loop_thread import loop_thread
@@ -15,6 +15,7 @@ from skyproxy.providers.base import Endpoint, Launched, Progress, Provider, Work
 from skyproxy.providers.environments import missing_requirements
 from skyproxy.providers.together import together
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
+from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
@@ -39,7 +40,7 @@ class Workers:
 
     @classmethod
     async def launch(
-        cls, provider: Provider, spec: WorkerSpec, plugins: Sequence[Any], report: Callable[[Progress], None]
+        cls, provider: Provider, spec: WorkerSpec, plugins: Sequence[Plugin], report: Callable[[Progress], None]
     ) -> Workers:
         """Launches, connects and forms the group; takes everything back where one of these fails or is cancelled.
 
@@ -73,7 +74,7 @@ class Workers:
 
     @classmethod
     async def _connected(
-        cls, spec: WorkerSpec, launched: Launched, plugins: Sequence[Any], report: Callable[[Progress], None]
+        cls, spec: WorkerSpec, launched: Launched, plugins: Sequence[Plugin], report: Callable[[Progress], None]
     ) -> Workers:
         # Late: these load torch, and whoever decorates a function should not wait for that.
         from skyproxy.pools.ranks import RankGroup
@@ -165,7 +166,7 @@ async def _replaced(spec: WorkerSpec, launched: Launched, rank: int, old: Node) 
     return await _connect(spec, await launched.restart(rank))
 
 
-async def _close_nodes(nodes: Sequence[Any]) -> None:
+async def _close_nodes(nodes: Sequence[Node]) -> None:
     def close(node: Node) -> None:
         with contextlib.suppress(SkyproxyError):
             node.close()
@@ -173,7 +174,7 @@ async def _close_nodes(nodes: Sequence[Any]) -> None:
     await asyncio.gather(*(asyncio.to_thread(close, node) for node in nodes))
 
 
-async def _really(cleanup: Any) -> None:
+async def _really(cleanup: Awaitable[object]) -> None:
     """Runs a clean-up to its end, also where the task is cancelled once more meanwhile."""
     task = asyncio.ensure_future(cleanup)
     try:

@@ -99,7 +99,7 @@ def takes_operand(template: Any) -> bool:
     return bool(template != IGNORED and template[0] != CONSTANT)
 
 
-def operand_count(templates: Iterable[Any]) -> int:
+def operand_count(templates: Iterable[object]) -> int:
     """Return how many operands an op of these argument and output templates takes."""
     return sum(map(takes_operand, templates))
 
@@ -152,7 +152,7 @@ Handler = Callable[[dict[int, Any], list[Any], int], int]
 
 
 def execute(
-    stream: list[Any], position: int, handlers: Sequence[Any], slots: dict[int, Any], pause: object
+    stream: list[Any], position: int, handlers: Sequence[object], slots: dict[int, Any], pause: object
 ) -> tuple[int, int, Exception | None]:
     """Run commands one after another until the stream ends, one fails, or there is reason to pause behind one.
 

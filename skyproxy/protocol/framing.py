@@ -177,7 +177,7 @@ class Head:
 
     __slots__ = ("_layout", "_values", "buffer_lengths", "frame_bytes", "header_bytes")
 
-    def __init__(self, layout: _Layout, values: list[Any], lengths: list[int], header_bytes: int) -> None:
+    def __init__(self, layout: _Layout, values: list[object], lengths: list[int], header_bytes: int) -> None:
         self._layout = layout
         self._values = values
         self.buffer_lengths = lengths

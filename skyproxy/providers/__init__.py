@@ -6,7 +6,7 @@ Nothing here speaks to a worker; a provider hands out endpoints, and pools conne
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyproxy.providers.accelerators import Accelerator as Accelerator
@@ -43,7 +43,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'skyproxy.providers' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"skyproxy.providers.{_HOMES[name]}"), name)

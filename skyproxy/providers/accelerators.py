@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from skyproxy.errors import ConfigurationError
 
@@ -64,7 +63,7 @@ class Accelerator:
 
     name: str
     count: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -106,7 +105,7 @@ class Accelerator:
             raise ConfigurationError(f"accelerator={given!r}: after the colon stands how many, as in 'A100:8'.")
         return cls(name.strip(), int(count) if colon else 1)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Accelerator, (self.name, self.count, dict(self.metadata))
 
     def __str__(self) -> str:

@@ -137,7 +137,7 @@ class AWS:
             raise
         return instances
 
-    def reach(self, instance: Mapping[str, Any], local_rank: int) -> tuple[str, int]:
+    def reach(self, instance: Mapping[str, object], local_rank: int) -> tuple[str, int]:
         """Host and port by which this machine reaches a worker process. A subclass may know another way."""
         return str(instance.get("PublicIpAddress") or instance["PrivateIpAddress"]), PORT + local_rank
 
@@ -156,7 +156,7 @@ class AWS:
             )
         return image
 
-    def _clients(self) -> tuple[Any, Any]:
+    def _clients(self) -> tuple[object, object]:
         try:
             import boto3
         except ModuleNotFoundError as error:
@@ -173,7 +173,7 @@ class AWS:
 
     def _request(
         self, ssm: Any, spec: WorkerSpec, image: Image, instances: Instances, report: Report
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The arguments of run_instances, but for what the launch makes itself."""
         kind = self._instance_type or instance_type_for(spec)
         ami = self._image_id
@@ -238,7 +238,7 @@ class Instances:
         spec: WorkerSpec,
         keys: Keys,
         poll_seconds: float,
-        reach: Callable[[Mapping[str, Any], int], tuple[str, int]],
+        reach: Callable[[Mapping[str, object], int], tuple[str, int]],
         ssm: Any = None,
     ) -> None:
         self.keys = keys
@@ -304,7 +304,7 @@ class Instances:
             except Exception as error:
                 logger.warning("skyproxy: the SSM parameter %s was left behind: %s", self.parameter, error)
 
-    def _run(self, request: dict[str, Any]) -> None:
+    def _run(self, request: dict[str, object]) -> None:
         tags = [
             {"Key": "Name", "Value": self._name},
             {"Key": _POOL, "Value": self._spec.name},

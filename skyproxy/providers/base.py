@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.accelerators import Accelerator
@@ -35,7 +35,7 @@ class Volume:
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def parse(cls, given: Volume | Mapping[str, Any]) -> Volume:
+    def parse(cls, given: Volume | Mapping[str, object]) -> Volume:
         """A volume as users write it: an object, or a dict with name, storage and path.
 
         Raises:
@@ -114,7 +114,7 @@ class WorkerSpec:
     max_lifetime_seconds: float | None = None
     timeout_seconds: float = 600.0
     keep: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @property
     def world_size(self) -> int:
@@ -122,7 +122,7 @@ class WorkerSpec:
         return self.nodes * self.procs_per_node
 
 
-def refuse_options(provider: str, options: Mapping[str, Any]) -> None:
+def refuse_options(provider: str, options: Mapping[str, object]) -> None:
     """Refuse arguments that neither a `Compute` nor its provider knows: a misspelt one must not be ignored.
 
     Args:

@@ -137,7 +137,7 @@ class Image:
             found.append(path)
         return found
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         values = (self.python, self.pip, self.pip_indexes, self.apt, dict(self.env), self.includes, self.base)
         return Image, values
 

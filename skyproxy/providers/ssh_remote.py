@@ -129,12 +129,12 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     return status(request, _)
 
 
-def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     """Tell how a worker is: its port, what it says of itself, and the end of its log where it is gone."""
     folder = ROOT / "workers" / request["name"]
     if not _is_alive(folder):
         return {"alive": False, "there": folder.exists(), "log": _tail(folder)}
-    row: dict[str, Any] = {"alive": True, "there": True, "port": None, "report": {}}
+    row: dict[str, object] = {"alive": True, "there": True, "port": None, "report": {}}
     try:
         row["port"] = int((folder / "port").read_text())
         token = (folder / "token").read_text().strip()
@@ -149,7 +149,7 @@ def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     return row
 
 
-def token(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+def token(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     """Give a worker another token; it reads the file again by itself."""
     folder = ROOT / "workers" / request["name"]
     if not folder.exists():
@@ -158,7 +158,7 @@ def token(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     return {}
 
 
-def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
+def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     """End a worker and remove what was made for it; environments that no other worker uses go as well."""
     folder = ROOT / "workers" / request["name"]
     there = folder.exists()
@@ -178,7 +178,7 @@ def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     return {"there": there}
 
 
-def logs(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
+def logs(request: dict[str, Any], stream: IO[bytes]) -> dict[str, object]:
     """Write the last lines of a worker's log; with `follow` on, until it ends or the client goes."""
     folder = ROOT / "workers" / request["name"]
     try:

@@ -17,7 +17,7 @@ class Actors:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._actors: dict[tuple[str, str], Any] = {}
+        self._actors: dict[tuple[str, str], object] = {}
 
     def put(self, session: str, identity: str, actor: Any) -> None:
         """Keep an actor under its name."""
@@ -55,12 +55,14 @@ ACTORS = Actors()
 # --- what a pool calls on its workers --------------------------------------------------------------------------------
 
 
-def make_actor(identity: str, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def make_actor(
+    identity: str, kind: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
     """Make an actor, and keep it under this name."""
     ACTORS.put(_session(), identity, kind(*args, **kwargs))
 
 
-def call_actor(identity: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_actor(identity: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Call a method of an actor; with an empty name, see whether it is there.
 
     Raises:

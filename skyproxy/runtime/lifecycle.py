@@ -16,7 +16,7 @@ from typing import Any
 from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.runtime.calls import current_call
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
-from skyproxy.runtime.plugin import has_hook, name_of, reporting
+from skyproxy.runtime.plugin import Plugin, has_hook, name_of, reporting
 
 logger = logging.getLogger("skyproxy")
 
@@ -34,7 +34,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._stack = contextlib.ExitStack()
-        self._plugins: tuple[Any, ...] = ()
+        self._plugins: tuple[Plugin, ...] = ()
         self._info: InstanceInfo | None = None
         self._owners: set[str] = set()
         self._once: set[str] = set()
@@ -46,7 +46,7 @@ class Lifecycle:
         """The job whose hooks are open, or an empty text."""
         return self._info.job if self._info is not None else ""
 
-    def open(self, plugins: Sequence[Any], info: InstanceInfo) -> None:
+    def open(self, plugins: Sequence[Plugin], info: InstanceInfo) -> None:
         """Enters the hooks of all plugins, once for a job, however many threads ask for it.
 
         Raises:
@@ -95,7 +95,7 @@ class Lifecycle:
                 self._stack.enter_context(make())
                 self._once.add(key)
 
-    def _enter(self, plugin: Any, hook: str, info: InstanceInfo) -> None:
+    def _enter(self, plugin: Plugin, hook: str, info: InstanceInfo) -> None:
         where = f", rank {info.rank} of {info.world_size}"
         with reporting(plugin, hook, where):
             manager = getattr(plugin, hook)(info)
@@ -180,7 +180,7 @@ class Lifecycle:
             idle = self._task_ended.wait_for(lambda: not self._tasks.keys() & set(calls), timeout_seconds)
         return {"idle": idle, "holds": holds}
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """A task of the pool: `function` as the plugins want it called."""
         decorating = [plugin for plugin in reversed(self._plugins) if has_hook(plugin, "decorate")]
         if decorating and not hasattr(function, "__name__"):
@@ -231,10 +231,10 @@ def _register_exit() -> None:
         atexit.register(LIFECYCLE.close, None, _CLOSE_LOCK_SECONDS)
 
 
-def _as_function(called: Callable[..., Any]) -> Callable[..., Any]:
+def _as_function(called: Callable[..., object]) -> Callable[..., object]:
     """A callable object, such as a batch of joblib's, as the function that `decorate` hooks may expect."""
 
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: object, **kwargs: object) -> object:
         return called(*args, **kwargs)
 
     function.__name__ = function.__qualname__ = type(called).__name__
@@ -246,16 +246,16 @@ class Task:
 
     wraps_function = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
         # Errors and logs name the function, not its wrapping.
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return LIFECYCLE.run(self.function, args, kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Task, (self.function,)
 
 
@@ -308,8 +308,8 @@ def port_for(purpose: str, info: InstanceInfo) -> int:
         info: of this process.
     """
     call = current_call()
-    ports = call.values.get("ports", {}) if call is not None else {}
-    return int(ports.get(purpose, info.head_port))
+    ports = call.values.get("ports") if call is not None else None
+    return int(ports.get(purpose, info.head_port)) if isinstance(ports, dict) else info.head_port
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import InstanceInfo, instance_info
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 Only = Literal["head"] | Callable[[InstanceInfo], bool]
 
 _MUTED: ContextVar[frozenset[str]] = ContextVar("skyproxy_muted", default=frozenset())
@@ -108,7 +108,7 @@ def _wrapped(function: F, streams: tuple[str, ...], only: Only) -> F:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        async def wrapper(*args: object, **kwargs: object) -> object:
             from skyproxy.runtime.output import filtering
 
             with filtering(streams, only):
@@ -117,7 +117,7 @@ def _wrapped(function: F, streams: tuple[str, ...], only: Only) -> F:
     elif inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> Any:
             from skyproxy.runtime.output import filtered_generator
 
             # `yield from`, for a generator function must look like one.
@@ -126,7 +126,7 @@ def _wrapped(function: F, streams: tuple[str, ...], only: Only) -> F:
     else:
 
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             from skyproxy.runtime.output import filtering
 
             with filtering(streams, only):
@@ -154,7 +154,7 @@ def filtering(streams: tuple[str, ...], only: Only) -> Iterator[None]:
 
 def filtered_generator(generator: Any, streams: tuple[str, ...], only: Only) -> Any:
     """`generator`, muted while it runs, and not while its consumer does."""
-    step: Callable[[], Any] = functools.partial(next, generator)
+    step: Callable[[], object] = functools.partial(next, generator)
     while True:
         try:
             with filtering(streams, only):
@@ -188,7 +188,7 @@ class _Mutable:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -39,21 +39,21 @@ class Plugin:
         """
         return image
 
-    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """In every rank's process, once, before any function is unpickled there: the place for environment variables.
 
         All plugins' `around_process` are entered before the first `around_app`. Left when the pool ends.
         """
         return contextlib.nullcontext()
 
-    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[Any]:
+    def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """In every rank's process, once, before the first task: the place for process groups.
 
         All ranks enter it at the same time, so they may wait for one another. Left when the pool ends, or the worker.
         """
         return contextlib.nullcontext()
 
-    def decorate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(self, function: Callable[..., object]) -> Callable[..., object]:
         """On the worker, for every task: the function to call in its place."""
         return function
 
@@ -71,7 +71,7 @@ def name_of(plugin: Any) -> str:
 
 
 @contextlib.contextmanager
-def reporting(plugin: Any, hook: str, where: str = "") -> Iterator[None]:
+def reporting(plugin: object, hook: str, where: str = "") -> Iterator[None]:
     """Whatever fails inside the `with` block is a `PluginError` that names the plugin and the hook.
 
     Args:
@@ -87,7 +87,7 @@ def reporting(plugin: Any, hook: str, where: str = "") -> Iterator[None]:
         raise PluginError(f"plugin {name_of(plugin)!r}, {hook}{where}: {type(error).__name__}: {error}") from error
 
 
-def has_hook(plugin: Any, hook: str) -> bool:
+def has_hook(plugin: object, hook: str) -> bool:
     """Return whether a plugin does something in a hook; the base class's own hooks do nothing."""
     found = getattr(type(plugin), hook, None)
     return callable(getattr(plugin, hook, None)) and found is not getattr(Plugin, hook)

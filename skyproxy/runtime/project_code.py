@@ -234,7 +234,7 @@ def pack_files(changed: Mapping[tuple[int, str], bytes | None]) -> bytes:
     return zlib.compress(pickle.dumps(dict(changed), protocol=5), 1)
 
 
-def undecorated(module: str, qualname: str, depth: int) -> Any:
+def undecorated(module: str, qualname: str, depth: int) -> object:
     """Return a function of a module from below its decorators.
 
     Args:

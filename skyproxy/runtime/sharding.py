@@ -12,13 +12,13 @@ from skyproxy.runtime.instance import instance_info
 
 
 def shard(
-    *arrays: Any,
+    *arrays: object,
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
     rank: int | None = None,
     world_size: int | None = None,
-) -> Any:
+) -> object:
     """This process's share of every array, of the same type as the array.
 
     Process r of w takes the items r, r + w, r + 2w, ... of the (shuffled) order, the same ones of every array, so that
@@ -77,7 +77,7 @@ def shard(
     return shares[0] if len(shares) == 1 else shares
 
 
-def _columns(array: Any) -> Mapping[str, Any] | None:
+def _columns(array: Any) -> Mapping[str, object] | None:
     """The columns of a mapping or a named tuple, None for everything else."""
     if isinstance(array, Mapping):
         return array
@@ -108,7 +108,7 @@ def _length(array: Any) -> int:
         ) from None
 
 
-def _take(array: Any, picked: Sequence[int] | slice, total: int) -> Any:
+def _take(array: Any, picked: Sequence[int] | slice, total: int) -> object:
     columns = _columns(array)
     if columns is not None:
         taken = {name: _take(column, picked, total) for name, column in columns.items()}
@@ -133,7 +133,7 @@ def _take(array: Any, picked: Sequence[int] | slice, total: int) -> Any:
     return _take_items(array, picked, indices)
 
 
-def _take_tensor(torch: Any, array: Any, picked: Sequence[int] | slice) -> Any:
+def _take_tensor(torch: Any, array: Any, picked: Sequence[int] | slice) -> object:
     index = (
         picked if isinstance(picked, slice) else torch.as_tensor(list(picked), dtype=torch.long, device=array.device)
     )
@@ -143,7 +143,7 @@ def _take_tensor(torch: Any, array: Any, picked: Sequence[int] | slice) -> Any:
     return array[index]
 
 
-def _take_items(array: Any, picked: Sequence[int] | slice, indices: Sequence[int]) -> Any:
+def _take_items(array: Any, picked: Sequence[int] | slice, indices: Sequence[int]) -> object:
     kind = type(array)
     if isinstance(picked, slice) and kind in (list, tuple, str, bytes, bytearray, range, memoryview):
         return array[picked]
@@ -164,7 +164,7 @@ def _take_items(array: Any, picked: Sequence[int] | slice, indices: Sequence[int
         return items
 
 
-def _rebuilt(array: Any, columns: dict[str, Any]) -> Any:
+def _rebuilt(array: Any, columns: dict[str, Any]) -> object:
     """A mapping like `array` with other columns; its own attributes stay where it knows how to copy itself."""
     try:
         rebuilt = array.copy()

@@ -155,7 +155,7 @@ class NotebookLine:
         if self._handle is not None:
             self._handle.update(self)
 
-    def _repr_mimebundle_(self, **unused: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **unused: object) -> dict[str, str]:
         return {
             "text/plain": self._text,
             "text/html": f"<div>{html.escape(self._text)}</div>" if self._text else "",

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import CancelOperations, Message
+from skyproxy.protocol.messages import Buffer, CancelOperations, Message
 from skyproxy.session.failures import FailureReports
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.waiters import Waiter, Waiters
@@ -19,11 +19,11 @@ class _Mark(Waiter):
 
     __slots__ = ("on_answer",)
 
-    def __init__(self, on_answer: Callable[[Any], object]) -> None:
+    def __init__(self, on_answer: Callable[[object], object]) -> None:
         super().__init__()
         self.on_answer = on_answer
 
-    def set(self, value: Any, buffers: tuple[Any, ...] = ()) -> None:
+    def set(self, value: Any, buffers: tuple[Buffer, ...] = ()) -> None:
         self.on_answer(value)
         super().set(value, buffers)
 

@@ -23,7 +23,7 @@ _MIB = 1 << 20
 _drawing = threading.Lock()
 """Held by the one bar that is on the screen."""
 
-Display = Callable[[str], Any]
+Display = Callable[[str], object]
 """Makes a bar of a text: something with `update(done_bytes, total_bytes)` and `close()`; or None."""
 
 
@@ -75,7 +75,7 @@ class NotebookBar:
         self._closed = True
         self._handle.update(self)
 
-    def _repr_mimebundle_(self, **unused: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **unused: object) -> dict[str, str]:
         if self._closed:
             return {"text/plain": "", "text/html": ""}
         rate = self._done / max(time.monotonic() - self._started, 1e-3)

@@ -87,8 +87,8 @@ class Recorder:
         self.dirty: list[int] = []
         self.free: list[int] = []
         self.widths = commands.width_table()
-        self.emit: Callable[[Iterable[Any]], None] = self.stream.extend
-        self.emit_line: Callable[[Iterable[Any]], None] = self.lines.extend
+        self.emit: Callable[[Iterable[object]], None] = self.stream.extend
+        self.emit_line: Callable[[Iterable[object]], None] = self.lines.extend
         self.drop_slot = _slot_dropper(self.free, self.dirty)
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
@@ -194,13 +194,13 @@ class Recorder:
         """Values that the client holds on the worker."""
         return self._top - len(self.free) - len(self._taken)
 
-    def append(self, *command: Any) -> None:
+    def append(self, *command: object) -> None:
         """Records one built-in command; sends, if it is time."""
         self.stream.extend(command)
         if len(self.stream) > self.limit:
             self._send_older()
 
-    def append_with_buffer(self, buffer: Buffer, *command: Any) -> None:
+    def append_with_buffer(self, buffer: Buffer, *command: object) -> None:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
         with self._lock:
             # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C strikes.

@@ -41,7 +41,7 @@ def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
     return sorted({*holes, *requests}) if requests else holes
 
 
-def changes(before: list[Any], now: list[Any]) -> list[Any]:
+def changes(before: list[Any], now: list[Any]) -> list[object]:
     """Return what stands in other holes than before: the number of a hole, then its value, and so on.
 
     A list that holds one number many times, as optimizers make them, becomes `[[count, number]]`.
@@ -58,7 +58,7 @@ def _has_zero(value: Any) -> bool:
     return 0.0 in value if type(value) is list else value == 0.0
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any) -> object:
     if type(value) is list and len(value) > 1 and value[0] != 0.0 and value.count(value[0]) == len(value):
         return [[len(value), value[0]]]
     return value
@@ -85,7 +85,7 @@ class Repeats:
         self._pack = msgpack.Packer(default=str).pack
         self.seen: OrderedDict[bytes, tuple[int, list[Any]]] = OrderedDict()
 
-    def choose(self, sequence: Sequence, stream: list[Any], buffers: tuple[Buffer, ...]) -> Choice:
+    def choose(self, sequence: Sequence, stream: list[object], buffers: tuple[Buffer, ...]) -> Choice:
         """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
         before the message is on its way."""
         if len(stream) < _SMALLEST:

@@ -78,7 +78,7 @@ class Requests:
         self.recordings = self._failures.recordings
 
     @property
-    def recent_errors(self) -> list[dict[str, Any]]:
+    def recent_errors(self) -> list[dict[str, object]]:
         """The latest errors of the worker, with the lines that caused them; see `FailureReports.recent`."""
         return list(self._failures.recent)
 
@@ -113,12 +113,12 @@ class Requests:
         """Records the worker's control `name`; does not wait."""
         self.recorder.append(commands.DO, name, list(arguments))
 
-    def request(self, purpose: str, command: Callable[[int], tuple[Any, ...]]) -> Any:
+    def request(self, purpose: str, command: Callable[[int], tuple[object, ...]]) -> Any:
         """Records the command that `command` makes of a request number, and waits for its reply."""
         waiter = self.ask(command)
         return self.wait(waiter, purpose)
 
-    def ask(self, command: Callable[[int], tuple[Any, ...]]) -> Waiter:
+    def ask(self, command: Callable[[int], tuple[object, ...]]) -> Waiter:
         """Records a request and sends it; the answer can be waited for later."""
         self.check()
         number, waiter = self._waiters.open()
@@ -158,7 +158,7 @@ class Requests:
             if self._failures.warnings.pending:
                 self._failures.warnings.show()
 
-    def _wait_long(self, waiter: Waiter) -> Any:
+    def _wait_long(self, waiter: Waiter) -> object:
         """Wait for what comes behind all that the worker has to do; show what that is, if it takes long."""
         if not self.settings.show_progress or waiter.done_within(backlog.PATIENCE_SECONDS):
             return waiter.wait()
@@ -256,7 +256,7 @@ class Requests:
             view[:] = waiter.buffers[0]
         return target
 
-    def upload(self, slot: int, tensor: torch.Tensor, device: list[Any]) -> None:
+    def upload(self, slot: int, tensor: torch.Tensor, device: list[object]) -> None:
         """Records that `slot` gets the values of a dense CPU tensor; they are read before this returns.
 
         Args:
@@ -278,7 +278,7 @@ class Requests:
 
         self._uploads.send(transfer, view, tensor.element_size(), tensor, announce)
 
-    def upload_bytes(self, slot: int, description: Description, values: bytes, device: list[Any]) -> None:
+    def upload_bytes(self, slot: int, description: Description, values: bytes, device: list[object]) -> None:
         """Record that `slot` gets values that travel with the commands.
 
         Args:

@@ -24,7 +24,7 @@ class Signatures:
     def __init__(self, recorder: Recorder, max_signatures: int) -> None:
         self._recorder = recorder
         self._max_signatures = max_signatures
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[object, int] = {}
         self._lock = threading.RLock()
         self.known: Callable[[Any], int | None] = self._numbers.get
 

@@ -212,7 +212,7 @@ class Group:
         self._pending_bytes -= len(job.view)
         self._done_bytes += len(job.view)
 
-    def wait_for_download(self, waiter: Waiter, size: int, missing_bytes: Callable[[], int]) -> Any:
+    def wait_for_download(self, waiter: Waiter, size: int, missing_bytes: Callable[[], int]) -> object:
         """The answer of a waiter whose bytes arrive."""
         self._arrived_bytes = lambda: size - missing_bytes()
         try:
@@ -267,7 +267,7 @@ def together(text: str, expected_bytes: int, shown: bool) -> Iterator[Group]:
         group.close()
 
 
-def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int], shown: bool) -> Any:
+def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int], shown: bool) -> object:
     """The answer of a waiter whose bytes arrive on the bulk connection, with a progress bar if that takes long."""
     if _current.group is not None:
         return _current.group.wait_for_download(waiter, size, missing_bytes)

@@ -6,7 +6,7 @@ import itertools
 import threading
 from typing import Any
 
-from skyproxy.protocol.messages import RequestId
+from skyproxy.protocol.messages import Buffer, RequestId
 
 
 class Waiter:
@@ -19,14 +19,14 @@ class Waiter:
 
     def __init__(self, keep_alive: object = None) -> None:
         self.value: Any = None
-        self.buffers: tuple[Any, ...] = ()
+        self.buffers: tuple[Buffer, ...] = ()
         self.error: BaseException | None = None
         self.done = False
         self.keep_alive = keep_alive
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def set(self, value: Any, buffers: tuple[Any, ...] = ()) -> None:
+    def set(self, value: Any, buffers: tuple[Buffer, ...] = ()) -> None:
         if not self.done:
             self.value, self.buffers, self.done = value, buffers, True
             self._lock.release()

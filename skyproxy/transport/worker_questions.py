@@ -24,7 +24,7 @@ def ask_control(
     certificate: str | Path | None = None,
     server_name: str | None = None,
     timeout_seconds: float = 30.0,
-) -> Any:
+) -> object:
     """The answer of a worker's control, as plain data.
 
     Args:

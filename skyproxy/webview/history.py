@@ -88,7 +88,7 @@ class History:
         return at, now["memory"], rate("commands"), rate("bytes_received"), rate("bytes_sent")
 
 
-def totals(workers: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def totals(workers: Iterable[Mapping[str, object]]) -> dict[str, float]:
     """Return the sums over what workers answer; what is missing or no number counts nothing.
 
     A worker that does not tell its own figures, to a token without the scope `admin`, is summed over its sessions.

@@ -27,6 +27,7 @@ from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.known_functions import KnownFunction, named_device
 from skyproxy_server.functions.results import REMOTE, Returning, describe_error
+from skyproxy_server.inventory import DeviceRow
 
 _OUTPUT_PIECE = 8192
 """Characters of one output event; a line is sent when it is whole, a longer one in parts."""
@@ -48,7 +49,7 @@ class FunctionCall:
     """
 
     def __init__(
-        self, identity: str, session: str, devices: list[dict[str, Any]], settings: Settings, activity: Activity
+        self, identity: str, session: str, devices: list[DeviceRow], settings: Settings, activity: Activity
     ) -> None:
         self.identity = identity
         self.session = session
@@ -60,10 +61,10 @@ class FunctionCall:
         self.events = Events(identity, settings)
         self._activity = activity
         self._task: dict[str, Any] | None = None
-        self._pieces: Sequence[Any] = ()
+        self._pieces: Sequence[object] = ()
         self._function: KnownFunction | None = None
         self._arguments: list[Any] | None = None
-        self._streams: Sequence[Any] = ()
+        self._streams: Sequence[torch.cuda.Stream] = ()
         self._counted = False
         self._count: Callable[[bool], None] = lambda begins: None
         self._on_end: Callable[[], None] = lambda: None
@@ -95,7 +96,7 @@ class FunctionCall:
     def start(
         self,
         task: dict[str, Any],
-        pieces: Sequence[Any],
+        pieces: Sequence[object],
         count: Callable[[bool], None],
         on_end: Callable[[], None],
         function: KnownFunction | None = None,
@@ -117,7 +118,7 @@ class FunctionCall:
                 self._count, self._on_end, self._function = count, on_end, function
                 self._begin()
 
-    def bind(self, arguments: list[Any], streams: Sequence[Any]) -> None:
+    def bind(self, arguments: list[Any], streams: Sequence[torch.cuda.Stream]) -> None:
         """The tensor arguments are here.
 
         Args:
@@ -193,7 +194,7 @@ class FunctionCall:
                 self._timer.cancel()
             self.events.changed.notify_all()
 
-    def _execute(self, task: dict[str, Any], pieces: Sequence[Any], arguments: list[Any]) -> None:
+    def _execute(self, task: dict[str, object], pieces: Sequence[object], arguments: list[Any]) -> None:
         given: dict[int, torch.Tensor] = {}
 
         def referred(row: Row, number: int) -> torch.Tensor:
@@ -236,7 +237,7 @@ class FunctionCall:
             # In this very thread: one call, one line of events.
             self._emit_value("item", item, returning)
 
-    def _await(self, coroutine: Any) -> Any:
+    def _await(self, coroutine: Any) -> object:
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
             task = loop.create_task(coroutine)
@@ -247,7 +248,7 @@ class FunctionCall:
             finally:
                 self._interrupts.remove(stop)
 
-    def _emit_value(self, kind: str, value: Any, returning: Returning) -> None:
+    def _emit_value(self, kind: str, value: object, returning: Returning) -> None:
         try:
             pickled, kept = returning.pickle(value)
         except Exception as error:
@@ -341,7 +342,7 @@ class FunctionCall:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
-    def fail(self, words: dict[str, Any]) -> None:
+    def fail(self, words: dict[str, object]) -> None:
         """The call ends with an error before its function began."""
         self.events.add("error", words)
 

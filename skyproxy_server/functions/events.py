@@ -12,6 +12,7 @@ import torch
 from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pickling import Pickled
 from skyproxy.payloads.pieces import flat_size
+from skyproxy.protocol.messages import Buffer
 from skyproxy.settings import Settings
 
 _LAST = ("result", "error")
@@ -38,7 +39,7 @@ class Event:
         self, number: int, kind: str, value: dict[str, Any], pickled: Pickled | None, kept: list[torch.Tensor]
     ) -> None:
         self.number, self.kind, self.value, self.kept = number, kind, value, kept
-        self.pieces: Sequence[Any] | None = [] if pickled is None else pickled.pieces
+        self.pieces: Sequence[Buffer] | None = [] if pickled is None else pickled.pieces
         self.keep = pickled
         self.size = sum(map(flat_size, self.pieces or ())) + len(value.get("text", "")) + _EVENT_BYTES
 

@@ -18,7 +18,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 DIGEST_BYTES = 32
 _OVERHEAD_BYTES = 4096
 """The bytes that each counts beside its code, so that many small ones are bounded, too."""
-_NO_TABLES: dict[str, Any] = {"tensors": [], "bases": []}
+_NO_TABLES: dict[str, object] = {"tensors": [], "bases": []}
 
 
 class KnownFunction:
@@ -33,14 +33,14 @@ class KnownFunction:
         self._content = content
         self._keeps_globals = keeps_globals
         self._lock = threading.Lock()
-        self._made: tuple[int, Callable[..., Any]] | None = None
+        self._made: tuple[int, Callable[..., object]] | None = None
 
     @property
     def kept_bytes(self) -> int:
         """The bytes that it counts."""
         return len(self._content) + _OVERHEAD_BYTES
 
-    def make(self) -> Callable[..., Any]:
+    def make(self) -> Callable[..., object]:
         """The function for one call, on that call's thread.
 
         Raises:
@@ -55,7 +55,7 @@ class KnownFunction:
                 self._made = generation, self._loaded()
             return self._made[1]
 
-    def _loaded(self) -> Callable[..., Any]:
+    def _loaded(self) -> Callable[..., object]:
         function = Unpickler([self._content], _NO_TABLES, _no_reference, named_device).unpickle()
         if not callable(function):
             raise ProtocolError(f"what came as a function is a {type(function).__name__}")

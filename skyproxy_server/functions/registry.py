@@ -21,6 +21,7 @@ from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.elsewhere import Attaching, Elsewhere
 from skyproxy_server.functions.events import Listener
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
+from skyproxy_server.inventory import DeviceRow
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -41,7 +42,7 @@ class Calls:
         elsewhere: the calls of other processes, where sessions have processes of their own.
     """
 
-    def __init__(self, devices: list[dict[str, Any]], settings: Settings, activity: Activity) -> None:
+    def __init__(self, devices: list[DeviceRow], settings: Settings, activity: Activity) -> None:
         self._devices = devices
         self._settings = settings
         self._activity = activity
@@ -109,7 +110,7 @@ class Calls:
     # --- what connections ask for ------------------------------------------------------------------------------------
 
     def start(
-        self, session: str, listener: Listener, identity: str, task: dict[str, Any], pieces: Sequence[Any]
+        self, session: str, listener: Listener, identity: str, task: dict[str, Any], pieces: Sequence[object]
     ) -> CallEvent | None:
         """Begins a call, unless it was begun before; what to answer if the function that it names is not here."""
         call = self._get_or_make(identity, session)
@@ -201,7 +202,7 @@ class Calls:
 
     # --- what operations ask for -------------------------------------------------------------------------------------
 
-    def bind(self, session: str, identity: str, arguments: list[Any], streams: Sequence[Any]) -> None:
+    def bind(self, session: str, identity: str, arguments: list[Any], streams: Sequence[torch.cuda.Stream]) -> None:
         """Gives a call its tensor arguments."""
         call = self._get_or_make(identity, session)
         if call is not None:

@@ -12,6 +12,7 @@ from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
 from skyproxy_server.gates import storage_key
+from skyproxy_server.inventory import DeviceRow
 
 REMOTE = "remote"
 
@@ -28,7 +29,7 @@ class Returning:
 
     def __init__(
         self,
-        devices: Sequence[dict[str, Any]],
+        devices: Sequence[DeviceRow],
         remote: bool,
         arguments: dict[int, torch.Tensor],
         plain: bool = False,
@@ -54,7 +55,7 @@ class Returning:
         """
         groups: dict[int | None, int] = {}
 
-        def refer(tensor: torch.Tensor) -> list[Any] | None:
+        def refer(tensor: torch.Tensor) -> list[object] | None:
             place = (tensor.device.type, tensor.device.index or 0)
             if not self._remote or place not in self._places or _is_special(tensor):
                 return None
@@ -88,7 +89,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _look(tensor: torch.Tensor) -> tuple[object, ...]:
     return (
         storage_key(tensor),
         tuple(tensor.shape),

@@ -25,7 +25,7 @@ class _Input(io.TextIOBase):
     def __init__(self, original: Any) -> None:
         self._original = original
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args: object) -> Any:
         if current_call() is not None:
             raise RuntimeError(_TEXT.format(what="input() or a read of sys.stdin"))
         return getattr(self._original, name)(*args)
@@ -80,7 +80,7 @@ class _Breakpoint:
     def __init__(self, original: Any) -> None:
         self._original = original
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if current_call() is not None:
             raise RuntimeError(_TEXT.format(what="breakpoint()"))
         return self._original(*args, **kwargs)

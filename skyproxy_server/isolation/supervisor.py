@@ -23,6 +23,7 @@ from skyproxy_server import audit
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, Identity, client_of
 from skyproxy_server.blobs import BlobStore
+from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.call_search import CallSearch
 from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
@@ -92,11 +93,11 @@ class ProcessHost:
         self._calls = CallSearch(self._others_of)
         self._commands_of_the_past = 0
         self._last_use = time.monotonic()
-        self._devices: list[dict[str, Any]] = []
+        self._devices: list[DeviceRow] = []
         self._software: dict[str, str] = {}
         self._closing = False
 
-    def start(self, stop: threading.Event | None = None) -> list[dict[str, Any]]:
+    def start(self, stop: threading.Event | None = None) -> list[DeviceRow]:
         """Get ready to take sessions; the devices of this worker.
 
         Raises:
@@ -228,7 +229,7 @@ class ProcessHost:
             offers["grace_seconds"] = int(session.resume.grace_seconds)
         # The secret is told once, to whoever opened the session.
         secret = session.resume.secret if hello.role == OPERATIONS and not hello.session else b""
-        welcome = Welcome(0, session.identity, self._software, self._devices, offers, secret, received)
+        welcome = Welcome(0, session.identity, self._software, list(map(dict, self._devices)), offers, secret, received)
         return LentConnection(
             welcome, hello, session, transport, self._settings, attempt, on_detach=self._limit_detached
         )
@@ -236,7 +237,7 @@ class ProcessHost:
     def _runs_functions(self, client: Identity) -> bool:
         return self._setup.functions and client.may(FUNCTIONS)
 
-    def activity(self) -> Mapping[str, Any]:
+    def activity(self) -> Mapping[str, object]:
         """Return what this worker is and does, as its operator wants to know it. A session that does not answer is
         busy.
         """
@@ -421,7 +422,7 @@ def _least(first: int, second: int | None) -> int:
     return min((bound for bound in (first, second) if bound), default=0)
 
 
-def _usage(row: Mapping[str, Any], reported: Sequence[int]) -> dict[str, int]:
+def _usage(row: Mapping[str, object], reported: Sequence[int]) -> dict[str, int]:
     """A device's memory in use: of the CPU that of all sessions together, of a GPU what its driver tells."""
     if row["type"] == "cpu":
         return {"used_memory_bytes": sum(reported)}

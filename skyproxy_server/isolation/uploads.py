@@ -190,7 +190,7 @@ class UploadDesk:
             for descriptor in given:
                 os.close(descriptor)
 
-    def _answer(self, question: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _answer(self, question: dict[str, Any]) -> tuple[dict[str, object], list[int]]:
         what = question["do"]
         if what == "find":
             descriptor = self._store.open(bytes(question["digest"]), int(question["size"]), self._user, self._owner)
@@ -204,7 +204,7 @@ class UploadDesk:
             self._end(incoming, whole=what == "finish")
         return {}, []
 
-    def _start(self, byte_count: int) -> tuple[dict[str, Any], list[int]]:
+    def _start(self, byte_count: int) -> tuple[dict[str, object], list[int]]:
         if len(self._drafts) >= _MAX_DRAFTS:
             return {"number": 0}, []
         incoming = self._store.start(byte_count, self._user, self._owner, self._most_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from skyproxy.errors import ConfigurationError
 from skyproxy_server.controls import CONTROLS
@@ -51,5 +51,5 @@ def forget_call(session: SessionState, call: str) -> None:
 
 def install() -> None:
     """Makes these controls known."""
-    functions: list[Any] = [bind_call, adopt_results, forget_call]
+    functions: list[Callable[..., object]] = [bind_call, adopt_results, forget_call]
     CONTROLS.update({function.__name__: function for function in functions})

@@ -1,0 +1,108 @@
+"""One call of a pool: what is called, where, for how long, and when it is made once more."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from skyproxy.errors import ConfigurationError, SessionLostError
+
+On = int | Literal["head"] | None
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The conditions under which a call is made once more. It may run twice then, so it must be idempotent.
+
+    Attributes:
+        times: how often at most, after the first.
+        on: for which exceptions; by default where the worker was lost.
+        backoff_seconds: the pause before the first one; every further pause is twice as long.
+
+    Example:
+        ```python
+        @skyproxy.function(retry=skyproxy.Retry(times=2, backoff_seconds=1.0))
+        def evaluate(path: str) -> float:
+            return float(len(path))
+        ```
+    """
+
+    times: int = 1
+    on: tuple[type[BaseException], ...] = (SessionLostError,)
+    backoff_seconds: float = 0.1
+
+    @classmethod
+    def parse(cls, given: Retry | int | None) -> Retry | None:
+        """Return what a user meant: a number of times, or an object."""
+        if given is None or isinstance(given, Retry):
+            return given
+        if given < 0:
+            raise ConfigurationError(f"retry={given} is negative. Use 0 or more.")
+        return cls(given) if given else None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of a call.
+
+    Attributes:
+        timeout_seconds: how long it may run; for ever by default.
+        on: the rank that must run it: a number, or "head" for rank 0; any by default.
+        remote: whether tensors in the result stay on the worker.
+        retry: when it is made once more; the pool's rule by default.
+    """
+
+    timeout_seconds: float | None = None
+    on: On = None
+    remote: bool = False
+    retry: Retry | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of `on`."""
+        return 0 if self.on == "head" else self.on
+
+
+class CallSpec(Protocol):
+    """A call as the place that makes it sees it."""
+
+    @property
+    def function(self) -> Callable[..., object]:
+        """The function to call."""
+
+    @property
+    def args(self) -> tuple[object, ...]:
+        """Its positional arguments."""
+
+    @property
+    def kwargs(self) -> Mapping[str, object]:
+        """Its arguments by name."""
+
+    @property
+    def options(self) -> CallOptions:
+        """Its options."""
+
+    @property
+    def name(self) -> str:
+        """The function's name, for people."""
+
+
+def checked_rank(rank: object) -> On:
+    """`rank`, if it is one.
+
+    Raises:
+        ConfigurationError: it is neither a number from 0 nor "head".
+    """
+    if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0):
+        return rank
+    if rank == "head":
+        return "head"
+    raise ConfigurationError(f"on={rank!r} names no rank. Use a number from 0, or 'head'.")
+
+
+def is_stream(function: Callable[..., object]) -> bool:
+    """Return whether calling the function gives values one by one."""
+    function = getattr(function, "__skyproxy_function__", function)  # of an actor's method
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
