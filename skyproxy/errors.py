@@ -12,6 +12,7 @@ SkyproxyError
 ├── CaptureError (RuntimeError)           a graph cannot be captured
 ├── PluginError (RuntimeError)            a plugin of a pool failed; names the plugin and its hook
 ├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; those that differ
+├── ScriptError (RuntimeError)            a script that torchrun started failed; names the processes
 ├── UnknownNameError (LookupError)        nothing was put under a name
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 ├── UntrustedResultError (TypeError)      a function returned more than plain data, and its worker is not trusted
@@ -165,6 +166,10 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return repr(type(error))
+
+
+class ScriptError(SkyproxyError, RuntimeError):
+    """A script that torchrun started on a node failed; names the processes, the first failure first."""
 
 
 class ProtocolError(SkyproxyError):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,10 +21,10 @@ from skyproxy.cli.arguments import (
     address_of,
     complete_worker,
 )
-from skyproxy.cli.fleet import Access, Fleet, not_found
+from skyproxy.cli.fleet import Access, not_found
 from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
-from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files, write_private
+from skyproxy.contexts import Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import is_fingerprint, normal_fingerprint, pem_text
@@ -228,40 +226,3 @@ def _wait_for_a_signal() -> None:
             pass
     except KeyboardInterrupt:
         pass
-
-
-def run(
-    ctx: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script, or with --module the module's name.")],
-    on: Annotated[
-        str | None,
-        typer.Option("--on", help="The worker; default: the current context's.", autocompletion=complete_worker),
-    ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
-    namespace: Namespace = None,
-    context: KubeContext = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """Run a Python script with sky:0 bound to a worker. Arguments after the script's name go to the script."""
-    address = address_of(namespace, context, kubeconfig)
-
-    async def find() -> tuple[str, Fleet]:
-        return await locate(on, None, address)
-
-    store = ContextStore()
-    saved = store.chosen() if on is None else store.get(checked_name(on))
-    if saved is None:
-        if on is None:
-            raise ConfigurationError("no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT")
-        worker, fleet = asyncio.run(find())
-        saved = asyncio.run(fleet.context(worker))
-        store.save(saved, make_current=False)
-    if not module and not Path(script).is_file():
-        raise ConfigurationError(f"there is no script {script!r}. For a module: skyproxy run -m {script}")
-    environment = {key: value for key, value in os.environ.items() if key not in ("SKYPROXY_URL", "SKYPROXY_TOKEN")}
-    environment[CONTEXT_VARIABLE] = saved.name
-    command = [sys.executable, *(["-m"] if module else []), script, *ctx.args]
-    if os.name == "posix":
-        # In our place, so that signals and the exit status are the script's own.
-        os.execve(sys.executable, command, environment)
-    sys.exit(subprocess.call(command, env=environment))

@@ -11,7 +11,11 @@ EXAMPLES = {
     "skyproxy top": ("skyproxy top dev --interval 5",),
     "skyproxy ui": ("skyproxy ui", "skyproxy ui dev --port 8900"),
     "skyproxy connect": ("skyproxy connect sky://gpu-box:8765#sha256:3f0c...", "skyproxy connect dev --env"),
-    "skyproxy run": ("skyproxy run --on dev train.py --epochs 3", "skyproxy run -m package.train"),
+    "skyproxy run": (
+        "skyproxy run --on dev train.py --epochs 3",
+        "skyproxy run -m package.train",
+        "skyproxy run --on dev --nproc-per-node gpu train.py",
+    ),
     "skyproxy port-forward": ("skyproxy port-forward dev --local-port 8765",),
     "skyproxy gpus": ("skyproxy gpus --context production",),
     "skyproxy install": ("skyproxy install --namespace team --dry-run",),

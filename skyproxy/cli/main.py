@@ -16,6 +16,7 @@ from skyproxy.cli import (
     inspecting,
     installing,
     lifecycle,
+    running,
     saved_contexts,
     serving,
     sessions,
@@ -61,7 +62,7 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
     ],
     "Using one": [
         ("connect", connecting.connect),
-        ("run", connecting.run),
+        ("run", running.run),
         ("port-forward", connecting.port_forward),
     ],
     "Cluster": [

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.functions.scripts import Script, describe_script, packed_for, run_script
 from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
 from skyproxy.pools.actor_place import new_place
 from skyproxy.pools.call_options import CallOptions, Retry
@@ -498,6 +500,66 @@ class Compute:
                     future.cancel()
 
         return results()
+
+    def torchrun(
+        self,
+        script: str | os.PathLike[str],
+        /,
+        *args: object,
+        nproc_per_node: int | str | None = None,
+        max_restarts: int = 0,
+        module: bool = False,
+        env: Mapping[str, object] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Runs an unchanged script for torchrun on all nodes, and waits for its end.
+
+        On each node an agent of PyTorch's own launcher starts the processes, which find torchrun's environment: RANK,
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on; `instance_info()` knows their place, too. What they print is
+        printed here. An interrupt ends them all: they are sent SIGTERM, and ten seconds later they are killed.
+
+        Nodes that do not see this machine's folders get copies of the script, of the modules beside it, and of small
+        texts in their packages. They import this program's own modules as functions do.
+
+        Args:
+            script: its file; with `module` a module's name.
+            args: what follows it on the command line.
+            nproc_per_node: processes on each node: a number, "gpu" (one for each GPU), "cpu" or "auto"; by default the
+                pool's procs_per_node.
+            max_restarts: how often all processes are started again when one fails. The script then finds what it has
+                saved before, as TORCHELASTIC_RESTART_COUNT tells it.
+            module: whether `script` is started as `python -m` does, from the working directory.
+            env: further environment variables.
+            timeout: seconds for all of it; none by default.
+
+        Raises:
+            ConfigurationError: there is no such script, or a number cannot be meant.
+            RankErrors: it failed on a node; each exception is a `ScriptError` that names the processes.
+
+        Example:
+            ```python
+            with skyproxy.Compute(provider=skyproxy.Local(), nodes=2) as pool:
+                pool.torchrun("train.py", "--epochs", 3, nproc_per_node=2)
+            ```
+        """
+        described = describe_script(
+            script,
+            args,
+            is_module=module,
+            procs_per_node=self.spec.procs_per_node if nproc_per_node is None else nproc_per_node,
+            max_restarts=max_restarts,
+            env=env,
+        )
+        self.run_torchrun(described, timeout)
+
+    def run_torchrun(self, script: Script, timeout_seconds: float | None = None) -> None:
+        """The second half of `torchrun`, for a script that was described before there was a pool."""
+        shares_files = all(endpoint.shares_files for endpoint in self.launched.endpoints)
+        packed = packed_for(script, shares_files=shares_files)
+        call: PendingCompute[None] = PendingCompute(
+            run_script, (packed,), {}, CallOptions(timeout_seconds), script.name
+        )
+        call.broadcast(self)
 
     def _running_scheduler(self) -> Scheduler:
         self._running_workers()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("skyproxy")
 
-PURPOSES = ("torch", "jax", "coordination")
+PURPOSES = ("torch", "jax", "coordination", "torchrun")
 _FORM_ATTEMPTS = 3
 
 

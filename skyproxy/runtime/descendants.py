@@ -14,12 +14,16 @@ MARK_VARIABLE = "SKYPROXY_WORKER_MARK"
 _MAX_ROUNDS = 10
 
 
-def end_marked(mark: str) -> None:
-    """End all processes of this machine that were started in the worker of a mark, this one aside.
+def end_marked(mark: str, variable: str = MARK_VARIABLE) -> None:
+    """End all processes of this machine that were started with a mark, this one aside.
 
     Again and again, for they may start others meanwhile. On systems with /proc only.
+
+    Args:
+        mark: the variable's value.
+        variable: whose; by default that of all that a worker starts.
     """
-    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    wanted = f"{variable}={mark}".encode()
     for _ in range(_MAX_ROUNDS):
         found = [process for process in _processes() if _has(process, wanted)]
         for process in found:

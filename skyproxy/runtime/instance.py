@@ -118,8 +118,8 @@ class InstanceInfo:
 def instance_info() -> InstanceInfo:
     """Tell where this code runs: in a call of a pool, in a worker of one, or in neither.
 
-    The call's own word goes first, for a worker can serve several pools; then the variable COMPUTE_POOL; outside of any
-    pool the answer describes a pool of one.
+    The call's own word goes first, for a worker can serve several pools; then the variable COMPUTE_POOL, then what
+    torchrun tells its processes; outside of all of these the answer describes a pool of one.
 
     Raises:
         ConfigurationError: COMPUTE_POOL is set to something else.
@@ -139,7 +139,7 @@ def instance_info() -> InstanceInfo:
             return InstanceInfo.from_mapping(pool)
     text = os.environ.get(POOL_VARIABLE)
     if not text:
-        return InstanceInfo(accelerators=count_accelerators())
+        return _of_torchrun(os.environ) or InstanceInfo(accelerators=count_accelerators())
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -147,6 +147,31 @@ def instance_info() -> InstanceInfo:
             f"{POOL_VARIABLE}={text!r} is not JSON. Pools set this variable; unset it outside of one."
         ) from error
     return InstanceInfo.from_mapping(values)
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> InstanceInfo | None:
+    """The place of a process that torchrun has started, as its variables say; None for others.
+
+    It tells no addresses but the head's, so that there are no peers.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    try:
+        return InstanceInfo(
+            node=int(environ["GROUP_RANK"]),
+            total_nodes=int(environ["GROUP_WORLD_SIZE"]),
+            head_addr=environ["MASTER_ADDR"],
+            head_port=int(environ["MASTER_PORT"]),
+            accelerators=count_accelerators(),
+            peers=(),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            procs_per_node=int(environ["LOCAL_WORLD_SIZE"]),
+            job=environ["TORCHELASTIC_RUN_ID"],
+        )
+    except (KeyError, ValueError):
+        return None  # another launcher's, that uses the name only
 
 
 def count_accelerators() -> int:

@@ -102,18 +102,7 @@ class ProjectCode:
             base = self._received.get(session)
             if base is None:
                 base = self._received[session] = Path(tempfile.mkdtemp(prefix="skyproxy-code-"))
-            for (number, name), content in changed.items():
-                place = PurePosixPath(name)
-                if not 0 <= number < len(order) or place.is_absolute() or ".." in place.parts or not place.parts:
-                    raise ProtocolError(f"a project file cannot be called {name!r}")
-                path = base / str(number) / place
-                if content is None:
-                    path.unlink(missing_ok=True)
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                new = path.with_name(path.name + ".new")
-                new.write_bytes(content)
-                new.replace(path)
+            _write_files(base, len(order), changed)
             self._folders[session] = tuple((str(base / str(number)), first) for number, first in enumerate(order))
             importlib.invalidate_caches()
 
@@ -232,6 +221,31 @@ def receive_files(order: list[bool], changed: bytes) -> None:
 def pack_files(changed: Mapping[tuple[int, str], bytes | None]) -> bytes:
     """Pack files as `receive_files` takes them."""
     return zlib.compress(pickle.dumps(dict(changed), protocol=5), 1)
+
+
+def unpack_files(base: Path, packed: bytes) -> None:
+    """Write the files of `pack_files`, each folder into one below `base` that has its number.
+
+    Raises:
+        ProtocolError: a path leads out of its folder.
+    """
+    changed = pickle.loads(zlib.decompress(packed))
+    _write_files(base, 1 + max((number for number, _ in changed), default=0), changed)
+
+
+def _write_files(base: Path, folder_count: int, changed: Mapping[tuple[int, str], bytes | None]) -> None:
+    for (number, name), content in changed.items():
+        place = PurePosixPath(name)
+        if not 0 <= number < folder_count or place.is_absolute() or ".." in place.parts or not place.parts:
+            raise ProtocolError(f"a project file cannot be called {name!r}")
+        path = base / str(number) / place
+        if content is None:
+            path.unlink(missing_ok=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.write_bytes(content)
+        new.replace(path)
 
 
 def undecorated(module: str, qualname: str, depth: int) -> object:

@@ -143,6 +143,20 @@ def test_run_binds_a_script_to_a_worker_that_is_not_the_current_one(run: Run, de
     assert ContextStore().chosen({}) is None
 
 
+def test_a_single_worker_is_not_several_nodes(run: Run, dev: str, home: Path) -> None:
+    result = run("run", "--on", dev, "--nnodes", "2", program(home))
+    assert result.exit_code == 2, result.output
+    assert "the worker 'dev' is a single node" in " ".join(result.output.split())
+
+
+@pytest.mark.slow
+def test_run_starts_a_script_under_torchrun_on_the_worker_itself(run: Run, dev: str, home: Path) -> None:
+    script = home / "ranks.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])\n")
+    told = python("-m", "skyproxy.cli.main", "run", "--on", dev, "--nproc-per-node", "2", str(script), "--on", "mine")
+    assert sorted(told.splitlines()) == ["[rank 0] 0 2 --on mine", "[rank 1] 1 2 --on mine"]
+
+
 def test_connect_prints_an_environment_that_works_without_a_context(run: Run, dev: str, home: Path) -> None:
     lines = run("connect", dev, "--env").stdout
     assert run("context", "clear").exit_code == 0
@@ -243,6 +257,9 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
         (["up", "x", "--provider", "kubernetes", "--gpu-type", "A100", "--gpus", "0"], "--gpu-type was given"),
         (["status"], "no worker is named and no context is chosen"),
         (["run", "x.py"], "no context is chosen"),
+        (["run", "--nproc-per-node", "2", "x.py"], "there is no script 'x.py'"),
+        (["run", "--nproc-per-node", "gpus", __file__], "nproc_per_node='gpus'"),
+        (["run", "--max-restarts", "1", __file__], "--max-restarts is for scripts under torchrun"),
         (["connect", "ws://h:1"], "--token-file"),
     ],
 )

@@ -86,3 +86,30 @@ def test_the_public_names_need_neither_torch_nor_the_device() -> None:
         "assert not {'torch', 'websockets', 'skyproxy.nodes'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=dict(os.environ))
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "4711",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+def test_processes_of_torchrun_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    info = instance_info()
+    assert (info.rank, info.world_size, info.local_rank, info.procs_per_node) == (3, 4, 1, 2)
+    assert (info.node, info.total_nodes, info.head_addr, info.head_port, info.job) == (1, 2, "10.0.0.1", 4711, "run")
+
+
+def test_another_launcher_that_uses_the_name_only_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("RANK", "3")
+    assert instance_info().world_size == 1

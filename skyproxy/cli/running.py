@@ -1,0 +1,123 @@
+"""`skyproxy run`: a script with sky:0 bound to a worker, or under torchrun on the worker's own nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyproxy.cli.arguments import Kubeconfig, KubeContext, Namespace, address_of, complete_worker
+from skyproxy.cli.fleet import Fleet
+from skyproxy.cli.fleets import locate
+from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
+from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.address import ClusterAddress
+
+if TYPE_CHECKING:
+    from skyproxy.functions.scripts import Script
+
+
+def run(
+    ctx: typer.Context,
+    script: Annotated[str, typer.Argument(help="The script, or with --module the module's name.")],
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="The worker; default: the current context's.", autocompletion=complete_worker),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
+    nnodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run the script on the nodes themselves, under torchrun: on this many."),
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(help="The same, with this many processes on each node: a number, gpu, cpu or auto. Default: 1"),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Under torchrun: how often to restart all processes when one fails.")
+    ] = 0,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Run a Python script with sky:0 bound to a worker. Arguments after the script's name go to the script.
+
+    With --nnodes or --nproc-per-node, the script itself runs on the worker's nodes, as torchrun would run it there.
+    Where no worker is named and no context is chosen, it gets a pool of its own, which ends with it.
+    """
+    address = address_of(namespace, context, kubeconfig)
+    saved = _context(on, address)
+    if nnodes is not None or nproc_per_node is not None:
+        from skyproxy.functions.scripts import describe_script
+
+        count = nproc_per_node or "1"
+        described = describe_script(
+            script,
+            ctx.args,
+            is_module=module,
+            procs_per_node=int(count) if count.isdecimal() else count,
+            max_restarts=max_restarts,
+        )
+        _run_there(described, saved, nnodes or 1)
+        return
+    if max_restarts:
+        raise ConfigurationError("--max-restarts is for scripts under torchrun. Add --nproc-per-node or --nnodes.")
+    if saved is None:
+        raise ConfigurationError("no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT")
+    if not module and not Path(script).is_file():
+        raise ConfigurationError(f"there is no script {script!r}. For a module: skyproxy run -m {script}")
+    environment = {key: value for key, value in os.environ.items() if key not in ("SKYPROXY_URL", "SKYPROXY_TOKEN")}
+    environment[CONTEXT_VARIABLE] = saved.name
+    command = [sys.executable, *(["-m"] if module else []), script, *ctx.args]
+    if os.name == "posix":
+        # In our place, so that signals and the exit status are the script's own.
+        os.execve(sys.executable, command, environment)
+    sys.exit(subprocess.call(command, env=environment))
+
+
+def _context(on: str | None, address: ClusterAddress) -> Context | None:
+    """The context of the worker that is meant; None where none is named and none is chosen."""
+    store = ContextStore()
+    saved = store.chosen() if on is None else store.get(checked_name(on))
+    if saved is None and on is not None:
+
+        async def find() -> tuple[str, Fleet]:
+            return await locate(on, None, address)
+
+        worker, fleet = asyncio.run(find())
+        saved = asyncio.run(fleet.context(worker))
+        store.save(saved, make_current=False)
+    return saved
+
+
+def _run_there(script: Script, saved: Context | None, nodes: int) -> None:
+    # Late, for they import torch.
+    from skyproxy.functions.scripts import packed_for, run_script
+    from skyproxy.pools import Compute
+
+    if saved is None:
+        pool = Compute(nodes=nodes)
+    elif saved.provider == "kubernetes":
+        from skyproxy.providers.kubernetes_provider import Kubernetes
+
+        found = ClusterAddress.of_options(saved.options)
+        provider = Kubernetes(found.namespace, found.context, found.kubeconfig)
+        pool = Compute(name=saved.name, provider=provider, nodes=nodes, keep=True)
+    else:
+        if nodes > 1:
+            raise ConfigurationError(
+                f"--nnodes {nodes}: the worker {saved.name!r} is a single node. Leave --nnodes out; or, for a pool of "
+                "this machine, choose no worker: skyproxy context clear"
+            )
+        from skyproxy.providers.saved import open_context
+
+        with open_context(saved) as node:
+            node.run(run_script, packed_for(script, shares_files=False))
+        return
+    with pool:
+        pool.run_torchrun(script)

@@ -1,0 +1,284 @@
+"""Unchanged scripts for torchrun: packed here, started on every node by an agent of PyTorch's own launcher."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import contextvars
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from skyproxy.errors import ConfigurationError, ScriptError
+from skyproxy.payloads.project_files import ProjectFiles, read_file
+from skyproxy.runtime.calls import current_call
+from skyproxy.runtime.descendants import end_marked
+from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
+from skyproxy.runtime.lifecycle import port_for
+from skyproxy.runtime.project_code import PROJECT_CODE, pack_files, unpack_files
+from skyproxy.settings import SETTINGS
+
+PROCESS_COUNTS = ("gpu", "cpu", "auto")
+"""Words that torchrun takes for --nproc-per-node in place of a number."""
+PURPOSE = "torchrun"
+"""Of the port where the agents meet; see `port_for`."""
+STOP_SECONDS = 10.0
+"""How long a script has to end, for example to save its state, after it was sent SIGTERM."""
+_MARK_VARIABLE = "SKYPROXY_SCRIPT_MARK"
+_POLL_SECONDS = 0.2
+_DRAIN_SECONDS = 5.0
+_SHOWN_FAILURES = 8
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script as it travels to the nodes that start it.
+
+    Attributes:
+        target: the file, or the name of the module.
+        args: what follows it on the command line.
+        is_module: whether to start it as `python -m` does.
+        procs_per_node: processes on each node, or one of `PROCESS_COUNTS`.
+        max_restarts: how often all processes are started again when one fails.
+        env: further environment variables.
+        folder: what its imports begin with, as the program that sends it sees it.
+        files: the content of that folder, packed; None where the node sees the folder itself.
+        directory: the working directory; None keeps the worker's.
+        run: names this run.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    procs_per_node: int | str = 1
+    max_restarts: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
+    files: bytes | None = None
+    directory: str | None = None
+    run: str = ""
+
+    @property
+    def name(self) -> str:
+        """The script's name, for people."""
+        return self.target if self.is_module else Path(self.target).name
+
+
+def describe_script(
+    target: str | os.PathLike[str],
+    args: Sequence[object] = (),
+    *,
+    is_module: bool = False,
+    procs_per_node: int | str = 1,
+    max_restarts: int = 0,
+    env: Mapping[str, object] | None = None,
+) -> Script:
+    """Check what a user asks for, and look at nothing but the script's file.
+
+    Raises:
+        ConfigurationError: there is no such script, or a number cannot be meant.
+    """
+    text = os.fspath(target)
+    if is_module:
+        folder = os.getcwd()
+    else:
+        path = Path(text).absolute()
+        if not path.is_file():
+            raise ConfigurationError(f"there is no script {text!r} in {os.getcwd()}. For a module: module=True.")
+        text, folder = str(path), str(path.parent)
+    is_count = type(procs_per_node) is int and procs_per_node >= 1
+    if not is_count and procs_per_node not in PROCESS_COUNTS:
+        raise ConfigurationError(
+            f"nproc_per_node={procs_per_node!r}: use a number from 1, or one of: {', '.join(PROCESS_COUNTS)}."
+        )
+    if type(max_restarts) is not int or max_restarts < 0:
+        raise ConfigurationError(f"max_restarts={max_restarts!r}: use a number from 0.")
+    return Script(
+        target=text,
+        args=tuple(str(arg) for arg in args),
+        is_module=is_module,
+        procs_per_node=procs_per_node,
+        max_restarts=max_restarts,
+        env={str(name): str(value) for name, value in (env or {}).items()},
+        folder=folder,
+        run=secrets.token_hex(8),
+    )
+
+
+def packed_for(script: Script, *, shares_files: bool) -> Script:
+    """The script with what its nodes need of this machine: the working directory, or copies of the files.
+
+    Args:
+        script: of `describe_script`.
+        shares_files: whether the nodes see this machine's folders under the same paths.
+
+    Raises:
+        ConfigurationError: the files are too many.
+    """
+    if shares_files:
+        return replace(script, directory=os.getcwd())
+    found = ProjectFiles(SETTINGS).current(((script.folder, True),))
+    names = {name for _, name in found}
+    if not script.is_module:
+        names.add(Path(script.target).name)
+    contents = {(0, name): read_file(script.folder, name) for name in sorted(names)}
+    return replace(script, files=pack_files({key: content for key, content in contents.items() if content is not None}))
+
+
+# --- on the worker ----------------------------------------------------------------------------------------------------
+
+
+def run_script(script: Script) -> None:
+    """Start the script's processes of this node and wait for their end; the first process of each node does it.
+
+    What they print is what the call prints. They end with the call: they are sent SIGTERM, and have `STOP_SECONDS`.
+
+    Raises:
+        ScriptError: a process failed; names it.
+    """
+    info = instance_info()
+    if info.local_rank:
+        return
+    with contextlib.ExitStack() as stack:
+        folder = script.folder
+        if script.files is not None:
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-script-")))
+            unpack_files(copies, script.files)
+            folder = str(copies / "0")
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-torchrun-")))
+        report = own / "failures.json"
+        agent = [sys.executable, "-m", "skyproxy.functions.script_agent", str(report), str(os.getpid())]
+        # Through files, so that the lines of two processes never mix.
+        options = [*_options(script, info), "--tee=3", f"--log-dir={own}"]
+        kind = ["--module"] if script.is_module else []
+        target = script.target if script.is_module else str(Path(folder, Path(script.target).name))
+        command = [*agent, *options, *kind, target, *script.args]
+        exit_code = _run(command, _environment(script, folder, info), script.directory)
+        if exit_code:
+            raise ScriptError(_failure(script, exit_code, report))
+
+
+def _options(script: Script, info: InstanceInfo) -> list[str]:
+    """What torchrun is told: who the nodes are, and where they meet."""
+    options = [f"--nproc-per-node={script.procs_per_node}", f"--max-restarts={script.max_restarts}"]
+    if info.total_nodes == 1:
+        return [*options, "--standalone"]
+    port = port_for(PURPOSE, info)
+    address = next((peer.address for peer in info.peers if peer.rank == info.rank), info.head_addr)
+    options += [f"--nnodes={info.total_nodes}", f"--local-addr={address}"]
+    if not script.max_restarts:
+        # Ranks in the order of nodes. This way of meeting knows no second time.
+        return [*options, f"--node-rank={info.node}", f"--master-addr={info.head_addr}", f"--master-port={port}"]
+    return [
+        *options,
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={info.head_addr}:{port}",
+        f"--rdzv-id={script.run}",
+        f"--rdzv-conf=is_host={int(info.node == 0)}",
+    ]
+
+
+def _environment(script: Script, folder: str, info: InstanceInfo) -> dict[str, str]:
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    env.pop(POOL_VARIABLE, None)  # of the agents; torchrun tells the processes their own place
+    call = current_call()
+    folders = PROJECT_CODE.folders(call.session) if call is not None else []
+    known = env.get("PYTHONPATH", "").split(os.pathsep)
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(part for part in (folder, *folders, *known) if part))
+    if info.head_addr.startswith("127."):
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return env | dict(script.env)
+
+
+def _run(command: list[str], env: dict[str, str], directory: str | None) -> int:
+    """Run a command whose processes all end with it, and print what it prints; return its exit code."""
+    mark = secrets.token_hex(16)
+    process = subprocess.Popen(
+        command,
+        env=env | {_MARK_VARIABLE: mark},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        readers = [_pass_on(process.stdout, sys.stdout), _pass_on(process.stderr, sys.stderr)]
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_code = process.wait(_POLL_SECONDS)
+                break
+    except BaseException:
+        _stop(process)
+        raise
+    finally:
+        end_marked(mark, _MARK_VARIABLE)
+    for reader in readers:
+        reader.join(_DRAIN_SECONDS)
+    return exit_code
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the agent to end its processes, and itself; one that does not is ended."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _pass_on(source: IO[bytes], target: IO[str]) -> threading.Thread:
+    """Print what comes, as the call that runs now."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def pass_on() -> None:
+        with source:
+            while piece := os.read(source.fileno(), 1 << 16):
+                target.write(decoder.decode(piece))
+                target.flush()
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(pass_on,), name="skyproxy-script", daemon=True)
+    thread.start()
+    return thread
+
+
+def _failure(script: Script, exit_code: int, report: Path) -> str:
+    rows = list(_failed_processes(report))
+    if not rows:
+        return f"{script.name} was not run to its end: torchrun's agent {_ending(exit_code)}. What it printed says why"
+    further = f"; and {len(rows) - _SHOWN_FAILURES} more" if len(rows) > _SHOWN_FAILURES else ""
+    return f"{script.name} failed: {'; '.join(rows[:_SHOWN_FAILURES])}{further}"
+
+
+def _failed_processes(report: Path) -> Iterator[str]:
+    """The failed processes, the first failure first, as the agent wrote them down."""
+    try:
+        rows = json.loads(report.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for row in rows:
+        text = f"rank {row['rank']} (process {row['local_rank']} of this node) {_ending(row['exit_code'])}"
+        yield f"{text}: {row['message']}" if row["message"] else text
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"was ended by signal {-exit_code}"

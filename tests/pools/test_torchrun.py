@@ -1,0 +1,158 @@
+"""Unchanged scripts for torchrun on real nodes: the environment that they find, their results, their failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+import skyproxy as sky
+from skyproxy.errors import RankErrors, ScriptError
+from skyproxy.functions.scripts import _MARK_VARIABLE, describe_script, packed_for, run_script
+from skyproxy.pools import Compute
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import helper
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+own = torch.Generator().manual_seed(rank)
+for step in range(int(sys.argv[2])):
+    x = torch.randn(16, 8, generator=own)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with open(f"{sys.argv[1]}/losses-{rank}", "a") as file:
+        print(helper.text_of(loss.item()), file=file)
+dist.destroy_process_group()
+"""
+
+PLACE = """
+import os
+import sys
+
+import skyproxy
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    sys.exit(3)
+info = skyproxy.instance_info()
+print("place", info.rank, info.world_size, info.local_rank, info.procs_per_node, info.node, helper.text_of(1.0))
+"""
+
+FAIL = """
+import os
+import signal
+import time
+
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Compute]:
+    with Compute(provider=sky.Local(device="cpu"), nodes=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[sky.Node]:
+    with sky.launch_local("cpu") as node:
+        yield node
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("def text_of(number):\n    return number.hex()\n")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "place.py").write_text("import helper\n" + PLACE)
+    (tmp_path / "fail.py").write_text(FAIL)
+    (tmp_path / "wait.py").write_text(WAIT)
+    return tmp_path
+
+
+WAIT = """
+import os
+import time
+from pathlib import Path
+
+Path(f"begun-{os.environ['RANK']}").touch()
+time.sleep(600)
+"""
+
+
+def processes_of(script: Path) -> list[psutil.Process]:
+    """The agents and processes of a script that are not gone."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(script) in process.cmdline() and _MARK_VARIABLE in process.environ():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_losses_are_those_of_torchrun(pool: Compute, folder: Path) -> None:
+    ours, theirs = folder / "ours", folder / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    pool.torchrun(folder / "train.py", ours, 3, nproc_per_node=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    subprocess.run([*command, str(folder / "train.py"), str(theirs), "3"], check=True, timeout=300)
+    for rank in range(4):
+        assert (ours / f"losses-{rank}").read_text() == (theirs / f"losses-{rank}").read_text() != ""
+
+
+def test_a_process_that_is_killed_ends_all_and_is_named(pool: Compute, folder: Path) -> None:
+    with pytest.raises(RankErrors) as caught:
+        pool.torchrun(folder / "fail.py")
+    (error,) = [one for one in caught.value.exceptions if isinstance(one, ScriptError)]
+    assert "fail.py failed: rank 1 (process 0 of this node) was ended by SIGKILL" in str(error)
+    assert caught.value.first == 1
+    pool.run(os.getpid)  # the pool goes on
+    assert psutil.wait_procs(processes_of(folder / "fail.py"), timeout=60)[1] == []
+
+
+def test_a_call_that_is_cancelled_ends_the_processes(node: sky.Node, folder: Path) -> None:
+    script = describe_script(folder / "wait.py", procs_per_node=2)
+    call = node.submit(run_script, (replace(script, directory=str(folder)),))
+    while not all((folder / f"begun-{rank}").exists() for rank in (0, 1)):
+        assert not call.done()
+        time.sleep(0.05)
+    running = processes_of(folder / "wait.py")
+    assert len(running) == 3
+    call.cancel()
+    assert psutil.wait_procs(running, timeout=60)[1] == []
+
+
+def test_copies_travel_and_a_failed_attempt_is_made_again(node: sky.Node, folder: Path) -> None:
+    script = describe_script(folder / "place.py", procs_per_node=2, max_restarts=1)
+    packed = packed_for(script, shares_files=False)
+    (folder / "helper.py").unlink()
+    told: list[str] = []
+    call = node.submit(run_script, (packed,), on_output=lambda stream, text: told.append(text))
+    call.result(300)
+    lines = sorted(line for line in "".join(told).splitlines() if "place" in line)
+    assert lines == [f"[rank {rank}] place {rank} 2 {rank} 2 0 0x1.0000000000000p+0" for rank in (0, 1)]
