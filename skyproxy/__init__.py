@@ -18,6 +18,7 @@ from skyproxy.import_watcher import forget_all, when_imported
 if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
     from skyproxy.debugging import debug_syncs as debug_syncs
+    from skyproxy.early_start import start_early as start_early
     from skyproxy.nodes import DeviceInfo as DeviceInfo
     from skyproxy.nodes import Node as Node
     from skyproxy.nodes import connect as connect
@@ -106,6 +107,7 @@ _PUBLIC = {
     "reset": "skyproxy.nodes",
     "shard": "skyproxy.runtime",
     "silent": "skyproxy.runtime",
+    "start_early": "skyproxy.early_start",
     "stderr": "skyproxy.runtime",
     "stdout": "skyproxy.runtime",
     "ui": "skyproxy.webview.program",
@@ -113,7 +115,7 @@ _PUBLIC = {
 }
 _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
-_WITHOUT_DEVICE = ("integrations", "notebook", "plugins", "pools", "providers", "runtime")
+_WITHOUT_DEVICE = ("early_start", "integrations", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
 __all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
 
@@ -213,6 +215,9 @@ def uninstall() -> list[str]:
     nodes: Any = sys.modules.get("skyproxy.nodes")
     if nodes is not None:
         nodes.reset()
+    early: Any = sys.modules.get("skyproxy.session.early_worker")
+    if early is not None:
+        early.EARLY_WORKER.drop()
     activation: Any = sys.modules.get("skyproxy.tensor.activation")
     return [patch.place for patch in activation.deactivate()] if activation is not None else []
 

@@ -24,6 +24,7 @@ from skyproxy.loading.node_models import NodeModels
 from skyproxy.loading.node_names import NodeNames
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.session.early_worker import EARLY_WORKER
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.session import Session
@@ -354,7 +355,7 @@ def launch_local(device: str = "auto") -> Node:
 def _launch_local(device: str, source: str) -> Node:
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(f"device={device!r} is not one of 'auto', 'cpu', 'cuda'.")
-    worker = LocalWorker(device, SETTINGS, wait=False)
+    worker = EARLY_WORKER.take(device) or LocalWorker(device, SETTINGS, wait=False)
     try:
         importlib.import_module("skyproxy.transport.websocket")  # while the worker starts, as all that follows
         prepare(until=lambda: worker.has_answered)
@@ -446,6 +447,8 @@ def _connect(
 
         return ask_worker(url, token or "", "/status", ssl_context=ssl_context, server_name=server_name)
 
+    if worker is None:
+        EARLY_WORKER.drop()  # what `sky:0` means is chosen now
     node = Node(
         url,
         source,
@@ -561,6 +564,7 @@ def reset() -> None:
 
 
 def _close_all() -> None:
+    EARLY_WORKER.drop()
     for node in reversed(_nodes):
         with contextlib.suppress(SessionLostError):
             node.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+from skyproxy.early_start import start_early
+from skyproxy.errors import WorkerStartError
 from skyproxy.notebook import stopping
 from skyproxy.notebook.magic import SkyMagic
 from skyproxy.notebook.tracebacks import show_shortened
@@ -12,7 +15,7 @@ from skyproxy.notebook.tracebacks import show_shortened
 def load_ipython_extension(ipython: Any) -> None:
     """Add the magic `%sky`, let Stop cancel what is queued, and show errors without skyproxy's own frames.
 
-    IPython calls this.
+    IPython calls this. The worker that `sky:0` will mean starts now, where that is an embedded one.
 
     Args:
         ipython: the `InteractiveShell`.
@@ -22,6 +25,8 @@ def load_ipython_extension(ipython: Any) -> None:
         get_ipython().extension_manager.load_extension("skyproxy")  # as %load_ext skyproxy
         ```
     """
+    with contextlib.suppress(WorkerStartError):  # the first use says it, if there is one
+        start_early()
     ipython.register_magic_function(SkyMagic(ipython), magic_kind="line_cell", magic_name="sky")
     ipython.events.register("post_run_cell", stopping.after_cell)
     if not ipython.custom_exceptions:  # whoever shows errors already goes on with it

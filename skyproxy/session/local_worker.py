@@ -138,6 +138,11 @@ class LocalWorker:
         """True if `wait_until_it_listens` would return at once, or raise."""
         return not self._reader.is_alive()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def _explain(self) -> str:
         status = self._process.poll()
         how = f"ended with status {status}" if status is not None else "did not listen in time"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import skyproxy
 from skyproxy.tensor.dispatch.inference import prepare
-from tests.integration.programs import succeed, worker
+from tests.integration.programs import environment, succeed, worker
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -59,3 +62,92 @@ def test_a_worker_collects_garbage_but_not_what_it_loaded(sky: str) -> None:
     collects, aside = skyproxy.list_nodes()[0].run(lambda: (gc.isenabled(), gc.get_freeze_count()))
     assert collects
     assert aside > 100_000
+
+
+EARLY = """
+import json, os, sys
+import skyproxy
+from skyproxy.session.early_worker import EARLY_WORKER
+
+waits = skyproxy.start_early(), skyproxy.start_early()
+early = EARLY_WORKER._worker.process_id
+loaded = "torch" in sys.modules
+{between}
+import torch
+
+value = (torch.ones(2, device="sky:0") + 1).sum().item()
+used = skyproxy.list_nodes()[0].process_id == early
+print(json.dumps([value, waits, loaded, used, EARLY_WORKER._worker is None, early]))
+"""
+
+
+@pytest.mark.parametrize(("between", "used"), [("", True), ("os.environ['A_VARIABLE'] = 'other'", False)])
+def test_the_early_worker_is_the_one_that_sky_means_where_nothing_else_has_changed(
+    between: str, used: bool, tmp_path: Path
+) -> None:
+    source = EARLY.format(between=between)
+    *rest, early = json.loads(succeed(source, timeout=150, XDG_CONFIG_HOME=str(tmp_path)))
+    assert rest == [4.0, [True, True], False, used, True]
+    assert not psutil.pid_exists(early)
+
+
+def test_a_worker_that_nobody_uses_ends_with_its_program(tmp_path: Path) -> None:
+    source = """
+    import skyproxy
+    from skyproxy.session.early_worker import EARLY_WORKER
+
+    assert skyproxy.start_early()
+    print(EARLY_WORKER._worker.process_id)
+    """
+    assert not psutil.pid_exists(int(succeed(source, XDG_CONFIG_HOME=str(tmp_path))))
+
+
+def test_a_connection_to_another_worker_ends_the_early_one(tmp_path: Path) -> None:
+    source = """
+    import skyproxy
+    from skyproxy.session.early_worker import EARLY_WORKER
+
+    assert skyproxy.start_early()
+    early = EARLY_WORKER._worker
+    skyproxy.connect({url!r}, token={token!r})
+    assert EARLY_WORKER._worker is None and not early.is_running
+    assert not skyproxy.start_early()
+    """
+    with worker(tmp_path) as (url, token):
+        succeed(source.format(url=url, token=token), timeout=100, XDG_CONFIG_HOME=str(tmp_path))
+
+
+def test_nothing_starts_early_where_another_worker_is_meant(tmp_path: Path) -> None:
+    source = """
+    import skyproxy
+    from skyproxy.session.early_worker import EARLY_WORKER
+
+    assert not skyproxy.start_early()
+    assert EARLY_WORKER._worker is None
+    """
+    succeed(source, SKYPROXY_URL="ws://127.0.0.1:9", XDG_CONFIG_HOME=str(tmp_path))
+    saved = "import skyproxy.contexts as c; c.ContextStore().save(c.Context('other', 'ssh', {}))"
+    succeed(saved, XDG_CONFIG_HOME=str(tmp_path))
+    succeed(source, XDG_CONFIG_HOME=str(tmp_path))
+
+
+def test_a_process_of_multiprocessing_that_runs_the_main_file_anew_starts_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "import skyproxy\n"
+        "started = skyproxy.start_early()\n"
+        "def answer(queue):\n"
+        "    queue.put(started)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    child = context.Process(target=answer, args=(queue,))\n"
+        "    child.start()\n"
+        "    print(started, queue.get(timeout=100))\n"
+        "    child.join()\n"
+    )
+    variables = environment(XDG_CONFIG_HOME=str(tmp_path))
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150, check=True)
+    assert done.stdout.split() == ["True", "False"]
