@@ -35,6 +35,21 @@ def _arithmetic(target: Any, other: Any, alpha: Any = 1) -> RuleResult:
     return _when(fits and target.dtype is not torch.bool and keeps_target(target, other))
 
 
+@rule(
+    "floor_divide_.Tensor floor_divide_.Scalar fmod_.Tensor fmod_.Scalar remainder_.Tensor remainder_.Scalar "
+    "pow_.Tensor hypot_ atan2_ nextafter_ copysign_.Tensor copysign_.Scalar xlogy_.Tensor div_.Tensor_mode "
+    "div_.Scalar_mode"
+)
+def _of_fractions(target: Any, other: Any, *, rounding_mode: Any = None) -> RuleResult:
+    alike = other.dtype is target.dtype if type(other) is Meta else type(other) in (int, float)
+    return _when(alike and target.dtype in FLOATS and keeps_target(target, other))
+
+
+@rule("logical_not_")
+def _logical_not(target: Any) -> RuleResult:
+    return _when((target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target))
+
+
 @rule("clamp_min_.Tensor clamp_max_.Tensor")
 def _clamp(target: Any, bound: Any) -> RuleResult:
     fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)

@@ -188,12 +188,12 @@ def _cdist_backward(gradient: Meta, a: Meta, b: Meta, *args: Any) -> list[Stride
 
 @_corrects("index.Tensor _unsafe_index.Tensor")
 def _index(a: Meta, indices: Any) -> list[Strides]:
-    return [_indexed_stride(a, indices)]
+    return [indexed_stride(a, indices)]
 
 
-def _indexed_stride(a: Meta, indices: Any) -> Strides:
-    """As `AdvancedIndex` computes it: elementwise over the tensor, each indexed stretch of dimensions replaced by that
-    of the indices, and the indices, which do not move along the other dimensions."""
+def indexed_stride(a: Meta, indices: Any) -> Strides:
+    """Compute the strides of `a[indices]` as `AdvancedIndex` does: elementwise over the tensor, each indexed stretch of
+    dimensions replaced by that of the indices, and the indices, which do not move along the other dimensions."""
     if not a.plain or not all(index is None or (index.plain and index.dtype in _POSITIONS) for index in indices):
         return None
     given = [index for index in indices if index is not None]
@@ -315,4 +315,4 @@ def _masked_fill(a: Meta, mask: Meta, value: Any) -> list[Strides]:
     return [_ROW_MAJOR]
 
 
-__all__ = ["corrected"]
+__all__ = ["corrected", "indexed_stride"]

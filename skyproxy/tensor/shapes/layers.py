@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import broadcast_sizes
-from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, preserved, row_major, rule
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
 
 _UNKNOWN: Any = object()
 _EXACT = frozenset({torch.float32, torch.float64})
@@ -28,6 +28,11 @@ def _alike(*tensors: Any) -> bool:
     return all(
         isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size for t in tensors
     ) and (first.dtype in FLOATS)
+
+
+def _of_fractions(x: Meta) -> bool:
+    """Return whether it is a tensor of fractions in any order of memory, and not empty."""
+    return x.plain and x.dtype in FLOATS and 0 not in x.size
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -65,8 +70,8 @@ def _matmul(a: Meta, b: Meta) -> RuleResult:
 def _layer_norm(x: Meta, shape: Any, weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
     rank = len(x.size) - len(shape)
     parts = [t for t in (weight, bias) if t is not None]
-    fits = _alike(x, *parts) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
-    if not fits or any(t.size != tuple(shape) for t in parts):
+    fits = _of_fractions(x) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
+    if not fits or any(t.size != tuple(shape) or t.dtype is not x.dtype or not row_major(t) for t in parts):
         return None
     sums = plain_meta((*x.size[:rank], *[1] * len(shape)), x.dtype)
     return [(plain_meta(x.size, x.dtype), None), (sums, None), (sums, None)]
@@ -87,7 +92,8 @@ def _coins(x: Meta, **options: Any) -> RuleResult:
 @rule("index_select")
 def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
     rank = len(x.size)
-    fits = _alike(x) and row_major(index) and index.dtype in (torch.int64, torch.int32) and len(index.size) == 1
+    fits = x.plain and 0 not in x.size and (x.dtype in FLOATS or x.dtype in INTEGERS or x.dtype is torch.bool)
+    fits = fits and row_major(index) and index.dtype in (torch.int64, torch.int32) and len(index.size) == 1
     if not fits or not rank or not -rank <= dim < rank or 0 in index.size:
         return None
     dim %= rank
@@ -109,9 +115,9 @@ def _stack(parts: list[Any], dim: int = 0) -> RuleResult:
 @rule("argmax argmin")
 def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     rank = len(x.size)
-    if dim is None and _alike(x):
+    if dim is None and _of_fractions(x):
         return _fresh((1,) * rank if keepdim else (), torch.int64)
-    if not (_alike(x) and type(dim) is int and rank and -rank <= dim < rank):
+    if not (_of_fractions(x) and type(dim) is int and rank and -rank <= dim < rank):
         return None
     dim %= rank
     return _fresh((*x.size[:dim], *[1] * keepdim, *x.size[dim + 1 :]), torch.int64)
@@ -120,17 +126,18 @@ def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResul
 @rule("cumsum cumprod")
 def _cumulated(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(x.size)
-    return _fresh(x.size, x.dtype) if _alike(x) and rank and -rank <= dim < rank and dtype is None else None
+    return _fresh(x.size, x.dtype) if _of_fractions(x) and rank and -rank <= dim < rank and dtype is None else None
 
 
 @rule("tril triu")
 def _triangle(x: Meta, diagonal: int = 0) -> RuleResult:
-    return _fresh(x.size, x.dtype) if row_major(x) and len(x.size) >= 2 and 0 not in x.size else None
+    return _fresh(x.size, x.dtype) if x.plain and len(x.size) >= 2 and 0 not in x.size else None
 
 
 @rule("bitwise_not logical_not")
 def _not(x: Meta) -> RuleResult:
-    return _fresh(x.size, torch.bool) if row_major(x) and x.dtype is torch.bool else None
+    found = elementwise([x]) if x.dtype is torch.bool else None
+    return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 
 
 @rule("slice_backward select_backward")
@@ -221,8 +228,8 @@ def _full(size: Any, value: Any, *, dtype: Any = None, layout: Any = None, **opt
 
 @rule("zeros_like ones_like empty_like rand_like randn_like")
 def _like(x: Meta, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **options: Any) -> RuleResult:
-    look = preserved(x)
-    fits = _options(dtype, layout, options) and memory_format in (None, torch.preserve_format) and look is not None
+    look = in_format(x, memory_format)
+    fits = _options(dtype, layout, options) and look is not None
     return [(plain_meta(look.size, dtype or x.dtype, look.stride), None)] if fits and look is not None else None
 
 

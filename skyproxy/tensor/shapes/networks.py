@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import elementwise, result_dtype
-from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, rule
-from skyproxy.tensor.shapes.selections import RULES, fresh, suggests_row_major, whole
+from skyproxy.tensor.shapes.elementwise import channels_last_stride, elementwise, result_dtype
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
+from skyproxy.tensor.shapes.selections import RULES, fresh, plain, suggests_row_major, whole
+from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
@@ -41,6 +42,25 @@ def _of_one_dtype(*operands: Any) -> RuleResult:
 @rule("addcmul addcdiv")
 def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> RuleResult:
     return _of_one_dtype(x, a, b) if type(value) in (int, float) else None
+
+
+@rule("glu")
+def _glu(x: Any, dim: Any = -1) -> RuleResult:
+    rank = len(x.size)
+    if not plain(x) or type(dim) is not int or not -rank <= dim < rank or x.size[dim] % 2:
+        return None
+    dim %= rank
+    half = plain_meta((*x.size[:dim], x.size[dim] // 2, *x.size[dim + 1 :]), x.dtype, x.stride)
+    return _of_one_dtype(half, half)
+
+
+@rule("_cdist_forward")
+def _distances(a: Any, b: Any, order: Any, mode: Any) -> RuleResult:
+    fits = plain(a, b) and a.dtype is b.dtype and a.dtype in _EXACT and len(a.size) == len(b.size) >= 2
+    fits = (
+        fits and a.size[:-2] == b.size[:-2] and a.size[-1] == b.size[-1] and type(order) in (int, float) and order >= 0
+    )
+    return [fresh((*a.size[:-1], b.size[-2]), a.dtype)] if fits else None
 
 
 @rule("_prelu_kernel")
@@ -138,6 +158,15 @@ def _nll_backward(gradient: Any, x: Any, target: Any, *rest: Any) -> RuleResult:
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
 
 
+@rule("binary_cross_entropy")
+def _loss_of_chances(x: Any, target: Any, weight: Any = None, reduction: Any = 1) -> RuleResult:
+    fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
+    if not fits or weight is not None:
+        return None
+    look = preserved(x) if reduction == 0 else plain_meta((), x.dtype)
+    return None if look is None else [(look, None)]
+
+
 @rule("binary_cross_entropy_with_logits")
 def _loss_of_logits(x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: Any = 1) -> RuleResult:
     return _loss(x, target, reduction) if weight is None and positive is None else None
@@ -196,7 +225,7 @@ def _pair(values: Any, otherwise: Any = None) -> tuple[int, ...] | None:
 def _pooled(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any) -> tuple[int, ...] | None:
     sides = _pair(kernel)
     steps, pads, gaps = _pair(stride, kernel), _pair(padding, [0]), _pair(dilation, [1])
-    if None in (sides, steps, pads, gaps) or ceil or not _alike(x) or len(x.size) != 4 or not suggests_row_major(x):
+    if None in (sides, steps, pads, gaps) or ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) != 4:
         return None
     assert sides is not None
     assert steps is not None
@@ -208,12 +237,18 @@ def _pooled(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil:
     return (*x.size[:2], *area) if min(area) > 0 else None
 
 
+def _in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[Meta, None]:
+    """A result in the format that `suggest_memory_format` reads from the input."""
+    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
+    return plain_meta(size, dtype, stride), None
+
+
 @rule("max_pool2d_with_indices")
 def _max_pool(
     x: Any, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil: Any = False
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, dilation, ceil)
-    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+    return None if size is None else [_in_format_of(x, size, x.dtype), _in_format_of(x, size, torch.int64)]
 
 
 @rule("max_pool2d_with_indices_backward")
@@ -221,7 +256,8 @@ def _max_pool_backward(
     gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any, indices: Any
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, dilation, ceil)
-    fits = size is not None and _alike(gradient, x) and whole(indices) and gradient.size == indices.size == size
+    fits = size is not None and suggests_row_major(x)
+    fits = fits and _alike(gradient, x) and whole(indices) and gradient.size == indices.size == size
     return [fresh(x.size, x.dtype)] if fits else None
 
 
@@ -236,7 +272,7 @@ def _avg_pool(
     divisor: Any = None,
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
-    return None if size is None else [fresh(size, x.dtype)]
+    return None if size is None else [_in_format_of(x, size, x.dtype)]
 
 
 @rule("_adaptive_avg_pool2d upsample_nearest2d")
@@ -256,9 +292,10 @@ def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilati
     rank = len(x.size) - 2
     if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
         return None
-    if x.dtype not in _EXACT or rank not in (1, 2) or len(weight.size) != rank + 2:
+    if x.dtype not in _EXACT or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
         return None
-    if rank == 1 and not _alike(x, *parts):  # computed with one dimension more, where another order is a format
+    # One dimension is computed as two, where another order is a format.
+    if rank != 2 and not _alike(x, *parts):
         return None
     if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
         return None
@@ -284,8 +321,56 @@ def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilati
 def _convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, extra: Any, groups: Any
 ) -> RuleResult:
-    size = None if transposed else _convolved(x, weight, bias, stride, padding, dilation, groups)
+    size = (
+        _spread_out(x, weight, bias, stride, padding, dilation, extra, groups)
+        if transposed
+        else _convolved(x, weight, bias, stride, padding, dilation, groups)
+    )
     return None if size is None else [fresh(size, x.dtype)]
+
+
+def _spread_out(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, extra: Any, groups: Any
+) -> tuple[int, ...] | None:
+    """The size of a transposed convolution over images; None where that takes more thought."""
+    parts = [t for t in (weight, bias) if t is not None]
+    fits = _alike(x, *parts) and x.dtype in _EXACT and len(x.size) == len(weight.size) == 4 and groups == 1
+    if not fits or not suggests_row_major(x) or not suggests_row_major(weight) or x.size[1] != weight.size[0]:
+        return None
+    steps, pads, gaps, more = (_pair(a) for a in (stride, padding, dilation, extra))
+    if (
+        steps is None
+        or pads is None
+        or gaps is None
+        or more is None
+        or (bias is not None and bias.size != weight.size[1:2])
+    ):
+        return None
+    if (
+        min(steps) < 1
+        or min(pads) < 0
+        or min(gaps) < 1
+        or min(more) < 0
+        or any(m >= max(s, g) for m, s, g in zip(more, steps, gaps))
+    ):
+        return None
+    area = [
+        (n - 1) * s - 2 * p + g * (k - 1) + m + 1
+        for n, k, s, p, g, m in zip(x.size[2:], weight.size[2:], steps, pads, gaps, more)
+    ]
+    return (x.size[0], weight.size[1], *area) if min(area) > 0 else None
+
+
+@rule("im2col")
+def _columns(x: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> RuleResult:
+    sides, gaps, pads, steps = (_pair(a) for a in (kernel, dilation, padding, stride))
+    if sides is None or gaps is None or pads is None or steps is None or not plain(x) or x.dtype not in FLOATS:
+        return None
+    if len(x.size) != 4 or min(*sides, *gaps, *steps) < 1 or min(pads) < 0:
+        return None
+    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
+    size = (x.size[0], x.size[1] * sides[0] * sides[1], area[0] * area[1])
+    return [fresh(size, x.dtype)] if min(area) > 0 else None
 
 
 @rule("convolution_backward")

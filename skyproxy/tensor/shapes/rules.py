@@ -20,6 +20,7 @@ from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import (
     NUMBERS,
     broadcast_sizes,
+    channels_last_stride,
     elementwise,
     fractional,
     preserved_stride,
@@ -56,7 +57,10 @@ _COMPARISONS = (
     "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
     "ge.Scalar"
 )
-_FLOAT_UNARY = "silu gelu hardswish softplus leaky_relu elu dropout mish hardsigmoid frac round.decimals"
+_FLOAT_UNARY = (
+    "silu gelu hardswish softplus leaky_relu elu dropout mish hardsigmoid frac round.decimals hardshrink softshrink "
+    "celu threshold"
+)
 _FRACTIONAL_UNARY = (
     "exp log sqrt rsqrt reciprocal sin cos tanh sigmoid erf acos acosh asin asinh atan atanh cosh sinh tan expm1 exp2 "
     "log10 log1p log2 erfc erfinv lgamma digamma sinc i0 logit"
@@ -110,7 +114,18 @@ def preserved(meta: Meta) -> Meta | None:
     if not meta.plain:
         return None
     stride = preserved_stride(meta.size, meta.stride)
-    return meta if stride == meta.stride else plain_meta(meta.size, meta.dtype, stride)
+    same = stride == meta.stride and not meta.offset
+    return meta if same else plain_meta(meta.size, meta.dtype, stride)
+
+
+def in_format(meta: Meta, memory_format: torch.memory_format | None) -> Meta | None:
+    """Sizes and strides of a copy in a format; None where that takes more thought."""
+    if memory_format in (None, torch.preserve_format):
+        return preserved(meta)
+    if memory_format is torch.contiguous_format:
+        return plain_meta(meta.size, meta.dtype) if meta.plain else None
+    fits = memory_format is torch.channels_last and meta.plain and len(meta.size) == 4
+    return plain_meta(meta.size, meta.dtype, channels_last_stride(meta.size)) if fits else None
 
 
 def _result(operands: tuple[Any, ...], dtype: torch.dtype, common: torch.dtype | None = None) -> RuleResult:
@@ -221,7 +236,8 @@ def _comparison(a: Any, b: Any) -> RuleResult:
 @rule("logical_and logical_or logical_xor")
 def _logical(a: Meta, b: Meta) -> RuleResult:
     """Operands are not converted: each is asked whether it is zero."""
-    return _result((a, b), torch.bool, a.dtype) if a.dtype is b.dtype and _has_tensor(a, b) else None
+    alike = a.dtype is b.dtype or (row_major(a) and row_major(b))
+    return _result((a, b), torch.bool, a.dtype) if alike and _has_tensor(a, b) else None
 
 
 @rule(_FLOAT_UNARY)
@@ -249,12 +265,16 @@ def _signed(a: Meta, *numbers: Any) -> RuleResult:
 
 @rule("hardtanh")
 def _hardtanh(a: Meta, *bounds: Any) -> RuleResult:
-    return _unary(a, *bounds) if row_major(a) and 0 not in a.size else None
+    like = preserved(a)
+    fits = like is not None and a.dtype in FLOATS and 0 not in a.size and not any(type(n) is Meta for n in bounds)
+    return _shaped(like, a.dtype) if fits else None
 
 
 @rule("nan_to_num")
 def _without_nan(a: Meta, *numbers: Any) -> RuleResult:
-    return _signed(a) if row_major(a) and 0 not in a.size else None
+    like = preserved(a)
+    fits = like is not None and (a.dtype in FLOATS or a.dtype in INTEGERS) and 0 not in a.size
+    return _shaped(like, a.dtype) if fits else None
 
 
 @rule(_WITH_SCALARS)
@@ -294,18 +314,13 @@ def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
 
 @rule("clone")
 def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
-    if not a.plain:
-        return None
-    if memory_format is torch.contiguous_format:
-        return [(plain_meta(a.size, a.dtype), None)]
-    plain = memory_format in (None, torch.preserve_format)
-    like = preserved(a)
-    return _shaped(like, a.dtype) if plain and like is not None else None
+    like = in_format(a, memory_format)
+    return _shaped(like, a.dtype) if like is not None else None
 
 
 @rule("_to_copy")
 def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
-    like = preserved(a)
+    like = in_format(a, kwargs.pop("memory_format", None))
     if like is None or kwargs.keys() - {"layout"} or kwargs.get("layout") not in (None, torch.strided):
         return None
     return _shaped(like, dtype if dtype is not None else a.dtype)

@@ -12,12 +12,14 @@ import torch
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes
 from skyproxy.tensor.shapes.in_place import RULES
+from skyproxy.tensor.shapes.kernel_strides import indexed_stride
 from skyproxy.tensor.shapes.rules import (
     FLOATS,
     INTEGERS,
     TARGET,
     RuleResult,
     keeps_target,
+    preserved,
     row_major,
     rule,
 )
@@ -34,6 +36,11 @@ def whole(*tensors: Any) -> bool:
 def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
     """A row-major result."""
     return plain_meta(size, dtype), None
+
+
+def plain(*tensors: Any) -> bool:
+    """Return whether all are tensors that are not empty, in any order of memory, with gaps or repeated elements."""
+    return all(type(t) is Meta and t.plain and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
 
 def _in_order(*tensors: Any) -> bool:
@@ -79,18 +86,22 @@ def _indexed_size(x: Meta, indices: Any) -> Ints | None:
 
 @rule("index.Tensor")
 def _index(x: Meta, indices: Any) -> RuleResult:
-    size = _indexed_size(x, indices) if _in_order(x) else None
-    return None if size is None else [fresh(size, x.dtype)]
+    size = _indexed_size(x, indices) if plain(x) else None
+    if size is None or _in_order(x):
+        return None if size is None else [fresh(size, x.dtype)]
+    stride = indexed_stride(x, indices)
+    return None if stride is None else [(plain_meta(size, x.dtype, stride), None)]
 
 
 def _can_be_put(x: Meta, indices: Any, values: Any) -> bool:
-    size = _indexed_size(x, indices) if _in_order(x) and values.plain and x.dtype is values.dtype else None
+    size = _indexed_size(x, indices) if plain(x) and values.plain and x.dtype is values.dtype else None
     return size is not None and broadcast_sizes((size, values.size)) == size
 
 
 @rule("index_put")
 def _index_put(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if whole(x) and _can_be_put(x, indices, values) else None
+    look = preserved(x) if _can_be_put(x, indices, values) else None
+    return None if look is None else [(look, None)]
 
 
 @rule("index_put_")
@@ -122,13 +133,13 @@ def _gather(x: Meta, dim: Any, index: Any, *, sparse_grad: bool = False) -> Rule
 @rule("scatter.src scatter_add")
 def _scatter(x: Meta, dim: Any, index: Any, source: Any) -> RuleResult:
     fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
-    fits = fits and whole(x) and all(n <= m for n, m in zip(index.size, source.size, strict=True))
+    fits = fits and all(n <= m for n, m in zip(index.size, source.size, strict=True))
     return [fresh(x.size, x.dtype)] if fits else None
 
 
 @rule("scatter.value")
 def _scatter_number(x: Meta, dim: Any, index: Any, value: Any) -> RuleResult:
-    fits = type(value) in (int, float) and x.dtype in FLOATS and whole(x) and _fits(x, dim, index)
+    fits = type(value) in (int, float) and x.dtype in FLOATS and _fits(x, dim, index)
     return [fresh(x.size, x.dtype)] if fits else None
 
 
@@ -148,7 +159,8 @@ def _embedding_backward(gradient: Meta, indices: Meta, count: Any, *rest: Any) -
 
 @rule("sort")
 def _sort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
-    return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if whole(x) and _axis(x, dim) is not None else None
+    look = preserved(x) if plain(x) and _axis(x, dim) is not None else None
+    return None if look is None else [(look, None), (plain_meta(look.size, torch.int64, look.stride), None)]
 
 
 @rule("argsort")
@@ -159,7 +171,7 @@ def _argsort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
 @rule("topk")
 def _topk(x: Meta, k: Any, dim: Any = -1, largest: bool = True, ordered: bool = True) -> RuleResult:
     at = _axis(x, dim)
-    if at is None or not whole(x) or x.dtype is torch.bool or type(k) is not int or not 0 < k <= x.size[at]:
+    if at is None or not plain(x) or x.dtype is torch.bool or type(k) is not int or not 0 < k <= x.size[at]:
         return None
     size = (*x.size[:at], k, *x.size[at + 1 :])
     return [fresh(size, x.dtype), fresh(size, torch.int64)]
@@ -168,13 +180,14 @@ def _topk(x: Meta, k: Any, dim: Any = -1, largest: bool = True, ordered: bool = 
 @rule("flip")
 def _flip(x: Meta, dims: Any) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
-    return [fresh(x.size, x.dtype)] if whole(x) and None not in places and len(set(places)) == len(places) else None
+    look = preserved(x) if plain(x) and None not in places and len(set(places)) == len(places) else None
+    return None if look is None else [(look, None)]
 
 
 @rule("roll")
 def _roll(x: Meta, shifts: Any, dims: Any = ()) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
-    fits = whole(x) and _integers(shifts) and None not in places
+    fits = (whole(x) or (plain(x) and len(x.size) < 4)) and _integers(shifts) and None not in places
     fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
     return [fresh(x.size, x.dtype)] if fits else None
 
@@ -182,7 +195,7 @@ def _roll(x: Meta, shifts: Any, dims: Any = ()) -> RuleResult:
 @rule("repeat")
 def _repeat(x: Meta, repeats: Any) -> RuleResult:
     extra = len(repeats) - len(x.size)
-    if not whole(x) or extra < 0 or not all(type(n) is int and n > 0 for n in repeats):
+    if not plain(x) or extra < 0 or not all(type(n) is int and n > 0 for n in repeats):
         return None
     return [fresh(tuple(n * m for n, m in zip(repeats, (1,) * extra + x.size, strict=True)), x.dtype)]
 
@@ -297,7 +310,7 @@ def _at_place(x: Meta, k: Any, dim: Any = -1, keepdim: Any = False) -> RuleResul
 
 @rule("cummax cummin")
 def _extreme_so_far(x: Meta, dim: Any) -> RuleResult:
-    fits = whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None
+    fits = plain(x) and x.dtype in FLOATS and _axis(x, dim) is not None
     return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
 
 
@@ -329,6 +342,11 @@ def _take(x: Meta, index: Any) -> RuleResult:
 @rule("max min")
 def _extreme_of_all(x: Meta) -> RuleResult:
     return [fresh((), x.dtype)] if whole(x) else None
+
+
+@rule("median nanmedian")
+def _middle_of_all(x: Meta) -> RuleResult:
+    return [fresh((), x.dtype)] if plain(x) and x.dtype in FLOATS else None
 
 
 @rule("any all any.dim all.dim any.dims all.dims")
@@ -384,6 +402,11 @@ def _norm(x: Meta, order: Any = 2, dim: Any = None, keepdim: Any = False, *, dty
     return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
 
 
+@rule("norm.ScalarOpt_dim")
+def _norm_of_lines(x: Meta, order: Any, dim: Any, keepdim: Any = False) -> RuleResult:
+    return _norm(x, 2 if order is None else order, dim, keepdim) if dim else None
+
+
 @rule("logsumexp")
 def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dim else None
@@ -435,4 +458,4 @@ def _dot(a: Meta, b: Meta) -> RuleResult:
     return [fresh((), a.dtype)] if fits and a.dtype in FLOATS else None
 
 
-__all__ = ["RULES", "fresh", "suggests_row_major", "whole"]
+__all__ = ["RULES", "fresh", "plain", "suggests_row_major", "whole"]

@@ -1,0 +1,108 @@
+"""Rules that answer for tensors in any order of memory, held against PyTorch for slices, transposed and other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tensor.rule_checking import answer_of, mismatch, tensors
+
+Arguments = Callable[[torch.Tensor], tuple[Any, ...]]
+_INDEX = torch.zeros(2, dtype=torch.int64)
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.shape, dtype=torch.int64)
+
+
+CASES: dict[str, Arguments] = {
+    "index.Tensor": lambda x: (x, [_INDEX]),
+    "index.Tensor behind": lambda x: (x, [None, _INDEX]),
+    "index.Tensor apart": lambda x: (x, [_INDEX, None, _INDEX]),
+    "index_put": lambda x: (x, [_INDEX], torch.zeros(())),
+    "index_put_": lambda x: (x, [_INDEX], torch.zeros(())),
+    "index_select": lambda x: (x, -1, _INDEX),
+    "scatter.src": lambda x: (x, 0, _places(x), x),
+    "scatter_add": lambda x: (x, 0, _places(x), x),
+    "scatter.value": lambda x: (x, 0, _places(x), 1.0),
+    "sort": lambda x: (x, 0),
+    "topk": lambda x: (x, 1, 0),
+    "flip": lambda x: (x, (0,)),
+    "roll": lambda x: (x, (1,), (0,)),
+    "roll all": lambda x: (x, (1,)),
+    "repeat": lambda x: (x, [2] * (x.dim() + 1)),
+    "cummax": lambda x: (x, 0),
+    "cumsum": lambda x: (x, 0),
+    "median": lambda x: (x,),
+    "norm.ScalarOpt_dim": lambda x: (x, 2, [0]),
+    "argmax": lambda x: (x, 0),
+    "argmin all": lambda x: (x,),
+    "tril": lambda x: (x,),
+    "triu": lambda x: (x, 1),
+    "native_layer_norm": lambda x: (x, x.shape[-1:], None, None, 1e-5),
+    "hardtanh": lambda x: (x,),
+    "nan_to_num": lambda x: (x,),
+    "hardshrink": lambda x: (x,),
+    "softshrink": lambda x: (x,),
+    "celu": lambda x: (x,),
+    "threshold": lambda x: (x, 0.5, 0.1),
+    "glu": lambda x: (torch.cat((x, x)).transpose(0, -1), -1),
+    "im2col": lambda x: (x, [2, 2], [1, 1], [1, 1], [1, 1]),
+    "avg_pool2d": lambda x: (x, [2, 2]),
+    "max_pool2d_with_indices": lambda x: (x, [2, 2]),
+    "_cdist_forward": lambda x: (x, x[..., :1, :], 2.0, None),
+    "clone": lambda x: (x,),
+    "fmod_.Tensor": lambda x: (x, x[-1:].clone()),
+    "remainder_.Scalar": lambda x: (x, 2),
+    "pow_.Tensor": lambda x: (x, x),
+    "hypot_": lambda x: (x, x),
+    "logical_not_": lambda x: (x,),
+    "binary_cross_entropy": lambda x: (x, x),
+    "binary_cross_entropy of each": lambda x: (x, x, None, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rule_agrees_with_pytorch_in_any_order_of_memory(case: str) -> None:
+    name, wrong, others = case.split(" ")[0], [], 0
+    for x in tensors():
+        try:
+            args = CASES[case](x)
+        except (IndexError, RuntimeError):  # too few dimensions for the case
+            continue
+        problem = mismatch(name, args, {})
+        if problem is not None:
+            wrong.append(f"{tuple(x.shape)} {x.stride()}: {problem}")
+        elif answer_of(name, args, {}) is not None:
+            others += not x.is_contiguous()
+    assert not wrong
+    assert others > 0
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
+@pytest.mark.parametrize("name", ["clone", "_to_copy", "empty_like", "zeros_like"])
+def test_copies_in_a_format_look_as_pytorch_makes_them(name: str, memory_format: torch.memory_format) -> None:
+    known = 0
+    for x in tensors():
+        if memory_format is torch.channels_last and x.dim() != 4:
+            continue
+        assert mismatch(name, (x,), {"memory_format": memory_format}) is None
+        known += answer_of(name, (x,), {"memory_format": memory_format}) is not None
+    assert known > 0
+
+
+@pytest.mark.parametrize(("rank", "transposed"), [(3, False), (2, True)])
+def test_sizes_of_convolutions_over_volumes_and_of_transposed_ones(rank: int, transposed: bool) -> None:
+    known = 0
+    for step, pad, gap, extra in [(1, 0, 1, 0), (2, 1, 1, 1), (2, 0, 2, 1), (1, 2, 1, 0)]:
+        x = torch.zeros(2, 3, *range(7, 7 + rank))
+        weight = torch.zeros(*((3, 4) if transposed else (4, 3)), *[3] * rank)
+        for bias in (None, torch.zeros(4)):
+            numbers = [[n] * rank for n in (step, pad, gap)]
+            args = (x, weight, bias, *numbers, transposed, [extra * transposed] * rank, 1)
+            assert mismatch("convolution", args, {}) is None
+            known += answer_of("convolution", args, {}) is not None
+    assert known == 8
