@@ -22,7 +22,7 @@ from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
 from skyproxy_server.allocator import keep_freed_memory
-from skyproxy_server.blob_shelves import FolderShelf, Shelf
+from skyproxy_server.blob_backends import BlobBackend, FolderBackend
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, DeviceRow, inventory
@@ -31,7 +31,7 @@ from skyproxy_server.isolation import options
 from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
 from skyproxy_server.isolation.spawner import TemplateSetup
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
-from skyproxy_server.isolation.uploads import SealedFolderShelf, SealedMemoryShelf
+from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.processes import run_processes, wait_for_ports
 from skyproxy_server.program_log import log_to_stderr
@@ -393,12 +393,12 @@ def _blob_store(arguments: argparse.Namespace, *, shared: bool) -> BlobStore | N
     if not byte_count:
         return None
     where = "memory"
-    shelf: Shelf | None = SealedMemoryShelf() if shared else None
+    backend: BlobBackend | None = SealedMemoryBackend() if shared else None
     if arguments.blob_dir is not None:
         # One for each port: several workers may be given the same folder, and each keeps its own bound.
         where = str(arguments.blob_dir / f"port-{arguments.port}")
-        shelf = SealedFolderShelf(Path(where)) if shared else FolderShelf(Path(where))
-    store = BlobStore(byte_count, shelf, SETTINGS.min_blob_bytes, shared=arguments.share_uploads)
+        backend = SealedFolderBackend(Path(where)) if shared else FolderBackend(Path(where))
+    store = BlobStore(byte_count, backend, SETTINGS.min_blob_bytes, shared=arguments.share_uploads)
     logger.info("keeps up to %d MiB of uploads in %s, %d are there", byte_count >> 20, where, len(store))
     return store
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyproxy.protocol.digests import content_digest
-from skyproxy_server.blob_shelves import Draft, Kept, MemoryShelf, Shelf
+from skyproxy_server.blob_backends import BlobBackend, Kept, MemoryBackend, PendingBlob
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -71,7 +71,7 @@ class Incoming:
     """An upload that is being kept. The thread that receives it writes; any may end it."""
 
     def __init__(self, store: BlobStore, byte_count: int, user: str, owner: str, most_bytes: int | None) -> None:
-        self.draft: Draft | None = None
+        self.pending: PendingBlob | None = None
         self.byte_count = byte_count
         self.held_bytes = 0
         """The bytes that came; the store reserves no more, whatever was announced."""
@@ -92,21 +92,21 @@ class Incoming:
                 self.discard()
                 return
             try:
-                if self.draft is None:
-                    self.draft = self._store._shelf.draft(self.byte_count)
-                self.draft.write(offset, piece)
+                if self.pending is None:
+                    self.pending = self._store._backend.new_pending(self.byte_count)
+                self.pending.write(offset, piece)
             except (OSError, MemoryError) as error:
                 logger.warning("an upload is not kept: %s", error)
                 self.discard()
 
     def begin(self) -> bool:
-        """Reserve all of it and make its draft, for bytes that come another way; False where there is no room."""
+        """Reserve all of it and make its pending blob, for bytes that come another way; False if there is no room."""
         with self._lock:
             if self._over or not self._store._reserve(self, self.byte_count - self.held_bytes):
                 self.discard()
                 return False
             try:
-                self.draft = self._store._shelf.draft(self.byte_count)
+                self.pending = self._store._backend.new_pending(self.byte_count)
             except (OSError, MemoryError) as error:
                 logger.warning("an upload is not kept: %s", error)
                 self.discard()
@@ -116,11 +116,11 @@ class Incoming:
     def finish(self) -> None:
         """All pieces are there: hashed and kept by a thread of the store's own."""
         with self._lock:
-            if self.draft is None:
+            if self.pending is None:
                 self.discard()
             elif not self._over:
                 self._over = True
-                self.draft.seal()
+                self.pending.seal()
                 self._store._complete(self)
 
     def discard(self) -> None:
@@ -143,11 +143,11 @@ class BlobStore:
     """
 
     def __init__(
-        self, max_bytes: int, shelf: Shelf | None = None, least_bytes: int = 1, *, shared: bool = False
+        self, max_bytes: int, backend: BlobBackend | None = None, least_bytes: int = 1, *, shared: bool = False
     ) -> None:
         """Args:
         max_bytes: how much to keep.
-        shelf: where; by default in memory.
+        backend: where; by default in memory.
         least_bytes: what is smaller is not worth an entry of its own.
         shared: whether who has one token may use what came with another.
         """
@@ -155,7 +155,7 @@ class BlobStore:
         self.shared = shared
         self._held_by: Counter[str] = Counter()
         self._least_bytes = max(least_bytes, 1)
-        self._shelf: Shelf = shelf if shelf is not None else MemoryShelf()
+        self._backend: BlobBackend = backend if backend is not None else MemoryBackend()
         self._blobs: OrderedDict[bytes, _Blob] = OrderedDict()
         self._held_bytes = 0
         self._unhashed = 0
@@ -163,7 +163,7 @@ class BlobStore:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._finished: queue.SimpleQueue[Incoming | None] = queue.SimpleQueue()
-        for digest, kept, byte_count in self._shelf.found():
+        for digest, kept, byte_count in self._backend.found():
             self._blobs[digest] = _Blob(kept, byte_count, "", set())
             self._held_bytes += byte_count
         with self._lock:
@@ -321,8 +321,8 @@ class BlobStore:
         self._finished.put(incoming)
 
     def _drop(self, incoming: Incoming) -> None:
-        if incoming.draft is not None:
-            incoming.draft.discard()
+        if incoming.pending is not None:
+            incoming.pending.discard()
         with self._lock:
             self._held_bytes -= incoming.held_bytes
             self._held_by[incoming.owner] -= incoming.held_bytes
@@ -345,8 +345,8 @@ class BlobStore:
                     self._unhashed -= 1
 
     def _name(self, incoming: Incoming) -> None:
-        assert incoming.draft is not None, "sealed, so it was begun"
-        with incoming.draft.view() as view:
+        assert incoming.pending is not None, "sealed, so it was begun"
+        with incoming.pending.view() as view:
             digest = content_digest(view)
         name = self._name_of(digest, incoming.owner)
         with self._lock:
@@ -358,7 +358,7 @@ class BlobStore:
             self._drop(incoming)
             self.is_owned(digest, incoming.owner)
             return
-        kept = incoming.draft.keep(name)
+        kept = incoming.pending.keep(name)
         with self._lock:
             self._blobs[name] = _Blob(kept, incoming.byte_count, incoming.user, {incoming.owner})
 
@@ -370,9 +370,9 @@ class BlobStore:
         with contextlib.suppress(queue.Empty):
             while True:
                 rest = self._finished.get_nowait()
-                if rest is not None and rest.draft is not None:
-                    rest.draft.discard()
-        self._shelf.close()
+                if rest is not None and rest.pending is not None:
+                    rest.pending.discard()
+        self._backend.close()
 
 
 def usable_memory_bytes(root: Path = Path("/")) -> int | None:

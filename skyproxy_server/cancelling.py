@@ -101,7 +101,7 @@ class Cancellation:
         return Failed.cancelled(_NOT_ANSWERED, op, self._reports.sequence, position)
 
 
-class Dropping:
+class CommandSkipper:
     """Walks over commands in place of running them."""
 
     def __init__(

@@ -38,8 +38,8 @@ def synchronize(session: SessionState) -> None:
     """Everything before this is done; the first failure that nobody was told of is raised."""
     session.values.gates.wait_for_transfers()
     _wait_for(session.devices)
-    if session.reports.unseen:
-        raise PoisonedError(session.reports.unseen[0])
+    if session.reports.unreported:
+        raise PoisonedError(session.reports.unreported[0])
 
 
 @_control

@@ -3,7 +3,7 @@
 Pieces pass through a few pinned buffers, in turns; their copies run on a side stream, and the compute stream waits for
 them on the device. On a CPU worker nothing of this happens: bytes land in the tensor itself and leave from there.
 
-`Hands` touches CUDA; the rest is tested with other hands, without a GPU.
+`CopyEngine` touches CUDA; the rest is tested with other hands, without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Event(Protocol):
         """Waits until the device has come there."""
 
 
-class Hands(Protocol):
+class CopyEngine(Protocol):
     """The operations of a device that staging needs, for one direction of one session."""
 
     def pinned(self, byte_count: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Hands(Protocol):
         """On the executor's thread: what it computes from now on waits for `event`."""
 
 
-class CudaHands:
+class CudaCopyEngine:
     """A side stream of one CUDA device."""
 
     def __init__(self, index: int) -> None:
@@ -73,7 +73,7 @@ class CudaHands:
 class Buffers:
     """Pinned buffers in turns. Belongs to one thread."""
 
-    def __init__(self, hands: Hands, byte_count: int) -> None:
+    def __init__(self, hands: CopyEngine, byte_count: int) -> None:
         self.byte_count = byte_count
         self._hands = hands
         self._made = 0
@@ -106,10 +106,10 @@ class Buffers:
             self._used.append((buffer, event))
 
 
-class Arriving:
+class IncomingTensor:
     """A device tensor that is being filled, piece by piece."""
 
-    def __init__(self, hands: Hands, buffers: Buffers, value: torch.Tensor) -> None:
+    def __init__(self, hands: CopyEngine, buffers: Buffers, value: torch.Tensor) -> None:
         self._hands = hands
         self._buffers = buffers
         self._bytes = device_bytes(value)
@@ -158,22 +158,22 @@ class Staging:
         hands_of: makes the hands for one direction of a device; None for devices whose memory is the host's.
     """
 
-    def __init__(self, chunk_bytes: int, hands_of: Callable[[torch.device], Hands | None] | None = None) -> None:
+    def __init__(self, chunk_bytes: int, hands_of: Callable[[torch.device], CopyEngine | None] | None = None) -> None:
         self._chunk_bytes = chunk_bytes
-        self._hands_of = hands_of or cuda_hands
-        self._lanes: dict[tuple[torch.device, str], tuple[Hands, Buffers] | None] = {}
+        self._hands_of = hands_of or cuda_copy_engine
+        self._lanes: dict[tuple[torch.device, str], tuple[CopyEngine, Buffers] | None] = {}
 
-    def _lane(self, device: torch.device, direction: str) -> tuple[Hands, Buffers] | None:
+    def _lane(self, device: torch.device, direction: str) -> tuple[CopyEngine, Buffers] | None:
         key = device, direction
         if key not in self._lanes:
             hands = self._hands_of(device)
             self._lanes[key] = None if hands is None else (hands, Buffers(hands, self._chunk_bytes))
         return self._lanes[key]
 
-    def arriving(self, value: torch.Tensor) -> Arriving | None:
+    def arriving(self, value: torch.Tensor) -> IncomingTensor | None:
         """For a fresh dense tensor that will be filled. On the executor's thread."""
         lane = self._lane(value.device, "in")
-        return None if lane is None else Arriving(*lane, value)
+        return None if lane is None else IncomingTensor(*lane, value)
 
     def leave(self, tensor: torch.Tensor) -> None:
         """A dense tensor is about to leave, as it is now. On the executor's thread."""
@@ -224,9 +224,9 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), start, (count,), (1,))  # type: ignore[no-any-return,unused-ignore]
 
 
-def cuda_hands(device: torch.device) -> Hands | None:
-    """Hands for a CUDA device; None for the others."""
-    return CudaHands(device.index or 0) if device.type == "cuda" else None
+def cuda_copy_engine(device: torch.device) -> CopyEngine | None:
+    """CopyEngine for a CUDA device; None for the others."""
+    return CudaCopyEngine(device.index or 0) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager

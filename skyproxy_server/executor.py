@@ -10,7 +10,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Message
 from skyproxy.settings import Settings
 from skyproxy_server import graph_controls, name_controls
-from skyproxy_server.cancelling import Dropping
+from skyproxy_server.cancelling import CommandSkipper
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.inventory import DeviceRow
@@ -40,7 +40,7 @@ class Executor:
         self._max_handles = settings.max_handles
         self._tensors = TensorCommands(state.values, state.reports, transfers, state.devices)
         self._verification = Verification(state.ops, state.values, state.modes)
-        self._dropping = Dropping(
+        self._dropping = CommandSkipper(
             state.cancellation,
             state.ops,
             state.values,
@@ -76,7 +76,7 @@ class Executor:
             if gates and cancellation.is_on:
                 position = self._dropping.drop(stream, position)
                 continue
-            error = self._pass_gates(stream, position) if gates else None
+            error = self._wait_for_gates(stream, position) if gates else None
             if error is None:
                 position, count, error = commands.execute(stream, position, handlers, slots, gates)
                 done += count
@@ -93,13 +93,13 @@ class Executor:
         """Forget every value."""
         self.state.end()
 
-    def _pass_gates(self, stream: list[Any], position: int) -> Exception | None:
+    def _wait_for_gates(self, stream: list[Any], position: int) -> Exception | None:
         """Wait until the command at `position` can run; return why it cannot."""
         try:
             at = commands.op_at(stream, position)
             signature = self._ops.signatures.get(stream[at])
             if signature is not None:
-                self._values.pass_gates(signature, stream, at)
+                self._values.wait_for_gates(signature, stream, at)
         except Exception as error:
             return error
         return None

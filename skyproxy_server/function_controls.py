@@ -27,7 +27,7 @@ def bind_call(session: SessionState, call: str, slots: list[int]) -> None:
     try:
         arguments = [session.values.get(slot, writes=True) for slot in slots]
     except PoisonedError as error:
-        session.values.mark_told(error.failed)
+        session.values.mark_reported(error.failed)
         calls.refuse(session.identity, call, {**error.failed.record, "failed": True})
         return
     calls.bind(session.identity, call, arguments, session.streams)

@@ -111,7 +111,7 @@ class Gates:
             if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES:
                 del self._closed[key]
 
-    def pass_through(self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True) -> None:
+    def wait_until_usable(self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True) -> None:
         """Waits until these tensors may be used.
 
         Args:

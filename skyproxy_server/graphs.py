@@ -59,16 +59,16 @@ class Graphs:
     # --- capture -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The client captures: what it releases meanwhile may be read by the recording, so it is kept in limbo."""
-        if self._values.limbo is not None:
+        """Begin a capture: what the client releases meanwhile may be read by the recording, so it is kept."""
+        if self._values.deferred_releases is not None:
             raise ProtocolError("a capture begins inside another one")
-        self._values.limbo = {}
+        self._values.deferred_releases = {}
 
-    def _end_limbo(self) -> dict[int, object]:
-        limbo, self._values.limbo = self._values.limbo, None
-        if limbo is None:
+    def _end_deferring(self) -> dict[int, object]:
+        deferred_releases, self._values.deferred_releases = self._values.deferred_releases, None
+        if deferred_releases is None:
             raise ProtocolError("a capture ends that never began")
-        return limbo
+        return deferred_releases
 
     def define(
         self, number: int, stream: list[Any], exports: list[Any], places: list[list[Any]], modes: dict[str, Any]
@@ -82,7 +82,7 @@ class Graphs:
             places: the devices that it computes on, each `[type, index]`.
             modes: PyTorch's global modes when the capture began; each replay runs under them.
         """
-        limbo = self._end_limbo()
+        deferred_releases = self._end_deferring()
         held = self._values.slots
         slots = [slot for slot, _ in exports]
         if len(self._recordings) >= _MAX_GRAPHS:
@@ -95,7 +95,7 @@ class Graphs:
             if slot in self._filled_by:
                 recording.dynamic.append(slot)
             else:
-                value = limbo.get(slot, held.get(slot))
+                value = deferred_releases.get(slot, held.get(slot))
                 recording.externals[slot] = self._placeholder(_ABANDONED) if value is None else value
         self._recordings[number] = recording
         device = self._devices.find(places[0]) if len(places) == 1 else None
@@ -107,7 +107,7 @@ class Graphs:
 
     def abort(self, slots: list[int]) -> None:
         """Ends a capture that failed; `slots` are held by tensors that it would have made."""
-        self._end_limbo()
+        self._end_deferring()
         self._values.slots.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
         self._forget_deferred()
 
@@ -183,7 +183,7 @@ class Graphs:
             return False
         try:
             if gates:
-                gates.pass_through(inputs, inputs)
+                gates.wait_until_usable(inputs, inputs)
         except PoisonedError:
             return False
         return True
@@ -214,7 +214,7 @@ class Graphs:
                 try:
                     if gates:
                         for step in steps:
-                            self._pass_gates(step, stream)
+                            self._wait_for_gates(step, stream)
                             step.handler(scope, stream, step.position)
                     else:
                         for step in steps:
@@ -233,9 +233,9 @@ class Graphs:
             recording.intact = False
         return scope
 
-    def _pass_gates(self, step: Step, stream: list[object]) -> None:
+    def _wait_for_gates(self, step: Step, stream: list[object]) -> None:
         if step.signature is not None and self._values.gates:
-            self._values.pass_gates(step.signature, stream, commands.op_at(stream, step.position))
+            self._values.wait_for_gates(step.signature, stream, commands.op_at(stream, step.position))
 
     def _publish(self, values: dict[int, object], made: dict[int, object]) -> None:
         """Puts results where the client finds them; in the old memory where somebody else looks at it."""
@@ -251,7 +251,7 @@ class Graphs:
                     continue
                 if old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout:
                     if gates:
-                        gates.pass_through([old], [old])
+                        gates.wait_until_usable([old], [old])
                     old.copy_(new)
                     continue
             values[slot] = new
@@ -260,7 +260,7 @@ class Graphs:
 
     def forget(self, number: int) -> None:
         """The client's graph is gone. Values that it made stay as they are, for tensors and for other recordings."""
-        if self._values.limbo is not None:
+        if self._values.deferred_releases is not None:
             self._deferred.append(number)
             return
         recording = self._recordings.pop(number, None)

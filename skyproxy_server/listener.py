@@ -42,7 +42,7 @@ _SPARE_CONNECTIONS = 16
 """Beyond `max_connections`, so that a full worker still answers health questions and says that it is full."""
 
 
-class Served(Protocol):
+class ConnectionHandler(Protocol):
     """The host's handler of an accepted connection."""
 
     @property
@@ -56,28 +56,28 @@ class Served(Protocol):
 class SessionHost(Protocol):
     """The sessions of this worker, as the listener sees them. Calls come from the connection's own thread."""
 
-    def open_session(self, hello: Hello, transport: Transport) -> Served:
+    def open_session(self, hello: Hello, transport: Transport) -> ConnectionHandler:
         """A new session whose operations travel on `transport`.
 
         Raises:
             LimitExceededError: there are too many sessions.
         """
 
-    def resume_session(self, hello: Hello, transport: Transport) -> Served:
+    def resume_session(self, hello: Hello, transport: Transport) -> ConnectionHandler:
         """Give a session another operations connection, for its own one broke.
 
         Raises:
             LookupError: there is no such session, or the client may not have it.
         """
 
-    def join_bulk(self, session_id: str, transport: Transport) -> Served:
+    def join_bulk(self, session_id: str, transport: Transport) -> ConnectionHandler:
         """Gives a session its bulk connection.
 
         Raises:
             LookupError: there is no such session.
         """
 
-    def join_functions(self, session_id: str, transport: Transport) -> Served:
+    def join_functions(self, session_id: str, transport: Transport) -> ConnectionHandler:
         """Gives a session a functions connection, in place of the one that it had.
 
         Raises:

@@ -12,7 +12,13 @@ from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.gates import storage_key
-from skyproxy_server.named_sessions import HeldError, NamedSession, NamedSessions, NamedValue, Names
+from skyproxy_server.named_sessions import (
+    NamedSession,
+    NamedSessionInUseError,
+    NamedSessions,
+    NamedValue,
+    NamedValueRequests,
+)
 from skyproxy_server.session_state import SessionState
 
 _MOST_CHARACTERS = 200
@@ -22,7 +28,7 @@ _NONE_HERE = (
 )
 
 
-def _names(session: SessionState) -> Names:
+def _names(session: SessionState) -> NamedValueRequests:
     if session.names is None:
         raise ConfigurationError(_NONE_HERE)
     return session.names
@@ -51,7 +57,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
     try:
         with session.idle():  # who has it may be executing, under other modes of PyTorch
             names.held = names.store.hold(names.holder, names.owner, _text(name), take=bool(take))
-    except HeldError as error:
+    except NamedSessionInUseError as error:
         return {"held_seconds": error.seconds}
     return {}
 

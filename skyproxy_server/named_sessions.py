@@ -29,7 +29,7 @@ class Holder(Protocol):
         """End it, and tell its client why; return whether it is over, and uses its values no more."""
 
 
-class HeldError(Exception):
+class NamedSessionInUseError(Exception):
     """Another client holds the session, for so many seconds now."""
 
     def __init__(self, seconds: float) -> None:
@@ -123,7 +123,7 @@ class NamedSessions:
         A client without a connection holds nothing against others: it may be a program that has ended.
 
         Raises:
-            HeldError: another client holds it, and `take` is not set.
+            NamedSessionInUseError: another client holds it, and `take` is not set.
             LimitExceededError: there are too many, or the one that holds it does not come to an end now.
         """
         with self._lock:
@@ -138,7 +138,7 @@ class NamedSessions:
                 session = self._sessions[owner, name] = NamedSession(name, owner, now, now)
             other = session.holder
             if other is not None and not take and not other.is_detached:
-                raise HeldError(self._clock() - session.since)
+                raise NamedSessionInUseError(self._clock() - session.since)
             self._set_holder(session, holder)
         if other is not None:
             reason = f"another client took the session {name!r} over; what was put under a name there lives on"
@@ -246,7 +246,7 @@ class NamedSessions:
             return is_there
 
 
-class Names:
+class NamedValueRequests:
     """The named sessions as one session of a worker finds them.
 
     Attributes:

@@ -25,7 +25,7 @@ class Reports:
     Attributes:
         sequence: the batch that is being executed.
         graph: the number of the graph that is being replayed, else None; positions are in its own stream then.
-        unseen: failures that the client was not given as an answer yet.
+        unreported: failures that the client was not given as an answer yet.
         recent: the latest failures and when they happened, in seconds since 1970; for the web view.
         watch: called with each message before it leaves; None as long as nobody watches.
     """
@@ -35,7 +35,7 @@ class Reports:
         self._warned: dict[tuple[str, str], int] = {}
         self.sequence = 0
         self.graph: int | None = None
-        self.unseen: list[Failed] = []
+        self.unreported: list[Failed] = []
         self.recent: deque[tuple[float, Failed]] = deque(maxlen=_RECENT_FAILURES)
         self.watch: Callable[[Message], None] | None = None
 
@@ -66,8 +66,8 @@ class Reports:
         if self.graph is not None:
             failed.record["graph"] = self.graph
         self.recent.append((time.time(), failed))
-        if len(self.unseen) < _REMEMBERED_FAILURES:
-            self.unseen.append(failed)
+        if len(self.unreported) < _REMEMBERED_FAILURES:
+            self.unreported.append(failed)
         self.refuse(0, failed)
         return failed
 
@@ -78,8 +78,8 @@ class Reports:
     def mark_seen(self, failed: Failed) -> None:
         """Note that the client knows of this failure, or is just about to."""
         failed.delivered = True
-        if failed in self.unseen:
-            self.unseen.remove(failed)
+        if failed in self.unreported:
+            self.unreported.remove(failed)
 
     def warn(self, op: str, found: list[KernelWarning], position: int) -> None:
         """Tell the client of a kernel's warnings, each of them a limited number of times.

@@ -25,7 +25,7 @@ from skyproxy_server.values import Values
 
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
-    from skyproxy_server.named_sessions import Names
+    from skyproxy_server.named_sessions import NamedValueRequests
 
 
 class SessionState:
@@ -67,7 +67,7 @@ class SessionState:
         self.max_bytes = 0
         self.identity = ""
         self.calls: Calls | None = None
-        self.names: Names | None = None
+        self.names: NamedValueRequests | None = None
         self.streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager

@@ -37,13 +37,13 @@ class Watch:
     """The work for an op beyond running it, by the form of its inputs.
 
     Attributes:
-        conformed: where the kernel gives other strides than the client believes in: what it believes of each output,
+        restrided: where the kernel gives other strides than the client believes in: what it believes of each output,
             and of each tensor that is written.
         owed: where the client's expectation was never held against a result, because the op failed: the operand of
             that EXPECT.
     """
 
-    conformed: dict[Hashable, list[torch_codec.Description]] = field(default_factory=dict)
+    restrided: dict[Hashable, list[torch_codec.Description]] = field(default_factory=dict)
     owed: dict[Hashable, list[object]] = field(default_factory=dict)
 
 

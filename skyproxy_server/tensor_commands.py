@@ -18,7 +18,7 @@ from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, storage_key
 from skyproxy_server.layouts import check_packed, packed
 from skyproxy_server.reports import Reports
-from skyproxy_server.transfers import Arrival, TransferCancelledError, Transfers
+from skyproxy_server.transfers import IncomingTransfer, TransferCancelledError, Transfers
 from skyproxy_server.values import Values
 
 
@@ -87,7 +87,7 @@ class TensorCommands:
         return position + 5
 
     def _allocated(
-        self, transfer: Arrival, description: Description, place: torch.device
+        self, transfer: IncomingTransfer, description: Description, place: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a tensor whose bytes are on their way, and where they land first; on the CPU that is the tensor."""
         if transfer.target is None:
@@ -104,7 +104,7 @@ class TensorCommands:
         self,
         slots: dict[int, Any],
         slot: int,
-        transfer: Arrival,
+        transfer: IncomingTransfer,
         value: torch.Tensor,
         staging: torch.Tensor,
         sequence: int,

@@ -55,7 +55,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Former:
+class _SupersededTokens:
     secret: bytes
     until: float
 
@@ -87,7 +87,7 @@ class Tokens:
         self._overlap_seconds = overlap_seconds
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._former: dict[str, list[_Former]] = {}
+        self._former: dict[str, list[_SupersededTokens]] = {}
         self._seen: object = None
         self._looked_at = 0.0
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class Tokens:
                 logger.info("the token %s was revoked", name)
             elif after.secret != before.secret:
                 kept = [old for old in self._former.get(name, []) if old.until > now and old.secret != after.secret]
-                self._former[name] = [*kept, _Former(before.secret, now + self._overlap_seconds)]
+                self._former[name] = [*kept, _SupersededTokens(before.secret, now + self._overlap_seconds)]
                 logger.info(
                     "the token %s was replaced; the former one is accepted for %g s", name, self._overlap_seconds
                 )

@@ -33,7 +33,7 @@ from skyproxy.protocol.messages import (
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
 from skyproxy_server.blobs import Keeping, Uploads
-from skyproxy_server.cuda_staging import Arriving, Staging
+from skyproxy_server.cuda_staging import IncomingTensor, Staging
 
 _MOST_CHALLENGES = 65_536
 _MOST_UNANNOUNCED = 65_536
@@ -46,7 +46,7 @@ _TOLD_EVERY_BYTES = 4 << 20
 """Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
 
 
-class Arrival:
+class IncomingTransfer:
     """Bytes that come from the client, in pieces.
 
     Attributes:
@@ -67,7 +67,7 @@ class Arrival:
         self.byte_count = byte_count
         self.missing = byte_count
         self.over = False
-        self.device: Arriving | None = None
+        self.device: IncomingTensor | None = None
         self.early: list[tuple[int, int]] = []
         self.pieces: list[tuple[int, int]] = []
         self.kept: Keeping | None = None
@@ -150,7 +150,7 @@ class TransferCancelledError(RuntimeError):
     """The client gave a transfer up; it knows that, and why."""
 
 
-class Departure:
+class OutgoingTransfer:
     """Bytes that go to the client, in pieces.
 
     Attributes:
@@ -218,25 +218,25 @@ class Transfers:
         """The place where the piece that is being received lands, if not in its arrival's own memory."""
         self._piece_bytes = 0
         """The size of the client's pieces; 0 until one came that was not the last of its transfer."""
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, IncomingTransfer] = {}
         self._announced: set[int] = set()
         self._cancelled: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._departures: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
-        self._leaving: dict[int, Departure] = {}
+        self._departures: queue.SimpleQueue[OutgoingTransfer | None] = queue.SimpleQueue()
+        self._leaving: dict[int, OutgoingTransfer] = {}
         self._complete: dict[int, int] = {}
         self._is_detached = False
         self._ended = False
         self.on_cancel_operations: Callable[[int], object] = lambda number: None
 
-    def arrival(self, number: int, byte_count: int) -> Arrival:
+    def arrival(self, number: int, byte_count: int) -> IncomingTransfer:
         """The arrival of this number; its first piece may have come before the command that announces it."""
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
                 # Nothing may come of a transfer that was given up before its announcement was executed.
                 reason = self._cancelled.pop(number, None)
-                arrival = self._arrivals[number] = Arrival(byte_count if reason is None else 0)
+                arrival = self._arrivals[number] = IncomingTransfer(byte_count if reason is None else 0)
                 if reason is not None:
                     arrival.over = True
                     arrival.target = arrival.view = None
@@ -249,16 +249,16 @@ class Transfers:
                 arrival.fail(RuntimeError("the bulk connection ended"))
             return arrival
 
-    def pass_on(self, arrival: Arrival, value: torch.Tensor) -> None:
+    def pass_on(self, arrival: IncomingTransfer, value: torch.Tensor) -> None:
         """From now on, pieces go to this dense device tensor without delay, where its device can do that."""
         device = self._staging.arriving(value)
         with self._lock:
             arrival.device = device
 
-    def depart(self, number: int, tensor: torch.Tensor) -> Departure:
+    def depart(self, number: int, tensor: torch.Tensor) -> OutgoingTransfer:
         """Starts to send the bytes of a dense tensor."""
         self._staging.leave(tensor)
-        departure = Departure(number, tensor)
+        departure = OutgoingTransfer(number, tensor)
         with self._lock:
             if self._ended:
                 departure.end()
@@ -268,26 +268,26 @@ class Transfers:
                 self._departures.put(departure)
         return departure
 
-    def _of_chunk(self, chunk: Chunk | PackedChunk) -> Arrival:
+    def _of_chunk(self, chunk: Chunk | PackedChunk) -> IncomingTransfer:
         arrival = self._of_size(chunk.transfer, chunk.total_bytes)
         if chunk.offset > chunk.total_bytes:
             raise ProtocolError(f"a chunk of transfer {chunk.transfer} does not fit")
         return arrival
 
-    def _of_size(self, number: int, byte_count: int) -> Arrival:
+    def _of_size(self, number: int, byte_count: int) -> IncomingTransfer:
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
                 if len(self._arrivals) - len(self._announced) >= _MOST_UNANNOUNCED:
                     raise ProtocolError(f"{_MOST_UNANNOUNCED} transfers have begun that no command speaks of")
-                arrival = self._arrivals[number] = Arrival(byte_count)
+                arrival = self._arrivals[number] = IncomingTransfer(byte_count)
             if arrival.byte_count != byte_count:
                 raise ProtocolError(
                     f"transfer {number} has {arrival.byte_count} bytes: what has {byte_count} does not fit"
                 )
             return arrival
 
-    def _tidy(self, number: int, arrival: Arrival) -> None:
+    def _tidy(self, number: int, arrival: IncomingTransfer) -> None:
         if arrival.over and number in self._announced:
             self._arrivals.pop(number, None)
             self._announced.discard(number)
@@ -371,7 +371,7 @@ class Transfers:
         self._challenged.clear()
         for number in message.uploads:
             transport.send(Landed(number, self._landed_bytes(number)))
-        over: list[Departure] = []
+        over: list[OutgoingTransfer] = []
         with self._lock:
             self._is_detached = False
             for departure in list(self._leaving.values()):
@@ -478,7 +478,7 @@ class Transfers:
         self._landed(chunk.transfer, arrival, len(raw))
 
     @staticmethod
-    def _keep(arrival: Arrival, buffer: torch.Tensor | None, offset: int, size: int) -> None:
+    def _keep(arrival: IncomingTransfer, buffer: torch.Tensor | None, offset: int, size: int) -> None:
         """A piece has landed, in `buffer` or in the arrival's own memory."""
         arrival.pieces.append((offset, size))
         if arrival.kept is not None:
@@ -494,7 +494,7 @@ class Transfers:
         except RuntimeError as error:  # the device is in trouble; whoever wants the values learns of it
             arrival.fail(error)
 
-    def _landed(self, number: int, arrival: Arrival, byte_count: int) -> None:
+    def _landed(self, number: int, arrival: IncomingTransfer, byte_count: int) -> None:
         self._moved()
         with self._lock:
             arrival.count(byte_count)
@@ -525,7 +525,7 @@ class Transfers:
         """Return what writes departures to a connection that begins now."""
         return partial(self._send_from, self._departures, transport)
 
-    def _send_from(self, departures: queue.SimpleQueue[Departure | None], transport: Transport) -> None:
+    def _send_from(self, departures: queue.SimpleQueue[OutgoingTransfer | None], transport: Transport) -> None:
         writer = ChunkWriter(transport)
         while (departure := departures.get()) is not None:
             try:
@@ -538,7 +538,7 @@ class Transfers:
                 if not self.lasting:
                     departure.end()
 
-    def _send_one(self, transport: Transport, writer: ChunkWriter, departure: Departure) -> None:
+    def _send_one(self, transport: Transport, writer: ChunkWriter, departure: OutgoingTransfer) -> None:
         tensor, offset = departure.tensor, 0
         try:
             for piece in self._staging.pieces(tensor):
@@ -557,7 +557,7 @@ class Transfers:
             self._ended = True
             for arrival in self._arrivals.values():
                 arrival.fail(RuntimeError("the bulk connection ended"))
-            pending: list[Departure] = list(self._leaving.values())
+            pending: list[OutgoingTransfer] = list(self._leaving.values())
             self._leaving.clear()
         while True:
             try:

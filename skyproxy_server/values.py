@@ -25,7 +25,7 @@ class Values:
     Attributes:
         slots: a tensor, a generator, a `Failed`, by slot; slot 0 holds None. During a replay, those of the graph.
         gates: the storages that are not simply usable.
-        limbo: while the client captures, the values that it released since, by slot; else None.
+        deferred_releases: while the client captures, the values that it released since, by slot; else None.
         not_replayed: the storages of results that no replay made yet, each with its graph, an error and itself.
     """
 
@@ -39,7 +39,7 @@ class Values:
         self._reports = reports
         self.slots: dict[int, Any] = {0: None}
         self.gates = Gates(idle)
-        self.limbo: dict[int, object] | None = None
+        self.deferred_releases: dict[int, object] | None = None
         self.not_replayed: dict[int, tuple[int, Failed, object]] = {}
 
     def get(self, slot: int, *, writes: bool = False, sizes: bool = True) -> Any:
@@ -64,7 +64,7 @@ class Values:
         if self.not_replayed and not writes:
             self._check_replayed(value)
         if self.gates:
-            self.gates.pass_through([value], [value] if writes else [], sizes=sizes)
+            self.gates.wait_until_usable([value], [value] if writes else [], sizes=sizes)
         return value
 
     def _check_replayed(self, value: Any) -> None:
@@ -84,14 +84,16 @@ class Values:
 
     def release(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
         """Forget values: the handler of `RELEASE`. While the client captures, its graph may still read them."""
-        limbo = self.limbo
-        if limbo is not None and self._reports.graph is None:
-            limbo.update({slot: slots[slot] for slot in stream[position + 1] if slot in slots and slot not in limbo})
+        deferred_releases = self.deferred_releases
+        if deferred_releases is not None and self._reports.graph is None:
+            deferred_releases.update(
+                {slot: slots[slot] for slot in stream[position + 1] if slot in slots and slot not in deferred_releases}
+            )
         for slot in stream[position + 1]:
             slots.pop(slot, None)
         return position + 2
 
-    def pass_gates(self, signature: Signature, stream: list[Any], at: int) -> None:
+    def wait_for_gates(self, signature: Signature, stream: list[Any], at: int) -> None:
         """Wait until what the op at `at` reads and writes may be used.
 
         Raises:
@@ -99,7 +101,7 @@ class Values:
             RuntimeError: a storage was made too small for its tensor.
         """
         slots = self.slots
-        self.gates.pass_through(
+        self.gates.wait_until_usable(
             [slots.get(slot) for slot in signature.input_slots(stream, at)],
             [slots.get(slot) for slot in signature.written_slots(stream, at)],
             sizes=not signature.views,
@@ -181,14 +183,14 @@ class Values:
             error = ProtocolError(f"{signature.name} names a value that this session does not hold")
         return self._reports.failure(error, signature.name, at)
 
-    def mark_told(self, failed: Failed) -> None:
+    def mark_reported(self, failed: Failed) -> None:
         """Note that the client knows of this failure: what it should have changed is usable again."""
         self._reports.mark_seen(failed)
         self.gates.delivered(failed)
 
     def refuse(self, request: int, failed: Failed) -> None:
         """Answer a question with this failure."""
-        self.mark_told(failed)
+        self.mark_reported(failed)
         self._reports.refuse(request, failed)
 
     def answer(self, request: int, position: int, op: str, give: Callable[[], None]) -> None:
@@ -211,6 +213,6 @@ class Values:
 
     def forget(self) -> None:
         """Forget all of it: the session is over."""
-        self.limbo = None
+        self.deferred_releases = None
         self.slots.clear()
         self.gates = Gates()

@@ -117,7 +117,7 @@ class Verification:
         self, number: int, signature: Signature, key: Hashable, expected: list[Description]
     ) -> None:
         """Let this op, on such inputs, give the strides that the client believes in from now on."""
-        shapes = self._watched(number, signature).conformed
+        shapes = self._watched(number, signature).restrided
         if len(shapes) >= _CONFORMED_SHAPES:
             raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
         shapes[key] = expected
@@ -138,10 +138,10 @@ class Verification:
             if owed is not None:
                 following = self._verified(signature, slots, stream, position, owed)
                 watch.owed.pop(key, None)
-                if not watch.owed and not watch.conformed:
+                if not watch.owed and not watch.restrided:
                     signature.watch, ops.handlers[number] = None, ops.first_run(number, signature)
                 return following
-            expected = watch.conformed.get(key)
+            expected = watch.restrided.get(key)
             run = partial(ops.run_listening, signature) if signature.warns else signature.handler
             following = run(slots, stream, position)
             if expected is not None:

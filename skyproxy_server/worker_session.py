@@ -33,7 +33,7 @@ from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
-from skyproxy_server.named_sessions import NamedSessions, Names
+from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op, running_place
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
@@ -152,7 +152,7 @@ class WorkerSession:
 
     def use_names(self, store: NamedSessions) -> None:
         """Let the client put values where they outlive this session."""
-        self._executor.state.names = Names(store, self.client.name, self)
+        self._executor.state.names = NamedValueRequests(store, self.client.name, self)
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End the session, and tell its client why; return whether it is over in time."""

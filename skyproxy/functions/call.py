@@ -41,7 +41,7 @@ _EVENT_CHARACTERS = 64
 _CANCELLED = "cancelled"
 
 
-class Came(NamedTuple):
+class ReceivedEvent(NamedTuple):
     """Something that came from the worker: an item, a result, an error, or the news that items follow ("stream")."""
 
     kind: str
@@ -92,7 +92,7 @@ class Call:
         self._on_output = on_output or _Streams()
         # The caller's context, by which Jupyter knows the cell that output belongs to.
         self._context = contextvars.copy_context()
-        self._future: concurrent.futures.Future[Came] = concurrent.futures.Future()
+        self._future: concurrent.futures.Future[ReceivedEvent] = concurrent.futures.Future()
         self._begun: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._items = Items()
         self._ended = False
@@ -178,7 +178,7 @@ class Call:
             return False
         self._ended = True
         self._future.cancel()
-        self._items.put(Came(_CANCELLED))
+        self._items.put(ReceivedEvent(_CANCELLED))
         self._channel.cancel(self)
         return True
 
@@ -262,7 +262,7 @@ class Call:
         if not self._ended:
             self._channel.post(self.cancel)
 
-    def _item(self, came: Came) -> Any:
+    def _item(self, came: ReceivedEvent) -> Any:
         try:
             value = self._value_of(came)
         except UntrustedResultError:
@@ -274,7 +274,7 @@ class Call:
         self._channel.ack(self, 0, came.number)
         return value
 
-    def _last(self, came: Came) -> Any:
+    def _last(self, came: ReceivedEvent) -> Any:
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:
@@ -290,7 +290,7 @@ class Call:
 
     # --- what comes, on the channel's delivering thread --------------------------------------------------------------
 
-    def deliver(self, came: Came) -> None:
+    def deliver(self, came: ReceivedEvent) -> None:
         """Takes note of an event."""
         if came.kind in ("started", "result", "error") and not self._begun.done():
             self._begun.set_result(None)
@@ -316,7 +316,7 @@ class Call:
             if self._future.cancelled():
                 self.forget()
 
-    def _settle(self, came: Came) -> bool:
+    def _settle(self, came: ReceivedEvent) -> bool:
         """Return whether nobody had settled the future before."""
         if self._future.done():
             return False
@@ -328,9 +328,9 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Nothing more comes, for this reason."""
-        self.deliver(Came("error", 0, {"exception": error}))
+        self.deliver(ReceivedEvent("error", 0, {"exception": error}))
 
-    def _print(self, came: Came) -> None:
+    def _print(self, came: ReceivedEvent) -> None:
         text = came.value["text"]
         if came.value.get("lost"):
             text = f"[{came.value['lost']} characters of output were lost while the connection was down]\n" + text
@@ -351,7 +351,7 @@ class Call:
 
     # --- values and errors -------------------------------------------------------------------------------------------
 
-    def _made(self, came: Came) -> object:
+    def _made(self, came: ReceivedEvent) -> object:
         if came.kind == "error":
             raise self._exception(came)
         try:
@@ -363,7 +363,7 @@ class Call:
             )
             raise
 
-    def _value_of(self, came: Came) -> object:
+    def _value_of(self, came: ReceivedEvent) -> object:
         try:
             return self._adopter.value(came.number, came.value, came.pieces)
         except UntrustedResultError as refused:
@@ -376,7 +376,7 @@ class Call:
             error.call = self
             raise error from refused.__cause__
 
-    def _exception(self, came: Came) -> BaseException:
+    def _exception(self, came: ReceivedEvent) -> BaseException:
         words = came.value
         if "exception" in words:
             known: BaseException = words["exception"]
@@ -394,7 +394,7 @@ class Call:
         error.__cause__ = RemoteTraceback(traceback)
         return error
 
-    def _rebuilt(self, came: Came) -> BaseException | None:
+    def _rebuilt(self, came: ReceivedEvent) -> BaseException | None:
         """The exception that the function raised, as an object; None where it cannot be made here."""
         try:
             if came.value.get("form") == PLAIN:

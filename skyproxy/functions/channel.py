@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
-from skyproxy.functions.call import Call, Came
+from skyproxy.functions.call import Call, ReceivedEvent
 from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
@@ -59,7 +59,7 @@ class Channel:
         self._transport: Transport | None = None
         self._functions = Digests()
         self._lost_bytes = [0, 0]
-        self._to_deliver: queue.SimpleQueue[tuple[Call, Came] | None] = queue.SimpleQueue()
+        self._to_deliver: queue.SimpleQueue[tuple[Call, ReceivedEvent] | None] = queue.SimpleQueue()
         self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -242,7 +242,7 @@ class Channel:
 
     def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[object]) -> None:
         call.received = event.number
-        self._to_deliver.put((call, Came(event.kind, event.number, event.value, assembly.pieces)))
+        self._to_deliver.put((call, ReceivedEvent(event.kind, event.number, event.value, assembly.pieces)))
 
     def _on_unknown(self, call: Call, reason: str) -> None:
         if reason == _NO_FUNCTION and call.payload is not None and call.payload.code is not None:
@@ -257,12 +257,12 @@ class Channel:
             text = (
                 f"the connection for functions broke {call.attempts} times while {call.name} was sent. It never began."
             )
-            self._to_deliver.put((call, Came("error", 0, {"exception": SessionLostError(text)})))
+            self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": SessionLostError(text)})))
             return
         text = (
             f"the worker has no call {call.id[:8]}...: it has ended and its result was taken or dropped, or never was"
         )
-        self._to_deliver.put((call, Came("error", 0, {"exception": LookupError(text)})))
+        self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": LookupError(text)})))
 
     def _deliver(self) -> None:
         heard: dict[str, Call] = {}
@@ -298,7 +298,7 @@ class Channel:
             again = "" if is_over else f" The call may still run: node.reattach({call.id!r}) finds it."
             error = SessionLostError(reason if is_over else f"{reason.rstrip('.')}.{again}")
             error.process_ended = process_ended or "its process on the worker" in reason
-            self._to_deliver.put((call, Came("error", 0, {"exception": error})))
+            self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": error})))
 
     def _on_session_end(self, error: SessionLostError) -> None:
         self._stop.set()

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyproxy import patching
 from skyproxy.patching import When
-from skyproxy.tensor.dispatch.memoized_calls import function_by_recipe, method_by_recipe
+from skyproxy.tensor.dispatch.memoized_calls import memoized_function, memoized_method
 
 _NORMS = frozenset({"RMSNorm", "RMSNormGated", "RMSNormZeroCentered"})
 _ROTARY = "rotary_pos_emb"
@@ -24,11 +24,11 @@ _TEST = "tests/integrations/test_generate_ahead.py::test_norms_and_rotations_are
 
 
 def _complete(name: str, layer: Any) -> Any:
-    """The layer that transformers knows by this name, recording by recipe if it is one of ours."""
+    """The layer that transformers knows by this name, with its calls memoized if it is one of ours."""
     if name == _ROTARY and not isinstance(layer, type):
-        return function_by_recipe(layer)
+        return memoized_function(layer)
     if name in _NORMS and "forward" in vars(layer):
-        patching.wrap(layer, "forward", method_by_recipe, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
+        patching.wrap(layer, "forward", memoized_method, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
     return layer
 
 
@@ -66,7 +66,7 @@ def _complete_model(model: Any) -> None:
         if getattr(item, "__module__", None) != model.__name__:
             continue
         if name == _ROTARY_FUNCTION:
-            ours = function_by_recipe(item)
+            ours = memoized_function(item)
             patching.replace(model, name, ours, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
         elif isinstance(item, type) and name.endswith("RMSNorm"):
             _complete("RMSNorm", item)

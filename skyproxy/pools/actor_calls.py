@@ -159,7 +159,7 @@ class ActorCalls(Scheduler):
 
     def _start(self, job: Job) -> None:
         if job.future.cancelled():
-            self._leave(job)
+            self._release_rank(job)
             return
         try:
             self.place.revive()

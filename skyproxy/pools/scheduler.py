@@ -149,7 +149,7 @@ class Scheduler:
         self._closed = False
         self._feeder: threading.Thread | None = None
         # Results are unpickled here, and what user code does then cannot hold up the connection.
-        self._takers = ThreadPoolExecutor(min(8, self._world_size), "skyproxy-results")
+        self._result_executor = ThreadPoolExecutor(min(8, self._world_size), "skyproxy-results")
 
     @property
     def is_open(self) -> bool:
@@ -313,7 +313,7 @@ class Scheduler:
         """Sends a job to the process it has claimed."""
         assert job.rank is not None
         if job.future.cancelled():
-            self._leave(job)
+            self._release_rank(job)
             return
         job.tries += 1
         try:
@@ -332,16 +332,16 @@ class Scheduler:
             self._failed(job, error)
             return
         except BaseException:
-            self._leave(job)
+            self._release_rank(job)
             job.future.cancel()
             raise
         job.running = call
         job.future.on_cancel(lambda: self._cancel(job))
-        call.add_done_callback(lambda call: self._takers_submit(self._ended, job, call, output))
+        call.add_done_callback(lambda call: self._submit_result(self._ended, job, call, output))
 
-    def _takers_submit(self, function: Callable[..., None], *args: object) -> None:
+    def _submit_result(self, function: Callable[..., None], *args: object) -> None:
         try:
-            self._takers.submit(function, *args)
+            self._result_executor.submit(function, *args)
         except RuntimeError:  # closed: whoever still waits must be told all the same
             function(*args)
 
@@ -353,7 +353,7 @@ class Scheduler:
             value = call.result()
         except CancelledError:
             output.finish()
-            self._leave(job)
+            self._release_rank(job)
             job.future.cancel()
             return
         except BaseException as error:
@@ -373,7 +373,7 @@ class Scheduler:
             future.settle(items)
             return
         output.finish()
-        self._leave(job)
+        self._release_rank(job)
         job.future.settle(value)
 
     def _failed(self, job: Job, error: BaseException) -> None:
@@ -381,13 +381,13 @@ class Scheduler:
         if job.tries <= job.retry.times and isinstance(error, job.retry.on) and not job.future.done():
             pause = job.retry.backoff_seconds * 2 ** (job.tries - 1)
             logger.info("skyproxy: %s failed on rank %s (%s), tried again in %.1f s", job.name, rank, error, pause)
-            timer = threading.Timer(pause, self._again, (job,))
+            timer = threading.Timer(pause, self._requeue, (job,))
             timer.daemon = True
             timer.start()
             return
         if isinstance(error, SessionLostError):
             self._add_lost_note(job, error)
-        self._leave(job)
+        self._release_rank(job)
         job.future.fail(error)
 
     def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
@@ -395,7 +395,7 @@ class Scheduler:
             f"{job.name} was running on rank {job.rank} of {self._world_size}. Retry(...) would run it again."
         )
 
-    def _again(self, job: Job) -> None:
+    def _requeue(self, job: Job) -> None:
         with self._lock:
             self._release(job)
             job.running = None
@@ -421,7 +421,7 @@ class Scheduler:
             assert job.rank is not None
             self._busy[job.rank] -= 1
 
-    def _leave(self, job: Job) -> None:
+    def _release_rank(self, job: Job) -> None:
         """The job's process is free again."""
         job.running = job.keeps = None
         with self._lock:
@@ -550,7 +550,7 @@ class Scheduler:
             job.future.cancel()
         for future in broadcasts:
             future.cancel()
-        self._takers.shutdown(wait=False)
+        self._result_executor.shutdown(wait=False)
 
 
 def _closed_error() -> ConfigurationError:

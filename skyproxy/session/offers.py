@@ -16,15 +16,15 @@ _LONE_UPLOADS = 16
 _THREADS = 4
 
 
-class Plan(Enum):
+class UploadMode(Enum):
     """The message that precedes the chunks of an upload."""
 
     PLAIN = "nothing"
     KEEP = "the request to keep them"
-    ASK = "the question whether they are there, and the request to keep them"
+    QUERY = "the question whether they are there, and the request to keep them"
 
 
-class Offers:
+class UploadDedup:
     """Decides by sizes and by earlier answers: hashing costs as much time as a fast network.
 
     Nothing is hashed for a worker that cannot have the content: one that kept nothing when we came, and was given
@@ -48,7 +48,7 @@ class Offers:
         self._misses: Counter[int] = Counter()
         self._pool: ThreadPoolExecutor | None = None
 
-    def plan(self, byte_count: int, together: bool) -> Plan:
+    def plan(self, byte_count: int, together: bool) -> UploadMode:
         """Decide what to do about an upload that begins.
 
         Args:
@@ -56,16 +56,16 @@ class Offers:
             together: whether it is part of a module's move.
         """
         if not self._keeps or byte_count < self._least_bytes:
-            return Plan.PLAIN
+            return UploadMode.PLAIN
         if (self._had_blobs or self._kept[byte_count]) and self._misses[byte_count] < _MISSES:
-            return Plan.ASK
+            return UploadMode.QUERY
         return self._to_keep(byte_count, together)
 
-    def _to_keep(self, byte_count: int, together: bool) -> Plan:
+    def _to_keep(self, byte_count: int, together: bool) -> UploadMode:
         if not together and self._kept[byte_count] >= _LONE_UPLOADS:
-            return Plan.PLAIN
+            return UploadMode.PLAIN
         self._kept[byte_count] += 1
-        return Plan.KEEP
+        return UploadMode.KEEP
 
     def digest(self, view: memoryview) -> bytes:
         """The name of these bytes."""

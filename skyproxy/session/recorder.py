@@ -24,7 +24,7 @@ _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
 
 
-class HasSlot(Protocol):
+class SlotOwner(Protocol):
     """An object that a slot can be given to."""
 
     slot: int
@@ -120,7 +120,7 @@ class Recorder:
         self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
         self._ended: SessionLostError | None = None
 
-    def take_slot(self, handle: HasSlot) -> None:
+    def take_slot(self, handle: SlotOwner) -> None:
         """Set `handle.slot` to any free slot, or to one that was never used.
 
         Raises:
@@ -134,7 +134,7 @@ class Recorder:
         else:
             self.take_unused_slot(handle)
 
-    def take_unused_slot(self, handle: HasSlot) -> None:
+    def take_unused_slot(self, handle: SlotOwner) -> None:
         """Set `handle.slot` to one that was never used.
 
         Raises:
@@ -224,7 +224,7 @@ class Recorder:
             while self.stream or self.dirty or self._outgoing is not None:
                 self._send_next(whole=True)
 
-    def begin_small(self) -> None:
+    def reset_batch_limit(self) -> None:
         """The worker has nothing to do: it shall start soon."""
         self.limit = self._first_limit
 

@@ -64,7 +64,7 @@ def _shortened(value: Any) -> object:
     return value
 
 
-class Choice(NamedTuple):
+class BatchForm(NamedTuple):
     """The form in which a batch travels, and what must be remembered once it is on its way: `seen[key] = known`."""
 
     message: Batch | NamedBatch | Repeat
@@ -85,11 +85,11 @@ class Repeats:
         self._pack = msgpack.Packer(default=str).pack
         self.seen: OrderedDict[bytes, tuple[int, list[Any]]] = OrderedDict()
 
-    def choose(self, sequence: Sequence, stream: list[object], buffers: tuple[Buffer, ...]) -> Choice:
+    def choose(self, sequence: Sequence, stream: list[object], buffers: tuple[Buffer, ...]) -> BatchForm:
         """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
         before the message is on its way."""
         if len(stream) < _SMALLEST:
-            return Choice(Batch(sequence, stream, buffers), b"", (0, []))
+            return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
         holes = holes_of(stream, self._widths)
         template, values = stream, [stream[i] for i in holes]
         if holes:
@@ -102,13 +102,13 @@ class Repeats:
         if known is None:
             if len(self.seen) >= MAX_NAMES:
                 self.seen.popitem(last=False)
-            return Choice(Batch(sequence, stream, buffers), key, (0, values))
+            return BatchForm(Batch(sequence, stream, buffers), key, (0, values))
         self.seen.move_to_end(key)
         name, before = known
         if name == 0:
             name = self._free_name()
-            return Choice(NamedBatch(sequence, stream, name, holes, buffers), key, (name, values))
-        return Choice(Repeat(sequence, name, changes(before, values), buffers), key, (name, values))
+            return BatchForm(NamedBatch(sequence, stream, name, holes, buffers), key, (name, values))
+        return BatchForm(Repeat(sequence, name, changes(before, values), buffers), key, (name, values))
 
     def _free_name(self) -> int:
         used = {name for name, _ in self.seen.values()}

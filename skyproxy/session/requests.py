@@ -152,7 +152,7 @@ class Requests:
             if span is not None:
                 telemetry.end(span, "" if (error := sys.exception()) is outer else type(error).__name__)
             if counted:
-                self.recorder.begin_small()
+                self.recorder.reset_batch_limit()
             if self._trace is not None and started_ns:
                 self._trace.add("wait", purpose, started_ns)
             if self._failures.warnings.pending:

@@ -33,7 +33,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.housekeeping import Housekeeping
-from skyproxy.session.offers import Offers
+from skyproxy.session.offers import UploadDedup
 from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
@@ -84,7 +84,7 @@ class Session(Requests):
         self._on_end = on_end
         self.at_end: list[Callable[[SessionLostError], object]] = []
         self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
-        offers = Offers(
+        offers = UploadDedup(
             settings.min_blob_bytes,
             keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
             had_blobs=welcome.limits.get("blobs", 0) > 0,

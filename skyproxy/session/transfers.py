@@ -26,7 +26,7 @@ from skyproxy.protocol.messages import (
     PackedChunk,
     Proof,
 )
-from skyproxy.session.offers import Offers, Plan
+from skyproxy.session.offers import UploadDedup, UploadMode
 from skyproxy.session.progress import Watch
 from skyproxy.session.trace import SessionTrace
 from skyproxy.session.waiters import Waiter, Waiters
@@ -295,7 +295,7 @@ class Uploads:
         transport: Transport,
         chunk_bytes: int,
         show_progress: bool = False,
-        offers: Offers | None = None,
+        offers: UploadDedup | None = None,
         *,
         lasting: bool = False,
     ) -> None:
@@ -307,7 +307,7 @@ class Uploads:
         self._since_awaited = 0
         self.busy = False
         self.trace: SessionTrace | None = None
-        self.offers = offers or Offers(0, keeps=False, had_blobs=False)
+        self.offers = offers or UploadDedup(0, keeps=False, had_blobs=False)
         self.writer = ChunkWriter(transport)
         self._show_progress = show_progress
         self.last_progress = 0.0
@@ -509,10 +509,10 @@ class Uploads:
     def _ask(self, job: _Job) -> bool:
         """Says what precedes the chunks; whether that is a question, whose answer decides."""
         job.offered = True
-        plan = Plan.PLAIN if job.cancelled else self.offers.plan(len(job.view), job.together)
-        if plan is Plan.PLAIN:
+        plan = UploadMode.PLAIN if job.cancelled else self.offers.plan(len(job.view), job.together)
+        if plan is UploadMode.PLAIN:
             return False
-        digest = self.offers.digest(job.view) if plan is Plan.ASK else b""
+        digest = self.offers.digest(job.view) if plan is UploadMode.QUERY else b""
         if digest:
             self._asked[job.transfer] = job
         self._link.send(Offer(job.transfer, len(job.view), digest))

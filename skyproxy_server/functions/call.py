@@ -26,7 +26,7 @@ from skyproxy_server.functions import output
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.known_functions import KnownFunction, named_device
-from skyproxy_server.functions.results import REMOTE, Returning, describe_error
+from skyproxy_server.functions.results import REMOTE, ResultWriter, describe_error
 from skyproxy_server.inventory import DeviceRow
 
 _OUTPUT_PIECE = 8192
@@ -212,7 +212,7 @@ class FunctionCall:
             error.add_note(f"{self.name} could not be loaded on the worker.")
             raise
         del pieces
-        returning = Returning(self._devices, task["results"] == REMOTE, given, self._plain)
+        returning = ResultWriter(self._devices, task["results"] == REMOTE, given, self._plain)
         result = function(*args, **kwargs)
         del args, kwargs, known
         if inspect.iscoroutine(result):
@@ -232,7 +232,7 @@ class FunctionCall:
         self._flush()
         self._emit_value("result", result, returning)
 
-    async def _drain(self, generator: Any, returning: Returning) -> None:
+    async def _drain(self, generator: Any, returning: ResultWriter) -> None:
         async for item in generator:
             # In this very thread: one call, one line of events.
             self._emit_value("item", item, returning)
@@ -248,7 +248,7 @@ class FunctionCall:
             finally:
                 self._interrupts.remove(stop)
 
-    def _emit_value(self, kind: str, value: object, returning: Returning) -> None:
+    def _emit_value(self, kind: str, value: object, returning: ResultWriter) -> None:
         try:
             pickled, kept = returning.pickle(value)
         except Exception as error:

@@ -9,7 +9,7 @@ from skyproxy.protocol.messages import Message
 from skyproxy_server.functions.events import Listener
 
 
-class Attaching(Listener, Protocol):
+class RemoteListener(Listener, Protocol):
     """A client's functions connection, as whoever speaks for another process's call uses it."""
 
     def forward(self, message: Message) -> None:
@@ -26,10 +26,10 @@ class Elsewhere(Protocol):
     def has(self, identity: str) -> bool:
         """Return whether this call is spoken for here."""
 
-    def attach(self, listener: Attaching, identity: str, number: int) -> bool:
+    def attach(self, listener: RemoteListener, identity: str, number: int) -> bool:
         """Look for a call, and send its events behind `number` to `listener`; False where nobody can look now."""
 
-    def detach(self, listener: Attaching) -> None:
+    def detach(self, listener: RemoteListener) -> None:
         """A connection is gone: its calls go on."""
 
     def ack(self, identity: str, outputs: int, items: int) -> None:

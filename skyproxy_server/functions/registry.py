@@ -18,7 +18,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
-from skyproxy_server.functions.elsewhere import Attaching, Elsewhere
+from skyproxy_server.functions.elsewhere import Elsewhere, RemoteListener
 from skyproxy_server.functions.events import Listener
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
 from skyproxy_server.inventory import DeviceRow
@@ -148,7 +148,7 @@ class Calls:
         self._make_room()
         self._leave_hooks_if_over(call.session)
 
-    def attach(self, listener: Attaching, identity: str, number: int) -> CallEvent | None:
+    def attach(self, listener: RemoteListener, identity: str, number: int) -> CallEvent | None:
         """Sends a call's events to `listener` from now on; what to answer if there is no such call."""
         with self._lock:
             is_known = identity in self._calls or identity in self._gone
@@ -166,7 +166,7 @@ class Calls:
         # Its arguments came, by the operations, and its payload was lost.
         return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
 
-    def detach(self, listener: Attaching) -> None:
+    def detach(self, listener: RemoteListener) -> None:
         """A connection is gone. Its calls go on."""
         self.detach_here(listener)
         if self.elsewhere is not None:

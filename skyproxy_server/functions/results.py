@@ -17,7 +17,7 @@ from skyproxy_server.inventory import DeviceRow
 REMOTE = "remote"
 
 
-class Returning:
+class ResultWriter:
     """Writes results and items of one call.
 
     Args:

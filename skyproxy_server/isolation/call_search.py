@@ -19,7 +19,7 @@ MAX_SEARCHES = 16
 """Calls that one session may look for at a time."""
 
 
-class Searched(Protocol):
+class CallSearchTarget(Protocol):
     """A session's process, as it is asked for calls."""
 
     @property
@@ -34,16 +34,16 @@ class Searched(Protocol):
         """
 
 
-_S = TypeVar("_S", bound=Searched)
+_S = TypeVar("_S", bound=CallSearchTarget)
 
 
 @dataclass(slots=True)
 class _Search:
-    asker: Searched
+    asker: CallSearchTarget
     number: int
     mark: bytes
     seal: bytes
-    asked: dict[str, Searched] = field(default_factory=dict)
+    asked: dict[str, CallSearchTarget] = field(default_factory=dict)
     """Those that have not answered yet."""
 
 
@@ -54,7 +54,7 @@ class CallSearch(Generic[_S]):
         others: tells the sessions whose calls a session may have: those of the same token, itself left out.
     """
 
-    def __init__(self, others: Callable[[_S], Sequence[Searched]]) -> None:
+    def __init__(self, others: Callable[[_S], Sequence[CallSearchTarget]]) -> None:
         self._others = others
         self._searches: dict[int, _Search] = {}
         self._count = 0
@@ -93,7 +93,7 @@ class CallSearch(Generic[_S]):
         if not asked:
             self._leave_out(number, sender)
 
-    def _answered(self, sender: Searched, number: int, proof: object) -> None:
+    def _answered(self, sender: CallSearchTarget, number: int, proof: object) -> None:
         with self._lock:
             search = self._searches.get(number)
             if search is None:
@@ -111,7 +111,7 @@ class CallSearch(Generic[_S]):
         else:
             self._connect(search, sender)
 
-    def _leave_out(self, number: int, session: Searched) -> None:
+    def _leave_out(self, number: int, session: CallSearchTarget) -> None:
         """One process does not answer any more; where it was the last, the call is not found."""
         with self._lock:
             search = self._searches.get(number)
@@ -123,7 +123,7 @@ class CallSearch(Generic[_S]):
             self._searches.pop(number)
         self._tell(search.asker, {"order": "found", "find": search.number}, ())
 
-    def forget(self, session: Searched) -> None:
+    def forget(self, session: CallSearchTarget) -> None:
         """A session's process has ended: it looks for nothing more, and has nothing."""
         with self._lock:
             own = [number for number, search in self._searches.items() if search.asker is session]
@@ -133,7 +133,7 @@ class CallSearch(Generic[_S]):
         for number in waiting:
             self._leave_out(number, session)
 
-    def _connect(self, search: _Search, holder: Searched) -> None:
+    def _connect(self, search: _Search, holder: CallSearchTarget) -> None:
         """Give both processes one end each of two channels: of messages, and of tensors."""
         stream, theirs = socket.socketpair()
         tensors, their_tensors = Channel.pair()
@@ -148,7 +148,7 @@ class CallSearch(Generic[_S]):
         finally:
             tensors.abandon()
 
-    def _tell(self, session: Searched, message: dict[str, Any], descriptors: Iterable[int]) -> None:
+    def _tell(self, session: CallSearchTarget, message: dict[str, Any], descriptors: Iterable[int]) -> None:
         with suppress(ChannelClosedError):
             session.order(message, descriptors)
 

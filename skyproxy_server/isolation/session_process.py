@@ -29,7 +29,7 @@ from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, mapped
 from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.isolation.visits import Visitor, Visits
-from skyproxy_server.listener import Served
+from skyproxy_server.listener import ConnectionHandler
 from skyproxy_server.program_log import log_to_stderr
 from skyproxy_server.worker_session import WorkerHost, WorkerSession
 
@@ -201,13 +201,15 @@ class SessionProcess:
         transport.share_bounds(mark[SLOT_BOUNDS].cast("Q"))
         with self._lock:
             self._transports.add(transport)
-        served: Served | None = None
+        served: ConnectionHandler | None = None
         if hello.role == OPERATIONS and not hello.session:
             served = self._host.open_session(hello, transport, self._session, welcome.secret)
         arguments = (served, transport, hello, order)
         threading.Thread(target=self._serve, args=arguments, name="skyproxy-connection", daemon=True).start()
 
-    def _serve(self, served: Served | None, transport: WebSocketTransport, hello: Hello, order: dict[str, Any]) -> None:
+    def _serve(
+        self, served: ConnectionHandler | None, transport: WebSocketTransport, hello: Hello, order: dict[str, Any]
+    ) -> None:
         try:
             # On this thread: one that replaces another cuts that first.
             (served or self._served(hello, transport, order)).run()
@@ -247,7 +249,7 @@ class SessionProcess:
         with contextlib.suppress(ChannelClosedError):
             self._control.send(answer)
 
-    def _served(self, hello: Hello, transport: WebSocketTransport, order: dict[str, Any]) -> Served:
+    def _served(self, hello: Hello, transport: WebSocketTransport, order: dict[str, Any]) -> ConnectionHandler:
         if hello.role == OPERATIONS:
             return self._host.resumed(self._session, transport, order["attempt"], order["welcome"][-1])
         if hello.role == BULK:

@@ -68,7 +68,7 @@ class ProcessHost:
         setup: what sessions can do.
         bounds: what each may use.
         settings: limits.
-        blobs: where uploads are kept, on a shelf of `isolation.uploads`; None keeps none.
+        blobs: where uploads are kept, in a backend of `isolation.uploads`; None keeps none.
         cgroups: where each session's cgroup is made, ours from now on; None makes none.
     """
 

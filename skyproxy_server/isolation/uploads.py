@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skyproxy_server.auth import OWNER, Identity
-from skyproxy_server.blob_shelves import Draft, FolderShelf, Kept
+from skyproxy_server.blob_backends import FolderBackend, Kept, PendingBlob
 from skyproxy_server.blobs import BlobStore, Incoming
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 
@@ -42,7 +42,7 @@ _ANSWER_SECONDS = 60.0
 
 
 class _Sealable:
-    """A file in memory: a draft that a session writes, and what becomes of it."""
+    """A file in memory: a pending blob that a session writes, and what becomes of it."""
 
     _open: ClassVar[set[int]] = set()
 
@@ -112,10 +112,10 @@ def _descriptors_for_uploads() -> int:
     return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS, 0)
 
 
-class SealedMemoryShelf:
+class SealedMemoryBackend:
     """Uploads in memory, as files that can be passed on."""
 
-    def draft(self, byte_count: int) -> Draft:
+    def new_pending(self, byte_count: int) -> PendingBlob:
         return _Sealable(byte_count)
 
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
@@ -126,35 +126,35 @@ class SealedMemoryShelf:
 
 
 class _SealedToFile(_Sealable):
-    """A draft in memory that becomes a file of a folder."""
+    """A pending blob in memory that becomes a file of a folder."""
 
-    def __init__(self, byte_count: int, folder: FolderShelf) -> None:
+    def __init__(self, byte_count: int, folder: FolderBackend) -> None:
         super().__init__(byte_count)
         self._folder = folder
 
     def keep(self, digest: bytes) -> Kept:
-        draft = self._folder.draft(self._byte_count)
+        pending = self._folder.new_pending(self._byte_count)
         try:
             with self.view() as view:
                 for offset in range(0, len(view), _COPY_BYTES):
-                    draft.write(offset, view[offset : offset + _COPY_BYTES])
-            draft.seal()
-            return draft.keep(digest)
+                    pending.write(offset, view[offset : offset + _COPY_BYTES])
+            pending.seal()
+            return pending.keep(digest)
         except OSError:
-            draft.discard()
+            pending.discard()
             raise
         finally:
             self.discard()
 
 
-class SealedFolderShelf(FolderShelf):
+class SealedFolderBackend(FolderBackend):
     """Uploads as files of a folder, which arrive in memory."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._files = FolderShelf(folder)
+        self._files = FolderBackend(folder)
 
-    def draft(self, byte_count: int) -> Draft:
+    def new_pending(self, byte_count: int) -> PendingBlob:
         return _SealedToFile(byte_count, self._files)
 
     def close(self) -> None:
@@ -210,18 +210,18 @@ class UploadDesk:
         incoming = self._store.start(byte_count, self._user, self._owner, self._most_bytes)
         if incoming is None or not incoming.begin():
             return {"number": 0}, []
-        assert isinstance(incoming.draft, _Sealable)
+        assert isinstance(incoming.pending, _Sealable)
         number = next(self._numbers)
         self._drafts[number] = incoming
-        return {"number": number}, [incoming.draft.open()]
+        return {"number": number}, [incoming.pending.open()]
 
     def _end(self, incoming: Incoming, *, whole: bool) -> None:
         if not whole:
             incoming.discard()
             return
-        assert isinstance(incoming.draft, _Sealable)
+        assert isinstance(incoming.pending, _Sealable)
         try:
-            incoming.draft.seal()  # fails where the session still has it mapped, to change it later
+            incoming.pending.seal()  # fails where the session still has it mapped, to change it later
         except OSError as error:
             logger.warning("an upload is not kept: %s", error)
             incoming.discard()

@@ -34,7 +34,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server.functions.connection import FunctionsConnection
-from skyproxy_server.functions.elsewhere import Attaching
+from skyproxy_server.functions.elsewhere import RemoteListener
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.call_search import MAX_SEARCHES
@@ -71,9 +71,9 @@ class _Visit:
         is_parted: whether the client's connection has ended; another one makes another visit.
     """
 
-    def __init__(self, identity: str, listener: Attaching, number: int) -> None:
+    def __init__(self, identity: str, listener: RemoteListener, number: int) -> None:
         self.identity = identity
-        self.listener: Attaching | None = listener
+        self.listener: RemoteListener | None = listener
         self.number = number
         self.is_over = False
         self.is_parted = False
@@ -129,7 +129,7 @@ class Visits:
         """Return whether this call is spoken for here, or looked for."""
         return identity in self._visits
 
-    def attach(self, listener: Attaching, identity: str, number: int) -> bool:
+    def attach(self, listener: RemoteListener, identity: str, number: int) -> bool:
         """Look for a call, and send its events behind `number` to `listener`; False where nobody can look now."""
         with self._lock:
             visit = self._visits.get(identity)
@@ -224,7 +224,7 @@ class Visits:
 
     # --- what the client says ------------------------------------------------------------------------------------
 
-    def detach(self, listener: Attaching) -> None:
+    def detach(self, listener: RemoteListener) -> None:
         """A connection is gone: its calls go on, with nobody who listens until it comes back."""
         with self._lock:
             visits = [visit for visit in self._visits.values() if visit.listener is listener]

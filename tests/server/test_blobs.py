@@ -16,7 +16,7 @@ from skyproxy.protocol.messages import CancelTransfer, Chunk, Offer
 from skyproxy.settings import SETTINGS
 from skyproxy_server import __main__ as program
 from skyproxy_server.__main__ import _blob_bytes, parser
-from skyproxy_server.blob_shelves import FolderShelf, MemoryShelf, Shelf
+from skyproxy_server.blob_backends import BlobBackend, FolderBackend, MemoryBackend
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.transfers import Transfers
 
@@ -29,8 +29,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     stores: list[BlobStore] = []
 
     def made(max_bytes: int) -> BlobStore:
-        shelf: Shelf = MemoryShelf() if request.param == "memory" else FolderShelf(tmp_path / "blobs")
-        stores.append(BlobStore(max_bytes, shelf))
+        backend: BlobBackend = MemoryBackend() if request.param == "memory" else FolderBackend(tmp_path / "blobs")
+        stores.append(BlobStore(max_bytes, backend))
         return stores[-1]
 
     yield made
@@ -164,7 +164,7 @@ def test_what_is_too_small_is_not_kept() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_uploads_that_wait_to_be_hashed_hold_no_files_open(tmp_path: Path) -> None:
-    store = BlobStore(100 * SIZE, FolderShelf(tmp_path))
+    store = BlobStore(100 * SIZE, FolderBackend(tmp_path))
     store._finished.put(None)
     store._hasher.join(30)  # nothing is hashed now
     before = len(os.listdir("/proc/self/fd"))
@@ -178,7 +178,7 @@ def test_uploads_that_wait_to_be_hashed_hold_no_files_open(tmp_path: Path) -> No
 
 
 def test_a_folder_outlives_the_worker_and_its_bound_is_kept(tmp_path: Path) -> None:
-    first = BlobStore(10 * SIZE, FolderShelf(tmp_path / "blobs"))
+    first = BlobStore(10 * SIZE, FolderBackend(tmp_path / "blobs"))
     for number in (1, 2, 3):
         keep(first, content(number))
     settled(first)
@@ -187,13 +187,13 @@ def test_a_folder_outlives_the_worker_and_its_bound_is_kept(tmp_path: Path) -> N
         path = tmp_path / "blobs" / f"{digest(content(number)).hex()}.blob"
         assert path.stat().st_mode & 0o077 == 0
         os.utime(path, (1e9 - age, 1e9 - age))
-    second = BlobStore(2 * SIZE, FolderShelf(tmp_path / "blobs"))
+    second = BlobStore(2 * SIZE, FolderBackend(tmp_path / "blobs"))
     assert [found(second, content(number)) for number in (1, 2, 3)] == [False, True, True]
     second.close()
 
 
 def test_a_file_that_was_changed_is_not_believed(tmp_path: Path) -> None:
-    store = BlobStore(10 * SIZE, FolderShelf(tmp_path))
+    store = BlobStore(10 * SIZE, FolderBackend(tmp_path))
     keep(store, content(1))
     settled(store)
     (tmp_path / f"{digest(content(1)).hex()}.blob").write_bytes(content(2))
@@ -205,7 +205,7 @@ def test_a_file_that_was_changed_is_not_believed(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="--blob-dir"):
-        FolderShelf(tmp_path / "file")
+        FolderBackend(tmp_path / "file")
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path) -> None:

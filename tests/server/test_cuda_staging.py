@@ -13,7 +13,7 @@ from skyproxy.torch_codec import byte_view
 from skyproxy.transport.packing import pack
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import BUFFERS, Staging, own_streams
-from skyproxy_server.transfers import Arrival, Transfers
+from skyproxy_server.transfers import IncomingTransfer, Transfers
 
 CHUNK = 1000
 
@@ -75,7 +75,7 @@ def feed(transfers: Transfers, number: int, data: bytes, offsets: range, chunk: 
         transfers.on_chunk(Chunk(number, offset, len(data), (target[: len(piece)],)))
 
 
-def announced(transfers: Transfers, number: int, value: torch.Tensor) -> tuple[Arrival, torch.Tensor]:
+def announced(transfers: Transfers, number: int, value: torch.Tensor) -> tuple[IncomingTransfer, torch.Tensor]:
     arrival = transfers.arrival(number, value.nbytes)
     assert arrival.target is not None
     host = arrival.target.view(value.dtype).as_strided(value.shape, value.stride())

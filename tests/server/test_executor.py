@@ -152,7 +152,7 @@ def test_a_list_of_results_is_poisoned_as_a_whole(worker: Worker) -> None:
 
 def test_failures_are_remembered_up_to_a_bound(worker: Worker) -> None:
     worker.run(*[item for slot in range(10, 510) for item in (EMBED, 2, 3, slot)])
-    assert len(worker.executor.state.reports.unseen) == 100
+    assert len(worker.executor.state.reports.unreported) == 100
 
 
 def test_an_output_that_nobody_wants_leaves_slot_0_empty(worker: Worker) -> None:
@@ -384,11 +384,11 @@ def test_a_batch_is_run_in_the_steps_of_the_walk_whatever_fails(written: list[li
 def _gated_positions(worker: Worker) -> list[int]:
     """Note the positions that the executor looks at while a storage is not usable: such a command may not run."""
     positions: list[int] = []
-    own = worker.executor._pass_gates
+    own = worker.executor._wait_for_gates
 
     def noting(stream: list[Any], position: int) -> Exception | None:
         positions.append(position)
         return own(stream, position)
 
-    worker.executor._pass_gates = noting  # type: ignore[method-assign]
+    worker.executor._wait_for_gates = noting  # type: ignore[method-assign]
     return positions

@@ -36,12 +36,12 @@ def test_a_failed_change_is_raised_until_it_was_delivered_through_any_view() -> 
     gates, x, failed = Gates(), torch.ones(4), failure()
     gates.mark_failed(x[1:], failed)
     with pytest.raises(PoisonedError) as caught:
-        gates.pass_through([x], [])
+        gates.wait_until_usable([x], [])
     assert caught.value.failed is failed
-    gates.pass_through([torch.ones(4)], [])
+    gates.wait_until_usable([torch.ones(4)], [])
     gates.delivered(failed)
     assert not gates
-    gates.pass_through([x], [])
+    gates.wait_until_usable([x], [])
 
 
 def test_delivery_of_one_failure_leaves_the_others() -> None:
@@ -50,16 +50,16 @@ def test_delivery_of_one_failure_leaves_the_others() -> None:
     gates.mark_failed(x, second)
     gates.delivered(first)
     with pytest.raises(PoisonedError) as caught:
-        gates.pass_through([x], [])
+        gates.wait_until_usable([x], [])
     assert caught.value.failed is second
 
 
 def test_readers_and_writers_wait_for_what_arrives() -> None:
     gates, x, transfer = Gates(), torch.ones(4), Transfer()
     gates.close(x, Gate(None, transfer.finished, transfer.wait))
-    gates.pass_through([torch.ones(4)], [])
+    gates.wait_until_usable([torch.ones(4)], [])
     assert transfer.waits == 0
-    gates.pass_through([x[2:]], [])
+    gates.wait_until_usable([x[2:]], [])
     assert transfer.waits == 1
     assert not gates
 
@@ -67,9 +67,9 @@ def test_readers_and_writers_wait_for_what_arrives() -> None:
 def test_only_writers_wait_for_what_leaves() -> None:
     gates, x, transfer = Gates(), torch.ones(4), Transfer()
     gates.close(x, Gate(None, transfer.finished, transfer.wait, blocks_reads=False))
-    gates.pass_through([x], [])
+    gates.wait_until_usable([x], [])
     assert transfer.waits == 0
-    gates.pass_through([x], [x])
+    gates.wait_until_usable([x], [x])
     assert transfer.waits == 1
 
 
@@ -120,5 +120,5 @@ def test_a_transfer_that_failed_and_left_poison_ends_no_session() -> None:
     assert not gates
     gates.close(x, Gate(None, lambda: True, wait))
     with pytest.raises(PoisonedError):
-        gates.pass_through([x], [])
+        gates.wait_until_usable([x], [])
     assert not gates

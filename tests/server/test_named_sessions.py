@@ -10,7 +10,7 @@ import torch
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.settings import Settings
-from skyproxy_server.named_sessions import HeldError, NamedSessions
+from skyproxy_server.named_sessions import NamedSessionInUseError, NamedSessions
 from tests.integration.programs import wait_for
 
 SETTINGS = Settings(max_named_sessions=2, max_names=3, max_named_bytes=1 << 20)
@@ -55,7 +55,7 @@ def test_a_session_in_use_is_not_given_to_others(store: NamedSessions, clock: Fa
     first, second = FakeHolder(), FakeHolder()
     store.hold(first, "alice", "exp", take=False)
     clock.now += 7
-    with pytest.raises(HeldError) as held:
+    with pytest.raises(NamedSessionInUseError) as held:
         store.hold(second, "alice", "exp", take=False)
     assert held.value.seconds == 7
     assert first.reasons == []

@@ -20,10 +20,10 @@ def test_a_failure_is_told_at_once_and_remembered_until_it_is_seen() -> None:
     assert isinstance(told, Failure)
     assert told.request == 0
     assert (told.error["sequence"], told.error["position"], told.error["op"]) == (7, 3, "aten::relu")
-    assert reports.unseen == [failed]
+    assert reports.unreported == [failed]
     reports.mark_seen(failed)
     assert failed.delivered
-    assert reports.unseen == []
+    assert reports.unreported == []
 
 
 def test_a_failure_of_an_earlier_batch_names_that() -> None:
@@ -46,14 +46,14 @@ def test_a_hundred_failures_are_remembered_and_all_are_told() -> None:
     for number in range(150):
         reports.failure(ValueError(str(number)), "op", number)
     assert len(sent) == 150
-    assert len(reports.unseen) == 100
+    assert len(reports.unreported) == 100
 
 
 def test_a_silent_failure_is_told_to_nobody() -> None:
     reports, sent = reporter()
     assert reports.silent_failure(RuntimeError("not yet")).record["message"] == "not yet"
     assert sent == []
-    assert reports.unseen == []
+    assert reports.unreported == []
 
 
 def test_whoever_watches_sees_each_message_before_it_leaves() -> None:

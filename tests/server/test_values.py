@@ -60,7 +60,7 @@ def test_a_failed_op_poisons_its_outputs_and_marks_what_it_would_have_written(se
     with pytest.raises(PoisonedError) as caught:
         values.get(1)
     assert values.get(2) is values.slots[2]
-    values.mark_told(caught.value.failed)
+    values.mark_reported(caught.value.failed)
     assert values.get(1) is values.slots[1]
     assert len(session.failures) == 2
 
@@ -88,7 +88,7 @@ def test_an_answer_that_fails_is_a_refusal(session: Session) -> None:
     values.poison(session.add, [ADD_, 1, 2, 5], 0, RuntimeError("no"), None)
     values.answer(8, 4, "item", lambda: values.get(5))
     assert [failure.request for failure in session.failures] == [7, 0, 8]
-    assert session.reports.unseen == []
+    assert session.reports.unreported == []
 
 
 def test_a_malformed_question_ends_the_session(session: Session) -> None:

@@ -15,7 +15,7 @@ from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.digests import content_digest
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
 from skyproxy.session import transfers
-from skyproxy.session.offers import Offers
+from skyproxy.session.offers import UploadDedup
 from skyproxy.session.transfers import Downloads, Uploads, together
 from skyproxy.session.waiters import Waiters
 from skyproxy.transport.packing import pack
@@ -38,7 +38,7 @@ class Held:
 
 
 class Sender:
-    def __init__(self, offers: Offers | None = None) -> None:
+    def __init__(self, offers: UploadDedup | None = None) -> None:
         self.link = Held()
         self.announced: list[int] = []
         self.uploads = Uploads(self.link, CHUNK, offers=offers)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ class Asking(Sender):
     """A sender that asks before each upload. Its worker answers when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(Offers(1, keeps=True, had_blobs=True))
+        super().__init__(UploadDedup(1, keeps=True, had_blobs=True))
         self.asked: queue.SimpleQueue[Offer] = queue.SimpleQueue()
         self.link.may_pass.set()
         plain = self.link.send
@@ -280,7 +280,7 @@ def test_an_answer_that_nobody_asked_for_is_ignored(asking: Asking) -> None:
 
 
 def test_a_first_upload_goes_unasked_behind_the_request_to_keep_it() -> None:
-    made = Sender(Offers(1, keeps=True, had_blobs=False))
+    made = Sender(UploadDedup(1, keeps=True, had_blobs=False))
     made.link.may_pass.set()
     made.upload(1)
     assert made.link.sent[0] == Offer(1, 2500, b"")

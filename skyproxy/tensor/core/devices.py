@@ -58,7 +58,7 @@ class SkyDevice:
         row: what the worker told of the device.
         modes: PyTorch's global modes that its worker's operations run under.
         cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.inference.Entry`s.
-        recipes: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
+        replays: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
         handle_type: the class of this device's handles.
     """
 
@@ -71,8 +71,8 @@ class SkyDevice:
         self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
         self.modes: Record = USUAL
         self.cache: dict[Any, Any] = {}
-        self.recipes: dict[Any, Any] = {}
-        self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.recipes)}
+        self.replays: dict[Any, Any] = {}
+        self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.replays)}
         self._proven = self._memories
         self.misses = 0
         self.handle_type = _handle_type(self)
@@ -89,13 +89,13 @@ class SkyDevice:
         """Remember what is inferred from now on for these modes only: other kernels give other dtypes and strides."""
         if record not in self._memories and len(self._memories) >= _REMEMBERED_MODES:
             self._memories = {USUAL: self._memories[USUAL]}
-        self.cache, self.recipes = self._memories.setdefault(record, ({}, {}))
+        self.cache, self.replays = self._memories.setdefault(record, ({}, {}))
         self.modes = record
 
     def begin_trial(self) -> None:
         """Infer for a while only: the worker may never run what would prove it."""
         self._proven = self._memories
-        self._memories = {modes: (dict(cache), recipes) for modes, (cache, recipes) in self._proven.items()}
+        self._memories = {modes: (dict(cache), replays) for modes, (cache, replays) in self._proven.items()}
         self.use_modes(self.modes)
 
     def end_trial(self) -> None:

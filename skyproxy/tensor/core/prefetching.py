@@ -38,7 +38,7 @@ class _Reader(threading.local):
     """
 
     ahead: ReadingAhead | None = None
-    guess: InTurn | None = None
+    guess: SequentialReads | None = None
 
 
 READER = _Reader()
@@ -130,7 +130,7 @@ class ReadingAhead:
             self._asked[key] = _Asked(handle, waiter, session.recorder.ops, key == first)
 
 
-class InTurn:
+class SequentialReads:
     """A dict of tensors that may be copied one after another, in its order: `{k: v.cpu() for k, v in d.items()}`.
 
     Nothing is asked for before two neighbours were. From then on as many of the next ones are on their way as were

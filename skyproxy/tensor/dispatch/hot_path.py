@@ -79,7 +79,7 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         plan = plan_of(func)
     if plan.special is not None:
         return plan.special(plan, func, args, kwargs or {})
-    if plan.multiplies and not multiplies_alike(args[0], args[1]):
+    if plan.is_matmul and not multiplies_alike(args[0], args[1]):
         if plan.name != "aten::linear":
             return one_product(args[0], args[1])
         product = one_product(args[0], args[1].t())

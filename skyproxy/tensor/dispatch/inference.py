@@ -145,7 +145,7 @@ class Entry:
                 self.made += [meta for meta, _ in output.items]
         looks = dict(self.changed)
         self.made += [looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call)]
-        quiet = not self.changed and not call.plan.waits
+        quiet = not self.changed and not call.plan.synchronizes
         self.nothing = quiet and not self.outputs
         self.several = (
             quiet
@@ -155,7 +155,7 @@ class Entry:
             )
         )
         self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
-        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.waits:
+        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.synchronizes:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):
                 self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
@@ -305,7 +305,7 @@ def _look(a: Any) -> Any:
     return a
 
 
-class _Quiet(logging.Filter):
+class _InferenceLogFilter(logging.Filter):
     """Keeps PyTorch from logging what goes wrong while we infer: the worker's error is the one that counts."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class _Quiet(logging.Filter):
         return not getattr(self.state, "inferring", False)
 
 
-_quiet = _Quiet()
+_quiet = _InferenceLogFilter()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
 _NOTHING = contextlib.nullcontext()
 

@@ -1,7 +1,7 @@
 """Functions whose operations are noted once, and recorded again without running the function.
 
 A layer such as an RMS norm is a function of tensors alone: called with tensors that look the same, it records the same
-operations on other slots. `by_recipe` runs it the first times, notes what it recorded, and from then on fills other
+operations on other slots. `MemoizedCall` runs it the first times, notes what it recorded, and from then on fills other
 slots into that. The worker gets the very same operations; only the way through PyTorch's dispatcher for each of them is
 saved. It is for functions that are known to be such, see `skyproxy.integrations.layers`.
 """
@@ -29,7 +29,7 @@ from skyproxy.tensor.core.torch_private import count_dispatch_modes, count_funct
 from skyproxy.tensor.dispatch.op_info import plan_of
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
-_MOST_RECIPES = 4096
+_MAX_REPLAYS = 4096
 _RUNS_BEFORE = 2
 """Runs of a call before it is noted: the first times ask and define what later ones know."""
 _ATTEMPTS = 8
@@ -40,11 +40,11 @@ _transforms = function_transform_level
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
-class _NoRecipeError(Exception):
+class _NotReplayableError(Exception):
     """Raised where what was recorded cannot be recorded again in this way."""
 
 
-class Recipe(NamedTuple):
+class Replay(NamedTuple):
     """The operations of one call.
 
     Attributes:
@@ -65,32 +65,32 @@ class Recipe(NamedTuple):
 
 
 @shielded
-def _cook(recipe: Recipe, device: SkyDevice, inputs: Sequence[int]) -> Any:
+def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> Any:
     """Records the operations; the result, or None if there are too few free slots."""
     recorder = device.recorder
-    slots = recorder.take_free_slots(recipe.places)
+    slots = recorder.take_free_slots(replay.places)
     if not slots:
         return None
-    recorder.emit(recipe.commands(inputs, slots))
-    recorder.emit_line(recipe.lines)
+    recorder.emit(replay.commands(inputs, slots))
+    recorder.emit_line(replay.lines)
     results = []
-    for meta, place in recipe.results:
+    for meta, place in replay.results:
         handle = device.handle_type()
         handle.meta = meta
         handle.root = None
         handle.slot = slots[place]
         results.append(make_tensor(meta, handle))
-    for place in recipe.left_over:
+    for place in replay.left_over:
         recorder.drop_slot(slots[place])
-    return tuple(results) if recipe.several else results[0]
+    return tuple(results) if replay.several else results[0]
 
 
-class _Notes:
+class _CallWatcher:
     """Watches the operations that this thread records, while one call is run. One thread at a time can.
 
     Attributes:
         begins: for each operation, where in the stream it begins.
-        usable: whether what was seen can be made a recipe of.
+        usable: whether what was seen can be made a replay of.
     """
 
     _in_use = threading.Lock()
@@ -107,8 +107,8 @@ class _Notes:
         self.first_line = self._recorder.unsent_lines
 
     @shielded
-    def __enter__(self) -> _Notes:
-        if _Notes._in_use.acquire(blocking=False):
+    def __enter__(self) -> _CallWatcher:
+        if _CallWatcher._in_use.acquire(blocking=False):
             self.usable = True
             RemoteTensor.__torch_dispatch__ = classmethod(self._watch)  # type: ignore[method-assign,assignment]
         return self
@@ -117,46 +117,46 @@ class _Notes:
     def __exit__(self, *unused: object) -> None:
         if vars(RemoteTensor)["__torch_dispatch__"].__func__ == self._watch:
             RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
-            _Notes._in_use.release()
+            _CallWatcher._in_use.release()
 
     def _watch(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if threading.get_ident() != self._thread:
             return self._dispatch(cls, func, types, args, kwargs)
         plan = plan_of(func)
-        self.usable &= self._recorder.unsent == self.end and not plan.writes and not plan.waits
+        self.usable &= self._recorder.unsent == self.end and not plan.writes and not plan.synchronizes
         self.begins.append(self.end)
         result = self._dispatch(cls, func, types, args, kwargs)
         self.end = self._recorder.unsent
         return result
 
 
-def _write_down(device: SkyDevice, notes: _Notes, inputs: Sequence[int], result: Any) -> Recipe:
-    """The recipe of what was just recorded.
+def _build_replay(device: SkyDevice, notes: _CallWatcher, inputs: Sequence[int], result: Any) -> Replay:
+    """Build the replay of what was just recorded.
 
     Raises:
-        _NoRecipeError: there is none.
+        _NotReplayableError: there is none.
     """
     recorder = device.recorder
     stream, lines = recorder.recorded(notes.start, notes.end, notes.first_line)
     whole = notes.usable and recorder.batches == notes.batches and recorder.unsent == notes.end
     if not whole or len(lines) != 2 * len(notes.begins):
-        raise _NoRecipeError
+        raise _NotReplayableError
     structures = device.session.structures()
     places: dict[int, int] = {}
     sources = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
     parts: list[str] = []
     begins = commands.walk(stream, recorder.widths)
     if begins != [begin - notes.start for begin in notes.begins]:
-        raise _NoRecipeError
+        raise _NotReplayableError
     for begin, end in pairwise([*begins, len(stream)]):
         structure = structures.get(stream[begin])
         if structure is None:
-            raise _NoRecipeError
+            raise _NotReplayableError
         _, arguments, keywords, outputs = structure
         given = (*arguments, *(template for _, template in keywords), *outputs)
         templates, operands = list(filter(commands.takes_operand, given)), stream[begin + 1 : end]
         if len(templates) != len(operands):
-            raise _NoRecipeError
+            raise _NotReplayableError
         parts.append(str(stream[begin]))
         for template, operand in zip(templates, operands, strict=True):
             parts.append(_operand(template, operand, sources, places))
@@ -165,14 +165,14 @@ def _write_down(device: SkyDevice, notes: _Notes, inputs: Sequence[int], result:
     for tensor in results:
         handle = tensor._sky if type(tensor) is RemoteTensor else None
         if handle is None or handle.root is not None or handle.slot not in places or not handle.meta.plain:
-            raise _NoRecipeError
+            raise _NotReplayableError
         filled.append((handle.meta, places[handle.slot]))
     kept = {place for _, place in filled}
     if len(kept) != len(filled) or any(getattr(tensor._sky, "is_shared", False) for tensor in results):
-        raise _NoRecipeError
+        raise _NotReplayableError
     make = eval(f"lambda i, p: ({', '.join(parts)},)", {"inf": float("inf"), "nan": float("nan")})
     left_over = tuple(place for place in places.values() if place not in kept)
-    return Recipe(len(places), make, tuple(lines), tuple(filled), left_over, isinstance(result, tuple))
+    return Replay(len(places), make, tuple(lines), tuple(filled), left_over, isinstance(result, tuple))
 
 
 def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[int, int]) -> str:
@@ -184,16 +184,16 @@ def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[
     if template == commands.TENSOR:
         source = "0" if operand == 0 else sources.get(operand)
         if source is None:
-            raise _NoRecipeError  # it reads a tensor that it was not given
+            raise _NotReplayableError  # it reads a tensor that it was not given
         return source
     if template != commands.NEW or (operand in sources and operand not in places):
-        raise _NoRecipeError
+        raise _NotReplayableError
     place = places.setdefault(operand, len(places))
     sources[operand] = f"p[{place}]"
     return sources[operand]
 
 
-class ByRecipe:
+class MemoizedCall:
     """A function of tensors and constants that is run until its operations are known."""
 
     def call(self, run: Callable[[], Any], arguments: Sequence[Any], kind: Any) -> Any:
@@ -223,28 +223,28 @@ class ByRecipe:
         if device is None or len(set(slots)) != len(slots) or type(device.recorder) is not Recorder or _is_watched():
             return run()
         place = tuple(key)
-        recipe = device.recipes.get(place, 0)
-        if type(recipe) is not Recipe:
-            return run() if recipe is None else _note(place, recipe, device, slots, run)
-        result = _cook(recipe, device, slots)
+        replay = device.replays.get(place, 0)
+        if type(replay) is not Replay:
+            return run() if replay is None else _run_and_memoize(place, replay, device, slots, run)
+        result = _replay(replay, device, slots)
         if result is None:
             return run()
         device.recorder.send_if_due()
         return result
 
 
-def _note(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
-    """Runs a call that has no recipe, and tries to make one of it if it came often enough."""
-    recipes = device.recipes
-    if len(recipes) >= _MOST_RECIPES:
-        recipes.clear()
-    recipes[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
+def _run_and_memoize(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
+    """Runs a call that has no replay, and tries to make one of it if it came often enough."""
+    replays = device.replays
+    if len(replays) >= _MAX_REPLAYS:
+        replays.clear()
+    replays[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
     if runs < _RUNS_BEFORE:
         return run()
-    with _Notes(device) as notes:
+    with _CallWatcher(device) as notes:
         result = run()
-    with contextlib.suppress(_NoRecipeError):  # the result is as good as ever
-        recipes[place] = _write_down(device, notes, slots, result)
+    with contextlib.suppress(_NotReplayableError):  # the result is as good as ever
+        replays[place] = _build_replay(device, notes, slots, result)
     return result
 
 
@@ -259,22 +259,22 @@ def _applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
 
 
-def function_by_recipe(function: Callable[..., Any]) -> Callable[..., Any]:
+def memoized_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function; on remote tensors, where nothing is differentiated, its operations are noted once."""
-    recipes = ByRecipe()
+    memoized = MemoizedCall()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _applies(args, kwargs):
             return function(*args, **kwargs)
-        return recipes.call(lambda: function(*args), args, None)
+        return memoized.call(lambda: function(*args), args, None)
 
     return call
 
 
-def method_by_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
+def memoized_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """The same for the `forward` of modules, which depend on their parameters, buffers, and attributes too."""
-    recipes = ByRecipe()
+    memoized = MemoizedCall()
     names: dict[type, tuple[str, ...] | None] = {}
 
     @functools.wraps(method)
@@ -289,7 +289,7 @@ def method_by_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args)
         own = vars(self)
         values = (*args, *own["_parameters"].values(), *own["_buffers"].values(), *[own.get(name) for name in used])
-        return recipes.call(lambda: method(self, *args), values, kind)
+        return memoized.call(lambda: method(self, *args), values, kind)
 
     return call
 
@@ -324,4 +324,4 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-__all__ = ["function_by_recipe", "method_by_recipe"]
+__all__ = ["memoized_function", "memoized_method"]

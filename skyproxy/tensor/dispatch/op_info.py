@@ -50,7 +50,7 @@ _INDEXING = frozenset(
     }
 )
 
-SENT_WHOLE = frozenset(
+UNDECOMPOSED = frozenset(
     f"aten::{name}"
     for name in (
         "_validate_sparse_coo_tensor_args",
@@ -141,26 +141,26 @@ class Plan:
         creates: whether it makes one tensor of sizes and options alone.
         for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
-        waits: whether the op exists for its exception only, so that it must be waited for.
-        learns: whether the worker is asked what the results look like the first time, because PyTorch's fake kernels
-            are not to be trusted with this op.
-        learns_halves: the same for tensors of half precision only.
+        synchronizes: whether the op exists for its exception only, so that it must be waited for.
+        asks_worker_for_shape: whether the worker is asked for the form of the results the first time, because
+            PyTorch's fake kernels are not to be trusted with this op.
+        asks_worker_for_halves: the same for tensors of half precision only.
         columns: whether its results for each place of its lists look as if that place came alone.
-        multiplies: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
+        is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
         followed: whether its result is known where its operands are, see `known_results`.
     """
 
     __slots__ = (
+        "asks_worker_for_halves",
+        "asks_worker_for_shape",
         "columns",
         "creates",
         "followed",
         "for_each",
         "func",
+        "is_matmul",
         "keyword_kinds",
         "kinds",
-        "learns",
-        "learns_halves",
-        "multiplies",
         "name",
         "names",
         "places_host_indices",
@@ -168,7 +168,7 @@ class Plan:
         "returns",
         "rule",
         "special",
-        "waits",
+        "synchronizes",
         "writes",
     )
 
@@ -204,19 +204,19 @@ class Plan:
         self.places_host_indices = self.name.partition(".")[0] in _INDEXING
         packet = self.name.partition(".")[0]
         self.for_each = packet.startswith("aten::_foreach_")
-        self.waits = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
-        self.learns = not _depends_on_values(func) and (
+        self.synchronizes = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
+        self.asks_worker_for_shape = not _depends_on_values(func) and (
             packet in _FAKED_WRONGLY
             # Fake kernels give outputs that are resized other strides than the real ones, or forget to resize them.
             or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
-        self.learns_halves = packet in _WITH_STATISTICS
+        self.asks_worker_for_halves = packet in _WITH_STATISTICS
         takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
-        self.multiplies = self.name in ("aten::linear", "aten::matmul")
+        self.is_matmul = self.name in ("aten::linear", "aten::matmul")
         self.followed = self.name in _FOLLOWED
-        self.rule = None if self.learns else RULES.get(self.name)
+        self.rule = None if self.asks_worker_for_shape else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)
@@ -227,7 +227,7 @@ class Plan:
             return SPECIALS["refused"]
         if self.name.partition("::")[0] not in ALLOWED_NAMESPACES:
             return SPECIALS["foreign"]
-        if packet not in SENT_WHOLE and is_divided(self.name):
+        if packet not in UNDECOMPOSED and is_decomposed(self.name):
             return SPECIALS["composite"]
         return None
 
@@ -235,7 +235,7 @@ class Plan:
         return f"<plan of {self.name}>"
 
 
-def is_divided(name: str) -> bool:
+def is_decomposed(name: str) -> bool:
     """Return whether PyTorch divides the op into others on every device.
 
     A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker

@@ -82,8 +82,9 @@ def run(call: Call) -> Any:
         entry = inference.infer(call)
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
-            return ask(call, key if call.plan.learns and not call.plan.writes else None)
-        if call.plan.learns or (call.plan.learns_halves and any(t.dtype in _HALVES for t in call.tensors)):
+            return ask(call, key if call.plan.asks_worker_for_shape and not call.plan.writes else None)
+        has_halves = call.plan.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors)
+        if call.plan.asks_worker_for_shape or has_halves:
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -92,7 +93,7 @@ def run(call: Call) -> Any:
         check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
         # Each time: should the op fail, the worker still learns what the tensors look like from now on.
         expected = True
-        call = _on_their_own(call, [position for position, _ in entry.changed])
+        call = _unalias(call, [position for position, _ in entry.changed])
     if call.plan.followed and (call.known or _makes_a_number(call, entry)):
         settled, followed = entry, call
         return known_results.follow(followed, lambda: _finish(followed, settled, expected))
@@ -168,7 +169,7 @@ def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice
     return a
 
 
-def _on_their_own(call: Call, positions: list[int]) -> Call:
+def _unalias(call: Call, positions: list[int]) -> Call:
     """Gives tensors that are about to look otherwise a value of their own, where others hold the same one."""
     shared = [call.tensors[i] for i in positions if getattr(call.tensors[i]._sky, "is_shared", False)]
     for tensor in shared:
@@ -195,13 +196,13 @@ def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outp
         return number
     return device.session.signature(
         structure,
-        lambda: [name, [_thawed(t) for t in arguments], {key: _thawed(t) for key, t in keywords}, list(outputs)],
+        lambda: [name, [_as_lists(t) for t in arguments], {key: _as_lists(t) for key, t in keywords}, list(outputs)],
         commands.operand_count((*arguments, *(template for _, template in keywords), *outputs)),
     )
 
 
-def _thawed(template: Any) -> Any:
-    return [_thawed(item) for item in template] if isinstance(template, tuple) else template
+def _as_lists(template: Any) -> Any:
+    return [_as_lists(item) for item in template] if isinstance(template, tuple) else template
 
 
 def remember_line(device: SkyDevice) -> None:
@@ -239,7 +240,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
         device.recorder.emit(wire)
     remember_line(device)
     device.recorder.send_if_due()
-    if call.plan.waits:
+    if call.plan.synchronizes:
         device.session.synchronize()
     if len(results) == 1:
         return results[0]
@@ -284,7 +285,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
         record: what records the command; by default it goes into the stream.
     """
     plan, device = call.plan, call.device
-    call = _on_their_own(call, inference.written_tensors(call))
+    call = _unalias(call, inference.written_tensors(call))
     asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
     asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in plan.returns]
     handles = [device.new_handle(None) for argument in plan.returns if argument is None]
@@ -294,13 +295,13 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     else:
         device.recorder.emit(command)
         remember_line(device)
-    if plan.waits:
+    if plan.synchronizes:
         device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
     written = inference.written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
     rows = device.session.request(plan.name, lambda number: (commands.DESCRIBE, number, slots, inputs))
-    found = iter([_answered(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
+    found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
         if fields[0] == torch_codec.NESTED:  # those keep their sizes
@@ -328,7 +329,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     return tuple(results) if results else None
 
 
-def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, Any]:
+def _wrap_reply(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, Any]:
     """One result of an op that was asked for: what is known of it, and the result itself."""
     fields, alias = row
     if fields is None:
@@ -336,7 +337,7 @@ def _answered(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, A
     if fields == "list":  # one slot holds them all; each gets its own
         handles = [call.device.new_handle(None) for _ in alias]
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
-        return inference.Output(), [_answered(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
+        return inference.Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
         return inference.Output(), answered(handle, row)
     handle.meta = inference.intern_meta(torch_codec.decode_description(fields))

@@ -18,7 +18,7 @@ from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import disabled_torch_function, make_wrapper_subclass, pytree
 from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import Plan, implements, is_divided, plan_of
+from skyproxy.tensor.dispatch.op_info import Plan, implements, is_decomposed, plan_of
 from skyproxy.tensor.dispatch.recording import record_as
 
 _make_wrapper = make_wrapper_subclass
@@ -49,7 +49,7 @@ class NestedBatch(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = plan_of(func)
         look = _LOOKS.get(plan.name)
-        if look is None and is_divided(plan.name):
+        if look is None and is_decomposed(plan.name):
             return func.decompose(*args, **(kwargs or {}))
         if look is None:
             raise UnsupportedOpError(

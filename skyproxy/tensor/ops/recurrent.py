@@ -203,7 +203,7 @@ def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
     return DTYPE_NAMES.get(sequence.dtype) in sequence._sky.device.row.get("onednn_lstm", ())  # type: ignore[attr-defined]
 
 
-class _SeesOneDNN(TorchDispatchMode):
+class _RecordOneDNNCalls(TorchDispatchMode):
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +216,7 @@ def _takes_onednn_for_packed() -> bool:
     """Tell whether this PyTorch computes packed sequences of one length with oneDNN, as 2.13 does and 2.11 does not."""
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
     rows, weights, states = zeros(2, 1), [zeros(4, 1), zeros(4, 1)], [zeros(1, 1, 1), zeros(1, 1, 1)]
-    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _SeesOneDNN() as mode:
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _RecordOneDNNCalls() as mode:
         torch.lstm(rows, torch.tensor([1, 1], device="cpu"), states, weights, False, 1, 0.0, False, False)
     return mode.found
 

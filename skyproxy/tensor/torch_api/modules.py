@@ -34,14 +34,14 @@ class _Move(threading.local):
         replaced: parameters that could not keep their identity, each with its old and new object, by the old one's id.
     """
 
-    function: Crossing | None = None
+    function: DeviceMove | None = None
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 _move = _Move()
 
 
-class Crossing:
+class DeviceMove:
     """The function that `Module._apply` calls for each tensor, and more for a parameter that changes sides.
 
     A tensor of the CPU and one of a worker are of different classes, so PyTorch could not put the new values into the
@@ -99,19 +99,19 @@ class Crossing:
 
 def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.nn.Module:
     """`Module._apply`, on which `to`, `half`, `cpu`, `to_empty` and the others stand."""
-    if isinstance(fn, Crossing):
+    if isinstance(fn, DeviceMove):
         return _apply_one(self, fn, recurse)
     outermost = _move.function is None
     if outermost and torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.parameters()):
         # As PyTorch does on every device: parameters that move in inference mode stay trainable.
         with torch.inference_mode(False), torch.no_grad():
             return _apply(self, fn, recurse)
-    crossing = Crossing(fn)
+    crossing = DeviceMove(fn)
     if outermost:
         _move.function, _move.replaced = crossing, {}
     try:
         if outermost:
-            crossing = Crossing(fn, _moved_ahead(self, fn, recurse))
+            crossing = DeviceMove(fn, _moved_ahead(self, fn, recurse))
         return _apply_one(self, crossing, recurse)
     finally:
         if outermost:
@@ -152,7 +152,7 @@ def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[
     return moved
 
 
-def _apply_one(module: torch.nn.Module, fn: Crossing, recurse: bool) -> torch.nn.Module:
+def _apply_one(module: torch.nn.Module, fn: DeviceMove, recurse: bool) -> torch.nn.Module:
     before = dict(module._parameters.items())
     _plain_apply(module, fn, recurse)
     if isinstance(module, torch.jit.ScriptModule):

@@ -15,7 +15,7 @@ import torch
 from skyproxy import patching, torch_versions
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch.kernels import kernel
-from skyproxy.tensor.dispatch.op_info import is_divided
+from skyproxy.tensor.dispatch.op_info import is_decomposed
 from skyproxy.tensor.dispatch.recording import dispatch
 from skyproxy.tensor.torch_api.autograd import Guard, Hooks
 
@@ -107,7 +107,7 @@ def _register_kernels() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
-        if is_divided(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
+        if is_decomposed(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
             continue
         library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
     _library, _fallback = library, fallback

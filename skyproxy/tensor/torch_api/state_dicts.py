@@ -12,7 +12,7 @@ import torch
 
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
-from skyproxy.tensor.core.prefetching import READER, InTurn
+from skyproxy.tensor.core.prefetching import READER, SequentialReads
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 
@@ -219,7 +219,7 @@ def _in_turn(state_dict: Any) -> Any:
         result = state_dict(self, *args, **kwargs)
         whole = not args and kwargs.get("destination") is None and not kwargs.get("keep_vars")
         if whole and type(result) is OrderedDict and not torch.compiler.is_compiling():
-            READER.guess = InTurn(result)
+            READER.guess = SequentialReads(result)
         return result
 
     return remembered

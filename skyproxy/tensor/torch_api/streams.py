@@ -220,7 +220,7 @@ def stream(stream: Any) -> Iterator[None]:
         yield
 
 
-class _ChoosesByDevice(type):
+class _DeviceSelectingType(type):
     """The class of the stand-ins: their instances are those of PyTorch's class, and ours for `sky`."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -251,11 +251,11 @@ def _type_of(device: Any) -> str:
     return str(torch._C._accelerator_getAccelerator().type)
 
 
-class StreamStandIn(_plain_stream, metaclass=_ChoosesByDevice):  # type: ignore[misc]
+class StreamStandIn(_plain_stream, metaclass=_DeviceSelectingType):  # type: ignore[misc]
     __doc__ = _plain_stream.__doc__
 
 
-class EventStandIn(_plain_event, metaclass=_ChoosesByDevice):  # type: ignore[misc]
+class EventStandIn(_plain_event, metaclass=_DeviceSelectingType):  # type: ignore[misc]
     __doc__ = _plain_event.__doc__
 
 

@@ -20,15 +20,15 @@ if not are_sessions_separable():
 from skyproxy_server.auth import OWNER, Identity
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
-from skyproxy_server.isolation.uploads import SealedFolderShelf, SealedMemoryShelf, SharedUploads, UploadDesk
+from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend, SharedUploads, UploadDesk
 
 SIZE = 10_000
 
 
 @pytest.fixture(params=["memory", "folder"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]:
-    shelf = SealedMemoryShelf() if request.param == "memory" else SealedFolderShelf(tmp_path / "blobs")
-    made = BlobStore(4 * SIZE, shelf)
+    backend = SealedMemoryBackend() if request.param == "memory" else SealedFolderBackend(tmp_path / "blobs")
+    made = BlobStore(4 * SIZE, backend)
     yield made
     made.close()
 
@@ -95,7 +95,7 @@ def test_what_one_session_uploaded_another_one_finds(store: BlobStore, session: 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_came_with_one_token_is_not_given_to_another(shared: bool) -> None:
-    store = BlobStore(4 * SIZE, SealedMemoryShelf(), shared=shared)
+    store = BlobStore(4 * SIZE, SealedMemoryBackend(), shared=shared)
     data, target = os.urandom(SIZE), memoryview(bytearray(SIZE))
     first, second = Session(store, "a", Identity("first")), Session(store, "b", Identity("second"))
     keep(first, data)
@@ -182,7 +182,7 @@ def test_what_is_found_cannot_be_written(store: BlobStore, session: Session) -> 
     "question", [{}, {"do": "start"}, {"do": "start", "size": "x"}, {"do": "find", "digest": 5, "size": None}]
 )
 def test_a_malformed_question_is_an_error_of_the_asker(question: dict[str, object]) -> None:
-    store = BlobStore(SIZE, SealedMemoryShelf())
+    store = BlobStore(SIZE, SealedMemoryBackend())
     ours, theirs = Channel.pair()
     try:
         Channel(theirs).send(question)
@@ -194,7 +194,7 @@ def test_a_malformed_question_is_an_error_of_the_asker(question: dict[str, objec
 
 
 def test_a_changed_file_is_not_given_out(tmp_path: Path) -> None:
-    store = BlobStore(4 * SIZE, SealedFolderShelf(tmp_path))
+    store = BlobStore(4 * SIZE, SealedFolderBackend(tmp_path))
     session = Session(store)
     data = os.urandom(SIZE)
     keep(session, data)

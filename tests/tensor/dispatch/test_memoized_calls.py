@@ -14,7 +14,7 @@ import skyproxy
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
-from skyproxy.tensor.dispatch.memoized_calls import constants_used, function_by_recipe, method_by_recipe
+from skyproxy.tensor.dispatch.memoized_calls import constants_used, memoized_function, memoized_method
 
 OFTEN = 8
 """Calls after which a function that has a recipe is not run any more."""
@@ -26,7 +26,7 @@ class Counted:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.runs = 0
         self._function = function
-        self.by_recipe = function_by_recipe(self)
+        self.by_recipe = memoized_function(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
@@ -291,7 +291,7 @@ class Scale(torch.nn.Module):
 
 
 RUNS = [0]
-recorded = method_by_recipe(Scale.forward)
+recorded = memoized_method(Scale.forward)
 
 
 def test_a_module_follows_its_parameters_and_attributes(sky: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils import deterministic
 
 import skyproxy
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.dispatch.memoized_calls import function_by_recipe
+from skyproxy.tensor.dispatch.memoized_calls import memoized_function
 from skyproxy.torch_modes import MODES, put_in_force, record_of, values_in_force
 
 EXPRESSIONS: dict[str, Callable[[str], torch.Tensor]] = {
@@ -423,7 +423,7 @@ def test_a_worker_that_comes_later_has_it(sky: str) -> None:
 
 
 def test_a_noted_function_has_recipes_for_each(sky: str) -> None:
-    function = function_by_recipe(lambda x: x / 3 + 1)
+    function = memoized_function(lambda x: x / 3 + 1)
     numbers = torch.arange(4).to(sky)
     with torch.no_grad():
         for dtype in DTYPES:

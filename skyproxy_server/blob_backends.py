@@ -20,7 +20,7 @@ _SUFFIX = ".blob"
 _THREADS = 4
 _DRAFT_PREFIX = "draft-"
 _FORGOTTEN_DRAFT_SECONDS = 3600.0
-"""Drafts that are older belong to a worker that is gone."""
+"""Pending blobs that are older belong to a worker that is gone."""
 
 
 class Kept(Protocol):
@@ -40,7 +40,7 @@ class Kept(Protocol):
         """Forgets them; who reads them at the moment can finish."""
 
 
-class Draft(Protocol):
+class PendingBlob(Protocol):
     """Bytes that arrive and have no name yet."""
 
     def write(self, offset: int, piece: memoryview) -> None: ...
@@ -57,10 +57,10 @@ class Draft(Protocol):
     def discard(self) -> None: ...
 
 
-class Shelf(Protocol):
-    """Makes drafts, and knows what lay here before."""
+class BlobBackend(Protocol):
+    """Makes pending blobs, and knows what lay here before."""
 
-    def draft(self, byte_count: int) -> Draft: ...
+    def new_pending(self, byte_count: int) -> PendingBlob: ...
 
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
         """Names, bytes and sizes of what is here already; what was used longest ago comes first."""
@@ -70,7 +70,7 @@ class Shelf(Protocol):
 
 
 class _Memory:
-    """Both a draft and what becomes of it."""
+    """Both a pending blob and what becomes of it."""
 
     def __init__(self, byte_count: int) -> None:
         # A mapping of its own: freed, it goes back to the system at once and leaves no hole in the heap.
@@ -106,10 +106,10 @@ class _Memory:
     remove = discard
 
 
-class MemoryShelf:
+class MemoryBackend:
     """Uploads in memory."""
 
-    def draft(self, byte_count: int) -> Draft:
+    def new_pending(self, byte_count: int) -> PendingBlob:
         return _Memory(byte_count)
 
     def found(self) -> Iterable[tuple[bytes, Kept, int]]:
@@ -150,7 +150,7 @@ class _File:
         self._path.unlink(missing_ok=True)
 
 
-class _FileDraft:
+class _PendingFile:
     def __init__(self, path: Path, byte_count: int, hashing: Executor) -> None:
         self._path = path
         self._byte_count = byte_count
@@ -191,7 +191,7 @@ class _FileDraft:
         self._path.unlink(missing_ok=True)
 
 
-class FolderShelf:
+class FolderBackend:
     """Uploads as files, named by their hash. They survive the worker; each is hashed again when it is used."""
 
     def __init__(self, folder: Path) -> None:
@@ -209,9 +209,9 @@ class FolderShelf:
         # A client waits while what it asked for is hashed again.
         self._hashing = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "skyproxy-blob-files")
 
-    def draft(self, byte_count: int) -> Draft:
+    def new_pending(self, byte_count: int) -> PendingBlob:
         path = self._folder / f"{_DRAFT_PREFIX}{os.getpid()}-{next(self._numbers)}"
-        return _FileDraft(path, byte_count, self._hashing)
+        return _PendingFile(path, byte_count, self._hashing)
 
     def close(self) -> None:
         self._hashing.shutdown(wait=False, cancel_futures=True)
