@@ -79,7 +79,7 @@ def test_what_is_released_during_a_capture_is_kept_for_it(worker: Worker) -> Non
     worker.run(RELEASE, [2])
     worker.run(DO, "graph_define", [7, [ADD, 1, 2, 3], [[3, TWO]], [CPU], {}], REPLAY, 7)
     assert worker[3] == [11, 11]
-    assert worker.executor.state.values.limbo is None
+    assert worker.executor.state.values.deferred_releases is None
     assert 2 not in worker.executor.state.values.slots
 
 

@@ -112,14 +112,14 @@ def test_released_values_are_gone_but_for_those_that_a_capture_may_read(session:
     first, second = values.slots[1], values.slots[2]
     assert values.release(values.slots, [commands.RELEASE, [1, 77]], 0) == 2
     assert 1 not in values.slots
-    values.limbo = {}
+    values.deferred_releases = {}
     values.release(values.slots, [commands.RELEASE, [2]], 0)
     values.slots[2] = first
     values.release(values.slots, [commands.RELEASE, [2]], 0)
-    assert values.limbo == {2: second}
+    assert values.deferred_releases == {2: second}
     with values.scope({0: None, 9: first}, 4):
         values.release(values.slots, [commands.RELEASE, [9]], 0)
-    assert 9 not in values.limbo
+    assert 9 not in values.deferred_releases
 
 
 def test_a_result_that_was_never_replayed_can_be_written_but_not_read(session: Session) -> None:
@@ -134,8 +134,8 @@ def test_a_result_that_was_never_replayed_can_be_written_but_not_read(session: S
 
 def test_nothing_is_left_after_the_end(session: Session) -> None:
     session.values.poison(session.add_, [ADD_, 1, 2], 0, RuntimeError("no"), None)
-    session.values.limbo = {5: torch.ones(1)}
+    session.values.deferred_releases = {5: torch.ones(1)}
     session.values.forget()
     assert session.values.slots == {}
-    assert session.values.limbo is None
+    assert session.values.deferred_releases is None
     assert not session.values.gates
