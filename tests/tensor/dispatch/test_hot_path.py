@@ -1,0 +1,156 @@
+"""The fast path takes a call as the careful path does: both build the same key of the shape cache, type by type."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch import hot_path
+from skyproxy.tensor.dispatch.binding import Call
+from skyproxy.tensor.dispatch.op_info import plan_of
+from tests.conformance.op_checks import settle
+from tests.conformance.twins import Twins
+
+EVERY = 10
+"""One entry in so many of the operator database; the sweep over all of it takes minutes."""
+
+
+class _Cache(dict[Any, Any]):
+    """A shape cache that notes the keys it is asked for."""
+
+    def __init__(self, entries: dict[Any, Any], asked: list[Any]) -> None:
+        super().__init__(entries)
+        self._asked = asked
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._asked.append(key)
+        return super().get(key, default)
+
+
+class _Comparison:
+    """Compares the keys of both paths, call by call.
+
+    Attributes:
+        compared: names of the ops that the fast path took.
+        different: for each call whose keys differ, the op and both keys.
+    """
+
+    def __init__(self) -> None:
+        self.compared: list[str] = []
+        self.different: list[tuple[str, Any, Any]] = []
+        self._taken = True
+
+    def call(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dispatch a call by the fast path, and compare its key with the careful path's."""
+        devices = {id(a._sky.device): a._sky.device for a in args if type(a) is RemoteTensor}
+        plan = plan_of(func)
+        if plan.special is not None or len(devices) != 1:
+            return hot_path.dispatch_remote(cls, func, types, args, kwargs)
+        (device,) = devices.values()
+        asked: list[Any] = []
+        plain = device.cache
+        device.cache = _Cache(plain, asked)
+        fast: Any = None
+
+        def record(*call: Any) -> Any:
+            nonlocal fast
+            fast = asked[0] if asked else None
+            device.cache = plain
+            return hot_path_record(*call)
+
+        hot_path_record, hot_path.record = hot_path.record, record
+        try:
+            careful = _key(plan, args, kwargs or {})
+            asked.clear()
+            result = hot_path.dispatch_remote(cls, func, types, args, kwargs)
+        finally:
+            hot_path.record = hot_path_record
+            plain.update(device.cache)
+            device.cache = plain
+            fast = fast if fast is not None or not asked else asked[0]
+        if fast is not None and careful is not None:
+            self.compared.append(plan.name)
+            if _typed(fast) != _typed(careful):
+                self.different.append((plan.name, fast, careful))
+        return result
+
+
+def _key(plan: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return tuple(Call(plan, args, kwargs).key)
+    except Exception:  # a call that is refused has no key; dispatching it says so again
+        return None
+
+
+def _typed(key: Any) -> Any:
+    """The key with the type of each part: 1, True and 1.0 are equal, and no two of them are the same argument."""
+    return tuple(map(_typed, key)) if isinstance(key, tuple) else (type(key), key)
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> _Comparison:
+    """Every operation on remote tensors is compared."""
+    made = _Comparison()
+    monkeypatch.setattr(RemoteTensor, "__torch_dispatch__", classmethod(made.call))
+    return made
+
+
+def test_both_paths_build_the_same_keys_over_the_operator_database(sky: str, comparison: _Comparison) -> None:
+    entries = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")][::EVERY]
+    assert len(entries) > 40
+    torch.manual_seed(7)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in entries:
+            for sample in list(op.sample_inputs("cpu", torch.float32, requires_grad=False))[:3]:
+                arguments, keywords = Twins(sky).of(((sample.input, *sample.args), sample.kwargs))
+                with contextlib.suppress(Exception):  # what an op cannot do, the conformance sweep knows
+                    op(*arguments, **keywords)
+            settle()
+    assert comparison.different == []
+    assert len(set(comparison.compared)) > 30
+    assert len(comparison.compared) > 90
+
+
+def test_both_paths_build_the_same_keys_for_each_kind_of_argument(sky: str, comparison: _Comparison) -> None:
+    a, b = torch.ones(4, 3, device=sky), torch.zeros(4, 3, device=sky)
+    a + b, a + 1, a + 1.5, a + True, a.add(b, alpha=2), a.add(b, alpha=0.5), a.add_(b)
+    a.sum(), a.sum(0), a.sum([0, 1], keepdim=True), a.sum(dtype=torch.float64), a.to(torch.int32), a.clamp(min=0.5)
+    a.clamp(0, None), a.view(3, 4), a.t(), a[1:], a.select(0, 1), torch.cat([a, b]), torch.stack([a] * 20)
+    torch.where(a > b, a, 0.0), torch.split(a, [1, 3]), a.new_zeros(2, 2), torch.full_like(a, 3), a.var(correction=0)
+    torch.nn.functional.layer_norm(a, (3,)), a.index_fill(0, torch.tensor([1], device=sky), 2), a.argmax(), a.max(0)
+    torch.nn.functional.conv2d(a.view(1, 1, 4, 3), torch.ones(1, 1, 2, 2, device=sky), padding=1), a.norm(2, dim=0)
+    torch._foreach_add([a, b], 1.0), torch._foreach_mul_([a.clone() for _ in range(12)], 2.0), a.cumsum(0)
+    assert comparison.different == []
+    assert len(comparison.compared) > 35
+
+
+def test_keys_that_differ_in_a_type_only_are_told_apart(sky: str, comparison: _Comparison) -> None:
+    assert _typed(("op", 1)) != _typed(("op", True))
+    assert _typed(("op", (1, 2))) != _typed(("op", (1, 2.0)))
+    assert _typed(("op", (1, None))) == _typed(("op", (1, None)))
+
+
+def test_a_key_that_the_fast_path_builds_otherwise_is_found(
+    sky: str, comparison: _Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = torch.ones(2, 3, device=sky)
+    monkeypatch.setattr(Call, "_take", _taking_constants_otherwise(Call._take))
+    a.sum(1)
+    assert [name for name, _, _ in comparison.different] == ["aten::sum.dim_IntList"]
+
+
+def _taking_constants_otherwise(take: Any) -> Any:
+    def taking(self: Call, a: Any, how: int, is_written: bool) -> Any:
+        template = take(self, a, how, is_written)
+        if type(a) is list:
+            self.key[-1] = list(a)
+        return template
+
+    return taking
