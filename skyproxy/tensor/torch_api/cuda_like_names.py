@@ -104,7 +104,7 @@ def install() -> None:
         "torch.sky.amp",
         amp,
         why="`import torch.sky.amp`",
-        test="tests/tensor/torch_api/test_cuda_like_names.py::test_mixed_precision_is_where_cuda_has_it",
+        test="tests/tensor/torch_api/test_cuda_like_names.py::test_mixed_precision_can_be_imported_as_that_of_cuda",
     )
     kinds = {
         # The name with its module, which is what `Tensor.type` reads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable
 
@@ -19,6 +20,11 @@ def test_mixed_precision_is_where_cuda_has_it(sky1: str) -> None:
     with torch.sky.amp.autocast(dtype=torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
     assert torch.sky.amp.GradScaler(init_scale=4.0).scale(x.sum()).item() == 16
+
+
+def test_mixed_precision_can_be_imported_as_that_of_cuda() -> None:
+    assert importlib.import_module("torch.sky.amp") is torch.sky.amp
+    assert importlib.import_module("torch.sky.amp").GradScaler is torch.sky.amp.GradScaler
 
 
 def test_each_device_has_a_default_generator(sky: str, sky1: str) -> None:
