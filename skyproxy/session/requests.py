@@ -58,7 +58,7 @@ class Requests:
 
     def __init__(self, settings: Settings, recorder: Recorder, uploads: Uploads) -> None:
         self.settings = settings
-        self.recorder = recorder
+        self.recorder = self._own_recorder = recorder
         self.round_trips = 0
         self._waiters = Waiters()
         self._outcomes = _OutcomeWaits()
@@ -76,6 +76,17 @@ class Requests:
         self.structures = self._signatures.structures
         self.failure = self._failures.error
         self.recordings = self._failures.recordings
+
+    def divert(self, stand_in: Recorder) -> None:
+        """Have a stand-in take what is recorded from now on, until `end_diversion`.
+
+        Batches, their acks and failures stay with the session's own recorder.
+        """
+        self.recorder = stand_in
+
+    def end_diversion(self) -> None:
+        """Record with the session's own recorder again; nothing where it does so already."""
+        self.recorder = self._own_recorder
 
     @property
     def recent_errors(self) -> list[dict[str, object]]:

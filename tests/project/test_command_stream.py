@@ -137,3 +137,35 @@ def test_whoever_may_know_the_lists_exists(path: str) -> None:
 )
 def test_whoever_knows_the_lists_is_found(text: str) -> None:
     assert lists_used_in(text) == [1]
+
+
+# --- whose recorder it is --------------------------------------------------------------------------------------------
+
+
+def recorders_set_from_outside(source: str) -> list[int]:
+    """The lines that put a recorder, or a maker of handles, into an object that is not `self`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if _has_target(node) else []
+        for target in (item for each in targets for item in (each.elts if isinstance(each, ast.Tuple) else [each])):
+            if isinstance(target, ast.Attribute) and target.attr in ("recorder", "handle_type"):
+                if not (isinstance(target.value, ast.Name) and target.value.id == "self"):
+                    found.append(target.lineno)
+    return found
+
+
+def _has_target(node: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign | ast.AugAssign)
+
+
+def test_nobody_puts_a_recorder_of_its_own_into_a_session_or_a_device() -> None:
+    found = {path: lines for path in SOURCES if (lines := recorders_set_from_outside(path.read_text("utf-8")))}
+    assert not found, f"these should call divert and end_diversion: {found}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["self.session.recorder = mine", "a, device.recorder = 1, mine", "device.handle_type = make", "x.recorder: R = y"],
+)
+def test_whoever_does_so_is_found(text: str) -> None:
+    assert recorders_set_from_outside(text) == [1]

@@ -10,6 +10,7 @@ import pytest
 import torch  # noqa: F401  (the device is made when torch is imported, and needs all of the session)
 
 from skyproxy.protocol.messages import Batch, Sequence, Welcome
+from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import Settings
 from skyproxy.transport.memory import MemoryTransport, memory_transport_pair
@@ -63,3 +64,14 @@ def test_a_busy_operations_connection_is_left_alone(line: Line) -> None:
         line.operations.send(Batch(Sequence(number), []))
         line.worker.recv(20)
     assert line.calls - before <= 2  # the machine may have paused us
+
+
+def test_a_stand_in_takes_what_is_recorded_until_its_end(line: Line) -> None:
+    own, stand_in = line.session.recorder, Recorder(lambda batch: None, lambda: (0, 0), QUIET)
+    line.session.divert(stand_in)
+    line.session.do("graph_begin")
+    assert (stand_in.unsent > 0, own.unsent) == (True, 0)
+    line.session.end_diversion()
+    line.session.end_diversion()  # once more changes nothing
+    line.session.do("graph_begin")
+    assert own.unsent > 0

@@ -11,6 +11,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.interrupts import shielded
+from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_modes import USUAL, Record
@@ -59,7 +60,7 @@ class SkyDevice:
         modes: PyTorch's global modes that its worker's operations run under.
         cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.inference.Entry`s.
         replays: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
-        handle_type: the class of this device's handles.
+        handle_type: makes this device's handles: their class, unless a capture has put another function there.
     """
 
     def __init__(self, index: int, session: Session, row: dict[str, Any]) -> None:
@@ -75,7 +76,24 @@ class SkyDevice:
         self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.replays)}
         self._proven = self._memories
         self.misses = 0
-        self.handle_type = _handle_type(self)
+        self.handle_type: Callable[[], Handle] = _handle_type(self)
+        self._own = self.recorder, self.handle_type
+
+    def divert(self, stand_in: Recorder, make_handle: Callable[[], Handle]) -> None:
+        """Record with a stand-in and make other handles, until `end_diversion`.
+
+        What is inferred meanwhile is forgotten then: the worker may never run what would prove it.
+        """
+        self.recorder, self.handle_type = stand_in, make_handle
+        self._proven = self._memories
+        self._memories = {modes: (dict(cache), replays) for modes, (cache, replays) in self._proven.items()}
+        self.use_modes(self.modes)
+
+    def end_diversion(self) -> None:
+        """Record, make handles and remember shapes as before `divert`."""
+        self.recorder, self.handle_type = self._own
+        self._memories = self._proven
+        self.use_modes(self.modes)
 
     def new_handle(self, meta: Any, root: Handle | None = None) -> Handle:
         """A handle with a fresh slot."""
@@ -91,17 +109,6 @@ class SkyDevice:
             self._memories = {USUAL: self._memories[USUAL]}
         self.cache, self.replays = self._memories.setdefault(record, ({}, {}))
         self.modes = record
-
-    def begin_trial(self) -> None:
-        """Infer for a while only: the worker may never run what would prove it."""
-        self._proven = self._memories
-        self._memories = {modes: (dict(cache), replays) for modes, (cache, replays) in self._proven.items()}
-        self.use_modes(self.modes)
-
-    def end_trial(self) -> None:
-        """Forget what was inferred since `begin_trial`."""
-        self._memories = self._proven
-        self.use_modes(self.modes)
 
     @property
     def worker_device(self) -> torch.device:

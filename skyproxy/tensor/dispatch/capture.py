@@ -170,7 +170,6 @@ class SessionCapture:
         self._devices = devices
         self._slots: list[int] = []
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._handle_types = [device.handle_type for device in devices]
         self._recording = True
         self._kept = False
         self._lock = threading.RLock()  # a destructor may run, and take it, while it is held
@@ -194,7 +193,7 @@ class SessionCapture:
             self.recorder.take_unused_slot(handle)
             self._slots.append(handle.slot)
 
-    def _handles_of(self, sky_device: SkyDevice, ordinary: type[Handle]) -> Any:
+    def _handles_of(self, sky_device: SkyDevice, ordinary: Callable[[], Handle]) -> Any:
         died = self.died
 
         class CapturedHandle(Handle):
@@ -242,20 +241,16 @@ class SessionCapture:
         self.session.check()
         self.session.do("graph_begin")
         stand_in: Any = StandIn(self)
-        self.session.recorder = stand_in
-        for device, ordinary in zip(self._devices, self._handle_types, strict=True):
+        self.session.divert(stand_in)
+        for device in self._devices:
             per_device: Any = StandIn(self, device)
-            device.recorder = per_device
-            device.handle_type = self._handles_of(device, ordinary)
-            device.begin_trial()
+            device.divert(per_device, self._handles_of(device, device.handle_type))
 
     def end(self, *, kept: bool) -> None:
         """Puts the real recorder back. Tells the worker nothing yet, so that it cannot fail."""
-        self.session.recorder = self.recorder
-        for device, ordinary in zip(self._devices, self._handle_types, strict=True):
-            device.recorder = self.recorder
-            device.handle_type = ordinary
-            device.end_trial()
+        self.session.end_diversion()
+        for device in self._devices:
+            device.end_diversion()
         self._kept = kept
         self._recording = False
 
