@@ -22,7 +22,7 @@ def test_mixed_precision_is_where_cuda_has_it(sky1: str) -> None:
     assert torch.sky.amp.GradScaler(init_scale=4.0).scale(x.sum()).item() == 16
 
 
-def test_mixed_precision_can_be_imported_as_that_of_cuda() -> None:
+def test_mixed_precision_can_be_imported_as_that_of_cuda(sky: str) -> None:
     assert importlib.import_module("torch.sky.amp") is torch.sky.amp
     assert importlib.import_module("torch.sky.amp").GradScaler is torch.sky.amp.GradScaler
 
