@@ -348,7 +348,8 @@ def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Pro
         arguments.device, not arguments.no_functions, tuple(arguments.allow_ops), arguments.log_level.upper()
     )
     bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction, arguments.session_cpus)
-    return ProcessHost(setup, bounds, SETTINGS, blobs, options.session_cgroups(arguments))
+    users = options.session_users(arguments)
+    return ProcessHost(setup, bounds, SETTINGS, blobs, options.session_cgroups(arguments), users)
 
 
 def _everybody_runs_code(arguments: argparse.Namespace) -> bool:

@@ -138,6 +138,14 @@ def serve_command(
             help="Give each session with a process its own cgroup (default where the worker may make them).",
         ),
     ] = None,
+    session_users: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:COUNT",
+            help="User numbers for sessions with a process, one each, where the worker runs as root; auto (default): "
+            "unused ones where possible; off: the worker's own user.",
+        ),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long sessions may continue after SIGTERM.")] = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="Log level.")] = LogLevel.INFO,
     embedded: Annotated[
@@ -183,6 +191,7 @@ def serve_command(
         "--session-memory": session_memory,
         "--session-gpu-fraction": session_gpu_fraction,
         "--session-cpus": session_cpus,
+        "--session-users": session_users,
     }
     for flag, value in {**paths, "--blob-bytes": blob_bytes, **bounds}.items():
         if value is not None:

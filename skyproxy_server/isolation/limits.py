@@ -51,6 +51,23 @@ def hide_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
+def show_to_own_user() -> None:
+    """Undo `hide_memory` where nobody else is of this user: what /proc has of this process is its own again."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def end_all_others_of_this_user() -> None:
+    """End all processes that this user may end, at once: none of them can start another one meanwhile.
+
+    Raises:
+        PermissionError: this process is root's; that would be all processes there are.
+    """
+    if 0 in os.getresuid():
+        raise PermissionError("root does not end all processes")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
 def gain_no_privileges() -> None:
     """From now on, nothing that this process or a descendant starts has more rights than it, as `sudo` would."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

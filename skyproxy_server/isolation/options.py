@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 
 from skyproxy.errors import ConfigurationError
 from skyproxy_server.isolation.cgroups import Cgroups, CgroupsUnavailableError, own_cgroup
+from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
 
 logger = logging.getLogger("skyproxy.server")
+
+AUTO, OFF = "auto", "off"
+_UNUSED_NUMBERS = range(60706, 61184)
+"""Numbers that nobody else gives to users: between those of systemd's home folders and its dynamic users. They are also
+mapped in containers whose users are mapped, which have the numbers below 65536."""
+_MOST_USERS = (1 << 31) - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give each session with a process a cgroup of its own; the default where this worker may make them",
     )
 
+    parser.add_argument(
+        "--session-users",
+        type=_session_users,
+        default=AUTO,
+        metavar="FIRST:COUNT",
+        help="the users (by number) that sessions with a process have for themselves, where this worker runs as root; "
+        "auto: unused ones where sessions can have them; off: the worker's own user for all",
+    )
+
 
 def asks_for_processes(arguments: argparse.Namespace) -> bool:
     """Return whether something was asked for that only a session with a process of its own can have."""
@@ -35,6 +52,7 @@ def asks_for_processes(arguments: argparse.Namespace) -> bool:
         or arguments.session_gpu_fraction
         or arguments.session_cpus
         or arguments.session_cgroups
+        or isinstance(arguments.session_users, range)
     )
 
 
@@ -46,6 +64,41 @@ def _processor_count(text: str) -> float:
     if not 0.0 <= value <= 4096.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processors; use one from 0 to 4096")
     return value
+
+
+def _session_users(text: str) -> str | range:
+    if text in (AUTO, OFF):
+        return text
+    first, _, count = text.partition(":")
+    if not (first.isdecimal() and count.isdecimal() and len(text) <= 20):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither FIRST:COUNT, as 60706:478, nor auto nor off")
+    numbers = range(int(first), int(first) + int(count))
+    if not numbers or not 0 < numbers[0] <= numbers[-1] < _MOST_USERS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: users have numbers from 1 to {_MOST_USERS - 1}, and COUNT is not 0"
+        )
+    return numbers
+
+
+def session_users(arguments: argparse.Namespace) -> SessionUsers | None:
+    """Make what gives sessions their users; None where all have the worker's.
+
+    Raises:
+        ConfigurationError: they were asked for, and there can be none.
+    """
+    wanted: str | range = arguments.session_users
+    is_required = isinstance(wanted, range)
+    # The only client of an embedded worker has started it, and means its own user.
+    if wanted == OFF or (not is_required and (arguments.embedded or os.geteuid() != 0)):
+        return None
+    numbers = wanted if isinstance(wanted, range) else _UNUSED_NUMBERS
+    try:
+        return SessionUsers(numbers[0], len(numbers), is_required=is_required)
+    except SessionUsersUnavailableError as why:
+        if is_required:
+            raise ConfigurationError(f"Sessions cannot have users of their own: {why}.") from why
+        logger.warning("sessions: the worker's own user, root, for all: %s", why)
+        return None
 
 
 def session_cgroups(arguments: argparse.Namespace) -> Cgroups | None:

@@ -26,6 +26,7 @@ from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
 from skyproxy_server.isolation import call_names, limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation.session_user import SessionUser, become_for_session
 from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, mapped
 from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.isolation.visits import Visitor, Visits
@@ -286,9 +287,10 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     try:
         limits.end_with(start["supervisor"])
         limits.hide_memory()
+        if start["user"] is not None:
+            become_for_session(SessionUser.from_plain(start["user"]), start["supervisor"])
         limits.gain_no_privileges()
         limits.adopt_orphans()
-        limits.be_first_to_go()
         limits.set_name(f"skyproxy-{start['session'][:6]}")
         os.setsid()
         log_to_stderr(start["log_level"], start["session"])

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation.session_user import SessionUser
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -52,14 +54,15 @@ class Template:
         """Its process id; 0 where it does not run."""
         return self._process.pid if self._process is not None else 0
 
-    def start(self, stop: threading.Event | None = None) -> dict[str, Any]:
+    def start(self, stop: threading.Event | None = None, user: SessionUser | None = None) -> dict[str, Any]:
         """Start it, and wait until it has loaded what sessions need.
 
         Args:
             stop: ends the wait.
+            user: one that sessions could have; it is tried.
 
         Returns:
-            "devices" and "software" of this worker.
+            "devices" and "software" of this worker; with a user "user_obstacle", what keeps sessions from having it.
 
         Raises:
             ConfigurationError: it cannot do what was asked for.
@@ -83,6 +86,7 @@ class Template:
                 "functions": setup.functions,
                 "allow_ops": list(setup.allow_ops),
                 "log_level": setup.log_level,
+                "user": user.to_plain() if user is not None else None,
             }
         )
         deadline = time.monotonic() + _LOAD_SECONDS
@@ -108,6 +112,13 @@ class Template:
         if self._channel is None:
             raise ChannelClosedError("there is no template")
         self._channel.send(order, descriptors, wait=False)
+
+    def sweep(self, user: SessionUser) -> None:
+        """Have all processes of a user ended; without a template nothing happens."""
+        channel = self._channel
+        if channel is not None:
+            with suppress(ChannelClosedError):
+                channel.send({"sweep": user.to_plain()}, wait=False)
 
     def restart(self) -> None:
         """Start it again after it failed; each time in a row with a longer pause before.

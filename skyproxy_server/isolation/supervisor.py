@@ -29,6 +29,8 @@ from skyproxy_server.isolation.call_search import CallSearch
 from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.lent_connection import LentConnection
+from skyproxy_server.isolation.session_user import SessionUser
+from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
 from skyproxy_server.isolation.slots import Slots, mapped, new_memory
 from skyproxy_server.isolation.spawner import Template, TemplateSetup
 from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, Resume, SupervisedSession
@@ -70,6 +72,7 @@ class ProcessHost:
         settings: limits.
         blobs: where uploads are kept, in a backend of `isolation.uploads`; None keeps none.
         cgroups: where each session's cgroup is made, ours from now on; None makes none.
+        users: whom sessions run as, one each; None: as the worker's own user.
     """
 
     def __init__(
@@ -79,13 +82,17 @@ class ProcessHost:
         settings: Settings = SETTINGS,
         blobs: BlobStore | None = None,
         cgroups: Cgroups | None = None,
+        users: SessionUsers | None = None,
     ) -> None:
         self._setup = setup
         self._bounds = bounds
         self._settings = settings
         self._blobs = blobs
         self._cgroups = cgroups
+        self._users = users
         self._template = Template(setup)
+        if users is not None:
+            users.sweep = self._template.sweep
         self._forking = threading.Lock()
         self._lock = threading.Lock()
         self._sessions: dict[str, SupervisedSession] = {}
@@ -105,9 +112,13 @@ class ProcessHost:
         """
         limits.adopt_orphans()
         try:
-            found = self._template.start(stop)
+            with ExitStack() as trial:
+                user = trial.enter_context(self._users.trial()) if self._users is not None else None
+                found = self._template.start(stop, user)
         except ChannelClosedError as error:
             raise ConfigurationError(f"No session can be started: {error}. See the output above.") from error
+        if self._users is not None and not self._users.are_usable(found.get("user_obstacle", "")):
+            self._users = None
         self._devices, self._software = found["devices"], found["software"]
         return self._devices
 
@@ -289,6 +300,9 @@ class ProcessHost:
             for last in (False, True):
                 try:
                     return self._fork(identity, client, resume)
+                except SessionUsersUnavailableError as error:
+                    logger.warning("session %s could not be started: %s", identity[:8], error)
+                    break
                 except (ChannelClosedError, TimeoutError, OSError) as error:
                     logger.warning("session %s could not be started: %s", identity[:8], error)
                     if last or self._closing:
@@ -312,6 +326,10 @@ class ProcessHost:
                 theirs.enter_context(end)
                 descriptors.append(end.fileno())
                 uploads = channel, UploadDesk(self._blobs, identity, client)
+            user: SessionUser | None = None
+            if self._users is not None:
+                user = self._users.claim(identity)
+                ours.callback(self._users.release, identity)
             memory_bytes = _least(self._bounds.memory_bytes, client.bounds.memory_bytes)
             order = {
                 "session": identity,
@@ -323,6 +341,7 @@ class ProcessHost:
                 "memory_bytes": memory_bytes,
                 "gpu_fraction": self._bounds.gpu_fraction,
                 "blob_bytes": self._blobs.max_bytes if self._blobs is not None else 0,
+                "user": user.to_plain() if user is not None else None,
             }
             self._template.fork(order, descriptors)
             slots = Slots(mapped(memory))
@@ -390,6 +409,8 @@ class ProcessHost:
         self._kill_orphans()
         if self._cgroups is not None:
             self._cgroups.remove(session.identity)
+        if self._users is not None:
+            self._users.release(session.identity)
 
     def _kill_orphans(self) -> None:
         """End what sessions that are over have started and not ended: such processes are our children now."""
@@ -413,6 +434,8 @@ class ProcessHost:
             session.ended.wait(remaining(deadline))
         with self._forking:
             self._template.end()
+        if self._users is not None:
+            self._users.close()
         if self._cgroups is not None:
             self._cgroups.close()
 

@@ -20,6 +20,7 @@ from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
 from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation.session_user import SessionUser, obstacle
 
 
 def main() -> int:
@@ -36,6 +37,7 @@ def main() -> int:
     from skyproxy_server.program_log import log_to_stderr
 
     keep_freed_memory()
+    limits.be_first_to_go()  # before it is hidden, when only root may; sessions are born so
     limits.hide_memory()
     limits.set_name("skyproxy-templ")
     import_watcher.forget_own()
@@ -45,6 +47,9 @@ def main() -> int:
     try:
         _load(setup)
         found = _in_child(lambda: _look(setup["device"]))
+        if setup["user"] is not None:
+            user = SessionUser.from_plain(setup["user"])
+            found["user_obstacle"] = _in_child(lambda: {"text": obstacle(user)})["text"]
     except ConfigurationError as error:
         channel.send({"refused": str(error)})
         return 2
@@ -56,7 +61,10 @@ def main() -> int:
         while True:
             order, descriptors = channel.receive()
             try:
-                _fork_session(channel, order, descriptors)
+                if "sweep" in order:
+                    _sweep(SessionUser.from_plain(order["sweep"]))
+                else:
+                    _fork_session(channel, order, descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -112,6 +120,20 @@ def _in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise ConfigurationError(answer["refused"])
     found: dict[str, Any] = answer["found"]
     return found
+
+
+def _sweep(user: SessionUser) -> None:
+    """End all processes of a user, as only one of them can: whoever ends them one by one may come too late for ever."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        limits.gain_no_privileges()
+        user.become()
+        limits.end_all_others_of_this_user()
+    finally:
+        os._exit(0)
 
 
 def _fork_session(channel: Channel, order: dict[str, Any], descriptors: list[int]) -> None:

@@ -91,10 +91,14 @@ def worker(folder: Path, *arguments: str, **extra: str) -> Iterator[tuple[str, s
                 process.wait()
 
 
-def start_worker(token_file: Path, stderr: IO[bytes], *arguments: str, **extra: str) -> subprocess.Popen[bytes]:
+def start_worker(
+    token_file: Path, stderr: IO[bytes], *arguments: str, python: str = sys.executable, **extra: str
+) -> subprocess.Popen[bytes]:
     """Starts a worker on a free port; the caller ends it."""
-    command = [sys.executable, "-m", "skyproxy_server", "--port", "0", "--device", "cpu"]
-    command += ["--token-file", str(token_file), *arguments]
+    command = [python, "-m", "skyproxy_server", "--port", "0", "--device", "cpu"]
+    # Functions of tests write where only this user may; a test about users of sessions says so.
+    users = [] if "--session-users" in arguments else ["--session-users", "off"]
+    command += ["--token-file", str(token_file), *users, *arguments]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environment(**extra)
     )

@@ -164,7 +164,7 @@ def test_sessions_of_a_worker_have_cgroups_that_go_with_them(base: Path, tmp_pat
     def start(tokens: Path, log, *arguments: str, **extra: str) -> subprocess.Popen[bytes]:
         from tests.integration.programs import environment
 
-        words = ["--port", "0", "--device", "cpu", "--token-file", str(tokens), *arguments]
+        words = ["--port", "0", "--device", "cpu", "--token-file", str(tokens), "--session-users", "off", *arguments]
         source = SERVES.format(base=str(base), arguments=words)
         return subprocess.Popen(
             [sys.executable, "-c", "import textwrap; exec(textwrap.dedent(" + repr(source) + "))"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Worker:
         tokens: the folder of its tokens, of which `TOKEN` is one.
     """
 
-    def __init__(self, folder: Path, *arguments: str, **extra: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, python: str = sys.executable, **extra: str) -> None:
         self.tokens, self._port_file, self.log_file = folder / "tokens", folder / "port", folder / "log"
         self.tokens.mkdir()
         token = self.tokens / "owner"
@@ -30,7 +31,14 @@ class Worker:
         self._tls = "--tls-cert" in arguments
         with self.log_file.open("wb") as log:
             self.process = start_worker(
-                self.tokens, log, "--session-processes", "--port-file", str(self._port_file), *arguments, **extra
+                self.tokens,
+                log,
+                "--session-processes",
+                "--port-file",
+                str(self._port_file),
+                *arguments,
+                python=python,
+                **extra,
             )
         try:
             self.port = int(wait_for(self._written_port, "the worker listens", 100))
