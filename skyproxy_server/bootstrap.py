@@ -7,6 +7,7 @@ each of its runs. All other arguments are the worker's.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Installs what is missing and becomes the worker; returns only where the installer failed, with its status."""
     wanted = json.loads(arguments[0])
     python = sys.executable
-    if not all(map(is_satisfied, wanted["requirements"])):
+    if "lock" in wanted or not all(map(is_satisfied, wanted["requirements"])):
         place = Path.home() / ".skyproxy" / hashlib.sha256(arguments[0].encode()).hexdigest()[:16]
         try:
             python = installed(place, wanted)
@@ -52,9 +54,12 @@ def installed(place: Path, wanted: dict[str, Any]) -> str:
         own = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
         line = "import site; " + "; ".join(f"site.addsitedir({folder!r})" for folder in own)
         (site / "zz-skyproxy-image.pth").write_text(line + "\n", encoding="utf-8")
+        if "lock" in wanted:
+            text = zlib.decompress(base64.b64decode(wanted["lock"]["text"]))
+            (place / wanted["lock"]["name"]).write_bytes(text)
         for step in wanted["steps"]:
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir", *step]
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, cwd=place)  # where a step finds the file of locked requirements
         (place / _FINISHED).touch()
     return str(python)
 

@@ -37,8 +37,22 @@ def requirement(name: str, version: str) -> str:
 
 
 def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[object] = ()) -> I:
-    """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated."""
+    """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated.
+
+    Raises:
+        ConfigurationError: the image has locked requirements, and these are not among them.
+    """
     have: Any = image
+    if have.requirements is not None:
+        from skyproxy.providers.locked_requirements import unmet
+
+        lacking = unmet(have.requirements, packages)
+        if lacking:
+            raise ConfigurationError(
+                f"Image(requirements=...): a plugin needs {', '.join(lacking)}. Add that to what you lock, and lock it "
+                "again."
+            )
+        packages = ()
     return replace(  # type: ignore[no-any-return]
         have,
         pip=(*have.pip, *(package for package in packages if package not in have.pip)),

@@ -150,6 +150,11 @@ class AWS:
         image = spec.image or Image()
         wanted = {"keep": spec.keep, "volumes": spec.volumes, "Image(includes)": image.includes}
         cannot = [str(name) for name, value in wanted.items() if value]
+        if image.requirements is not None:
+            raise ConfigurationError(
+                "AWS() cannot give Image(requirements=...): user data of 16 KiB has no room "
+                "for hashes. Build a machine image with these packages (AWS(image_id=...)), or use pip=[...]."
+            )
         if cannot:
             raise ConfigurationError(
                 f"AWS() cannot give {', '.join(cannot)} yet. Modules of your program travel by value."

@@ -71,7 +71,7 @@ class Container:
         image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
         if isinstance(spec.image, str):
             tag = spec.image
-        elif image.base is not None and not (image.pip or image.apt or image.python):
+        elif image.base is not None and not (image.pip or image.apt or image.python or image.requirements):
             tag = image.base
         else:
             report(Progress("provisioning", None, "building the image, or finding it built"))

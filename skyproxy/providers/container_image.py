@@ -14,6 +14,7 @@ from skyproxy.providers.commands import run_command
 from skyproxy.providers.container_engine import HOME_FOLDER
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image, PipIndex, requirement_name
+from skyproxy.providers.locked_requirements import LOCK_FILE
 
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 _REPOSITORY = "skyproxy-worker"
@@ -43,6 +44,8 @@ async def container_image(cli: str, image: Image, *, gpus: bool) -> str:
         return tag
     with tempfile.TemporaryDirectory(prefix="skyproxy-build-") as context:
         (Path(context) / "Dockerfile").write_text(text, encoding="utf-8")
+        if image.requirements is not None:
+            (Path(context) / LOCK_FILE).write_text(str(image.requirements), encoding="utf-8")
         for folder in packages:
             copied = Path(context) / "skyproxy-source" / folder.name
             shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -56,6 +59,8 @@ def containerfile(image: Image) -> str:
     if image.apt:
         install = "apt-get update && apt-get install -y --no-install-recommends"
         lines.append(f"RUN {install} {' '.join(sorted(image.apt))} && rm -rf /var/lib/apt/lists/*")
+    if image.requirements is not None:
+        lines.append(f"COPY {LOCK_FILE} {LOCK_FILE}")
     for arguments in install_steps(image, isolated=True):
         lines.append("RUN " + json.dumps(["python3", "-m", "pip", "install", *arguments]))
     # Whoever the user in the container is: all else is read-only there.

@@ -19,6 +19,7 @@ from typing import IO
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.image import Image, requirement_name
+from skyproxy.providers.locked_requirements import LOCK_FILE, locked_step
 from skyproxy.runtime.requirements import is_satisfied
 
 WORKER_REQUIREMENTS = ("cloudpickle>=3", "msgpack>=1.0.8", "numpy", "packaging>=23", "psutil>=5.9", "websockets>=14")
@@ -45,6 +46,8 @@ class Environment:
 
 def own_environment_satisfies(image: Image) -> bool:
     """Return whether the interpreter that runs this program has all that an image asks for."""
+    if image.requirements is not None:
+        return False  # nobody knows the hashes of what is installed
     if image.python is not None:
         wanted = image.python.split(".")
         if platform.python_version_tuple()[: len(wanted)] != tuple(wanted):
@@ -119,10 +122,13 @@ class EnvironmentStore:
             install = [str(_python_of(place)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if not isolated:
             self._share_own_packages(place)
-        for arguments in install_steps(image, isolated):
+        if image.requirements is not None:
+            (place / LOCK_FILE).write_text(str(image.requirements), encoding="utf-8")
+        for arguments in install_steps(image, isolated, uv=uv is not None):
             report("installing " + " ".join(part for part in arguments if not part.startswith(("-", "http"))))
             without = _OTHER_INDEXES if "--index-url" in arguments else ()
-            await run_command([*install, *arguments], "install the packages of the image", without)
+            placed = [str(place / LOCK_FILE) if part == LOCK_FILE else part for part in arguments]
+            await run_command([*install, *placed], "install the packages of the image", without)
 
     def _share_own_packages(self, place: Path) -> None:
         # addsitedir, not a bare path: packages that are installed for development are lines in such files themselves.
@@ -131,12 +137,25 @@ class EnvironmentStore:
         (_site_packages(place) / "zz-skyproxy-client.pth").write_text(line + "\n", encoding="utf-8")
 
 
-def install_steps(image: Image, isolated: bool) -> list[list[str]]:
+def install_steps(image: Image, isolated: bool, *, uv: bool = False) -> list[list[str]]:
     """The arguments of the installer, one run after the other.
+
+    An image with locked requirements has one step, which reads `LOCK_FILE`; whoever runs it puts the file there.
 
     What an index is for is installed first and by itself, without its dependencies: so neither pip nor uv can take
     anything else from there, and the last run finds it in place and adds the dependencies from PyPI.
+
+    Args:
+        image: what is wanted.
+        isolated: whether a worker's own requirements belong to it.
+        uv: whether uv installs; else pip does.
+
+    Raises:
+        ConfigurationError: the locked requirements lack what a worker needs.
     """
+    if image.requirements is not None:
+        own = ("torch", *WORKER_REQUIREMENTS) if isolated else ()
+        return [locked_step(str(image.requirements), [index.url for index in image.pip_indexes], own, uv=uv)]
     steps = []
     wanted = {requirement_name(requirement): requirement for requirement in image.pip}
     if isolated and "torch" not in wanted:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.providers.locked_requirements import lock_text
 
 _PYTHON_VERSION = re.compile(r"3\.\d+(\.\d+)?")
 _NAME = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -54,6 +55,8 @@ class Image:
         python: the version of the interpreter, such as "3.12"; the client's own by default, for functions that travel
             by value need the same one.
         pip: requirements, as pip reads them.
+        requirements: a file of exact versions with their hashes, in place of `pip`, such as `uv pip compile
+            --generate-hashes` writes; nothing else is installed. The image holds the file's text.
         pip_indexes: where some of them come from.
         apt: Debian packages; only places that build a machine or a container can install them.
         env: environment variables.
@@ -73,6 +76,7 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
     includes: Sequence[str] = ()
     base: str | None = None
+    requirements: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("pip", "apt", "includes"):
@@ -91,6 +95,13 @@ class Image:
                     f"Image(pip=[{requirement!r}]) is an option, not a requirement. "
                     "For an index use pip_indexes=[PipIndex(...)]."
                 )
+        if self.requirements is not None:
+            if self.pip:
+                raise ConfigurationError(
+                    f"Image(pip={list(self.pip)}, requirements=...): what is installed by its hashes is in the file "
+                    "only. Lock these requirements, too, and leave out pip."
+                )
+            object.__setattr__(self, "requirements", lock_text(self.requirements))
 
     def replace(self, **changes: Any) -> Image:
         """A copy with other values in some places; this one stays as it is."""
@@ -119,6 +130,7 @@ class Image:
             sorted([index.url, sorted(index.packages)] for index in self.pip_indexes),
             sorted(self.apt),
             self.base,
+            *([self.requirements] if self.requirements is not None else []),
             list(more),
         ]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
@@ -139,7 +151,7 @@ class Image:
 
     def __reduce__(self) -> tuple[object, ...]:
         values = (self.python, self.pip, self.pip_indexes, self.apt, dict(self.env), self.includes, self.base)
-        return Image, values
+        return Image, (*values, self.requirements)
 
 
 def requirement_name(requirement: str) -> str:

@@ -23,6 +23,7 @@ from skyproxy.kubernetes.waiting import apply_and_wake, wait_until_ready
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image
+from skyproxy.providers.locked_requirements import LOCK_FILE, packed
 
 logger = logging.getLogger("skyproxy.providers")
 
@@ -116,7 +117,7 @@ class Kubernetes:
             if "affinity" not in more:
                 more["affinity"] = await placement(client, spec.accelerator.name)
         image, image_env = _container_image(spec.image)
-        if isinstance(spec.image, Image) and spec.image.pip:
+        if isinstance(spec.image, Image) and (spec.image.pip or spec.image.requirements):
             more["podTemplate"] = with_packages(more.get("podTemplate"), spec.image)
         return compute_manifest(
             spec.name,
@@ -301,7 +302,9 @@ def with_packages(pod_template: Mapping[str, Any] | None, image: Image) -> dict[
         raise ConfigurationError(
             "podTemplate says what the worker runs, so Image(pip=[...]) cannot be added. Drop one."
         )
-    wanted = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
+    wanted: dict[str, Any] = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
+    if image.requirements is not None:
+        wanted["lock"] = {"name": LOCK_FILE, "text": packed(str(image.requirements))}
     worker["command"] = ["python", "-m", "skyproxy_server.bootstrap", json.dumps(wanted)]
     return template
 

@@ -104,6 +104,7 @@ class Remote:
         cannot = {
             "image": image.base,
             "image: python": image.python,
+            "image: requirements": image.requirements,
             "image: apt": image.apt,
             "image: includes": image.includes,
             "env": {**image.env, **spec.env},

@@ -1,4 +1,4 @@
-"""What a user has left on this machine: processes, files in the folders for everybody, memory shared by name."""
+"""Leftovers of a user on this machine: processes, files in the folders for everybody, memory shared by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
-"""Where everybody may make files."""
+"""The folders where everybody may make files."""
 _IPC_RMID = 0  # of <linux/ipc.h>
 _ENDED = ("Z", "X")
 
