@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz patches-proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz fuzz-layouts patches-proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz patches-proof bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz fuzz-layouts patches-proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -144,6 +144,11 @@ fuzz: $(READY)
 patches-proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 patches-proof: $(READY)
 	$(BIN)/python .ci/patches_proof.py $(ARGS)
+
+# Inference against PyTorch, with an order of memory that is drawn for each tensor of each operation.
+fuzz-layouts: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+fuzz-layouts: $(READY)
+	$(BIN)/python -m tests.conformance.layout_fuzz $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/suite.py $(ARGS)

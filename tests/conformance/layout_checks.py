@@ -24,7 +24,7 @@ _LOOKED_AT = 12
 """Samples among which those with the most dimensions are looked for."""
 _TAKEN = 2
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_CRASHES_LOCALLY = frozenset({"_segment_reduce", "lu_unpack", "nn.functional.embedding_bag"})
+CRASHES_LOCALLY = frozenset({"_segment_reduce", "lu_unpack", "nn.functional.embedding_bag"})
 """Ops that believe their lengths, offsets or pivots: cut, those end the process on the local CPU."""
 _LEFT_UNFILLED = UNDEFINED_VALUES | {"resize_", "resize_as_"}
 
@@ -78,8 +78,8 @@ def check_layouts(op: Any, device: str, *, inference: bool = False) -> Tally:
         inference: whether to run in inference mode, where PyTorch hands over composites undivided: then one sample is
             taken, cut, and each layout comes once.
     """
-    checks = _Checks(op, device, inference=inference)
-    if op.name not in _CRASHES_LOCALLY:
+    checks = Checks(op, device, inference=inference)
+    if op.name not in CRASHES_LOCALLY:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             samples = checks.samples()
@@ -89,13 +89,14 @@ def check_layouts(op: Any, device: str, *, inference: bool = False) -> Tally:
     return checks.tally
 
 
-class _Checks:
+class Checks:
     """The checks of one entry, and what was found."""
 
-    def __init__(self, op: Any, device: str, *, inference: bool) -> None:
+    def __init__(self, op: Any, device: str, *, inference: bool, dtype: torch.dtype = torch.float32) -> None:
         self.tally = Tally()
         self._op = op
         self._device = device
+        self._dtype = dtype
         self._gradients = op.supports_autograd and not inference
         self._once = inference
 
@@ -103,7 +104,7 @@ class _Checks:
         """The samples with the most dimensions, of different kinds."""
         torch.manual_seed(SEED)
         found: dict[Any, Any] = {}
-        made = self._op.sample_inputs("cpu", torch.float32, requires_grad=self._gradients)
+        made = self._op.sample_inputs("cpu", self._dtype, requires_grad=self._gradients)
         for sample in itertools.islice(made, _LOOKED_AT):
             tensors = _strided((sample.input, *sample.args, *sample.kwargs.values()))
             if any(tensor.dim() for tensor in tensors):
@@ -114,14 +115,14 @@ class _Checks:
     def sample(self, number: int, sample: Any) -> None:
         """Check one sample in all its layouts."""
         whole: Sample = ((sample.input, *sample.args), dict(sample.kwargs))
-        cut = self._cut(whole)
+        cut = self.cut(whole)
         variants = [(f"a batch of one, {name}", x) for name, x in _laid_out(cut, LAYOUTS)] if cut is not None else []
         orders = [] if self._once else list(_laid_out(whole, ORDERS))
         again = [] if self._once else variants[::-1]
         for name, variant in (*variants, *orders, *again):
             self._compare(f"sample {number}, {name}", variant, sample.output_process_fn_grad)
 
-    def _cut(self, whole: Sample) -> Sample | None:
+    def cut(self, whole: Sample) -> Sample | None:
         """The sample with a first dimension of size one: of the first tensor, of those of equal length, or of all."""
         tensors = _strided(whole)
         first = tensors[0]

@@ -45,6 +45,32 @@ class _TensorType(type):
         return torch.empty(*(sizes or (0,)), dtype=cls.dtype, device=device)
 
 
+class _StorageType(torch.storage._LegacyStorage):
+    """A legacy storage type, as `torch.cuda.FloatStorage`: its name, its module and its dtype are all it has."""
+
+    @classmethod
+    def from_buffer(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("from_buffer: Not available for sky storage")
+
+    @classmethod
+    def _new_with_weak_ptr(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("_new_with_weak_ptr: Not available for sky storage")
+
+    @classmethod
+    def _new_shared_filename(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("_new_shared_filename: Not available for sky storage")
+
+
+def _storage_types() -> dict[str, type]:
+    """Return `FloatStorage` and its like, which `Tensor.storage_type` and `TypedStorage.type` look for by name."""
+    dtypes = {name.replace("Tensor", "Storage"): dtype for name, dtype in _LEGACY_DTYPES.items()}
+    dtypes |= {"ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128}
+    return {
+        name: type(_StorageType)(name, (_StorageType,), {"dtype": dtype, "_dtype": dtype, "__module__": "torch.sky"})
+        for name, dtype in dtypes.items()
+    }
+
+
 class _DefaultGenerators:
     """One default generator a device, by its number."""
 
@@ -113,4 +139,4 @@ def install() -> None:
         )
         for name, dtype in _LEGACY_DTYPES.items()
     }
-    sky_module.MODULE.__dict__.update(amp=amp, default_generators=_DefaultGenerators(), **kinds)
+    sky_module.MODULE.__dict__.update(amp=amp, default_generators=_DefaultGenerators(), **kinds, **_storage_types())

@@ -125,3 +125,18 @@ def test_pytorchs_profiler_takes_the_device_for_an_activity(sky: str) -> None:
 def test_the_backend_has_its_name(sky: str) -> None:
     assert torch._C._get_privateuse1_backend_name() == "sky"
     assert torch.utils.backend_registration._privateuse1_backend_name == "sky"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+def test_legacy_storage_types_are_where_cuda_has_them(dtype: torch.dtype, sky: str) -> None:
+    local, remote = torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype, device=sky)
+    kind = remote.storage_type()
+    assert kind is getattr(torch.sky, local.storage_type().__name__)
+    assert remote.storage().type() == local.storage().type().replace("torch.", "torch.sky.")
+    assert isinstance(remote.storage(), kind)
+    assert not isinstance(local.storage(), kind)
+    made = kind(3)
+    assert (made.dtype, made.device, len(made)) == (dtype, torch.device(sky), 3)
+    assert copy.deepcopy(remote.storage()).tolist() == local.storage().tolist()
+    with pytest.raises(RuntimeError, match="Not available for sky storage"):
+        kind.from_buffer(b"1")
