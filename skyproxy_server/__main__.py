@@ -363,10 +363,13 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
     with collector_paused():
         # Late: it loads torch, and a wrong argument should not wait for that.
         from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
+        from skyproxy_server.graph_checks import trust_clients
         from skyproxy_server.worker_session import WorkerHost
     set_loaded_aside()
 
     open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _everybody_runs_code(arguments) else ())])
+    if _everybody_runs_code(arguments):
+        trust_clients()
     host: SessionHost = WorkerHost(
         devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions
     )

@@ -22,17 +22,19 @@ from skyproxy.protocol import commands
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of
 from skyproxy_server.graph_checks import (
+    MOST_NODES,
     NUMBER,
     TENSOR,
     Numbers,
     as_number,
     check_plain,
     compiled_name,
+    compiles_unchecked,
     plain_text,
     runs_one_by_one,
 )
+from skyproxy_server.op_functions import function_of, is_checked
 from skyproxy_server.op_overrides import CPU_OVERRIDES
-from skyproxy_server.safe_forms import SAFE_FORMS
 from skyproxy_server.signatures import Signature
 
 logger = logging.getLogger("skyproxy.server")
@@ -90,8 +92,9 @@ class Program:
         self.draws = False
         self.ran = ""
         self.trouble = ""
+        self._checked: dict[torch.fx.Node, Callable[..., Any]] = {}
         self._module = self._build(inputs, numbers, fields, on_cpu)
-        self._eager: Callable[..., Any] = self._module.forward
+        self._eager: Callable[..., Any] = self._as_checked().forward
         self._single = outputs == 1
         self._variants: dict[object, Callable[..., Any]] = {}
         self._fixed: Callable[..., Any] | None = None
@@ -112,7 +115,10 @@ class Program:
             return found
 
         try:
+            if len(fields["nodes"]) > MOST_NODES:
+                raise UnsupportedOpError(f"a compiled graph of {len(fields['nodes'])} operations; {MOST_NODES} may be")
             for name, arguments, keywords in fields["nodes"]:
+                checked: Callable[..., Any] | None = None
                 if name in torch_codec.GRAPH_FUNCTIONS:
                     if keywords:
                         raise ProtocolError(f"{name} takes no keywords")
@@ -121,7 +127,7 @@ class Program:
                     names = [""] * len(arguments)
                 else:
                     names = [argument.name for argument in find_overload(compiled_name(name))._schema.arguments]
-                    function = self._function(name, arguments, keywords, numbers, on_cpu)
+                    function, checked = self._functions(name, arguments, keywords, numbers, on_cpu)
                 made.append(
                     graph.call_function(
                         function,
@@ -129,15 +135,31 @@ class Program:
                         {key: self._argument(name, key, a, node) for key, a in keywords.items()},
                     )
                 )
+                if checked is not None:
+                    self._checked[made[-1]] = checked
             graph.output(tuple(node(number) for number in fields["outputs"]))
         except (KeyError, ValueError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"a compiled graph is malformed: {error!r:.200}") from error
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
-    def _function(
-        self, name: Any, arguments: list[object], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
-    ) -> Callable[..., object]:
-        """Return the function that runs an op; its arguments are held against its schema."""
+    def _as_checked(self) -> torch.fx.GraphModule:
+        """The program as it runs op by op: each op in the form that checks what a client sends."""
+        if not self._checked:
+            return self._module
+        graph = torch.fx.Graph()
+        places: dict[torch.fx.Node, Any] = {}
+        graph.output(graph.graph_copy(self._module.graph, places))
+        for node, function in self._checked.items():
+            places[node].target = function
+        return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+    def _functions(
+        self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """What a compiler gets of an op, and what runs it op by op if that is a checked form.
+
+        Its arguments are held against its schema.
+        """
         overload = find_overload(compiled_name(name))
         schema = overload._schema
         known = {argument.name: argument for argument in schema.arguments}
@@ -153,11 +175,12 @@ class Program:
                 raise ProtocolError(f"{name}: {argument.name} cannot be computed")
         numbers.add_op(overload)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
-        if runs_one_by_one(name):
+        traced = CPU_OVERRIDES.get(name, overload) if on_cpu else overload
+        name = compiled_name(name)
+        checked = function_of(name, overload, on_cpu=on_cpu) if is_checked(name, overload) else None
+        if runs_one_by_one(name) or (checked is not None and not compiles_unchecked()):
             self._mode, self.trouble = "eager", self.trouble or f"{name} is only checked where it runs"
-        if on_cpu and name in CPU_OVERRIDES:
-            return CPU_OVERRIDES[name]
-        return SAFE_FORMS.get(name, overload) if runs_one_by_one(name) else overload
+        return traced, checked
 
     @staticmethod
     def _argument(op: str, name: str, fields: Any, node: Callable[[object], object]) -> Any:

@@ -203,15 +203,19 @@ class Graph:
 
 @_control
 def differentiated(session: SessionState, slot: int, leaves: list[int], command: list[Any]) -> None:
-    """Run one op with autograd; `slot` keeps its graph, with respect to the values in the slots `leaves`."""
+    """Run one op on nested tensors with autograd; `slot` keeps its graph, for the values in the slots `leaves`."""
     signature = session.ops.signatures.get(command[0]) if command else None
     if signature is None or signature.written_slots(command, 0):
         raise ProtocolError("only an op that changes nothing is differentiated")
     values = {read: session.values.get(read) for read in signature.input_slots(command, 0)}
     parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
     scope: dict[int, object] = {0: None, **values, **parts}
-    with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad():
+    # The client can write to what it sees of an op's inputs and results; backward would follow indices of its choice.
+    own = torch.autograd.graph.saved_tensors_hooks(_own_copy, _same)
+    with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad(), own:
         signature.handler(scope, command, 0)
+    if not _any_nested([*values.values(), *(scope[output] for output in signature.output_slots(command, 0))]):
+        raise ProtocolError("only an op on nested tensors is differentiated")
     results: list[object] = []
     for output in signature.output_slots(command, 0):
         made = scope[output]
@@ -220,6 +224,19 @@ def differentiated(session: SessionState, slot: int, leaves: list[int], command:
             [_detached(m) for m in made] if isinstance(made, list | tuple) else _detached(made)
         )
     session.values.slots[slot] = Graph([parts[leaf] for leaf in leaves], results)
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _any_nested(values: list[Any]) -> bool:
+    flat = (item for value in values for item in (value if isinstance(value, list | tuple) else [value]))
+    return any(isinstance(item, torch.Tensor) and item.is_nested for item in flat)
 
 
 def _detached(value: Any) -> object:

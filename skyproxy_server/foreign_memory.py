@@ -37,6 +37,12 @@ def clear_from(tensor: torch.Tensor, former_bytes: int) -> None:
         whole.set_(storage, former_bytes, (gained,), (1,)).zero_()
 
 
+def clear_elements(tensor: torch.Tensor) -> None:
+    """Fills the elements of a tensor with zeros, and nothing else of its storage."""
+    if _Process.has_strangers and tensor.layout is torch.strided:
+        tensor.zero_()
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's storage; 0 for layouts without one."""
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0

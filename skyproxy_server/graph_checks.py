@@ -12,6 +12,8 @@ from typing import Any
 from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.torch_codec import GRAPH_FUNCTIONS, NODE, PLAIN
 
+MOST_NODES = 100_000
+"""Operations of a graph: more than any model has."""
 _MOST_BITS = 4096
 _INPUT_BITS = 64
 _PLAIN_STRING = re.compile(r"[\w .,:;>+*/()\[\]-]{0,200}", re.ASCII)
@@ -34,6 +36,23 @@ _CHECKED_TWINS = {
     "aten::_unsafe_view": "aten::view",
 }
 """The ops that a graph uses instead: a compiler leaves out the bounds of the former."""
+
+
+class _Process:
+    """What this process knows of its clients."""
+
+    all_run_code = False
+
+
+def trust_clients() -> None:
+    """Let compilers have every op: all clients of this process may run code in it anyway."""
+    _Process.all_run_code = True
+
+
+def compiles_unchecked() -> bool:
+    """Return if a compiler may have ops whose arguments it would not check as the op by op form does."""
+    return _Process.all_run_code
+
 
 NUMBER, TENSOR, SEVERAL = "number", "tensor", "several"
 

@@ -82,6 +82,115 @@ def _layer_norm(given: dict[str, Any]) -> None:
         require(vector is None or tuple(vector.shape) == inner, f"{name} does not have the shape {list(inner)}")
 
 
+@_checks("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward")
+def _probabilities(given: dict[str, Any]) -> None:
+    grad, output = given["grad_output"], given["output"]
+    require(grad.shape == output.shape, "the gradient looks otherwise than the result")
+    require(grad.dtype is output.dtype, "the gradient has another dtype than the result")
+
+
+@_checks("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")
+def _grid_modes(given: dict[str, Any]) -> None:
+    # In another mode, the kernel writes nothing.
+    require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
+
+
+@_checks("_weight_norm_interface", "_weight_norm_interface_backward")
+def _norms_of_weights(given: dict[str, Any]) -> None:
+    name, vectors = ("v", ("g",)) if "v" in given else ("saved_v", ("saved_g", "saved_norms"))
+    weight, dim = given[name], int(given.get("dim", 0))
+    require(weight.dim() > 0 and dim in (0, weight.dim() - 1), "norms are of the first or of the last dimension")
+    given[name] = weight.contiguous()
+    for vector in vectors:
+        found = given[vector]
+        require(found.numel() == weight.shape[dim], f"{vector} is not of {weight.shape[dim]} norms")
+        given[vector] = found.contiguous()
+    if "grad_w" in given:
+        require(given["grad_w"].shape == weight.shape, "the gradient looks otherwise than the weight")
+        given["grad_w"] = given["grad_w"].contiguous()
+
+
+@_checks("_compute_linear_combination")
+def _linear_combination(given: dict[str, Any]) -> None:
+    tensor, coefficients = given["input"], given["coefficients"]
+    require(coefficients.dim() == 2 and tensor.dim() > 0, "the coefficients are a matrix")
+    require(coefficients.shape[1] == tensor.shape[0], f"coefficients for {tensor.shape[0]} tensors have other sizes")
+    require(coefficients.dtype is tensor.dtype, "the coefficients have another dtype than the tensors")
+
+
+@_checks("random", "random_")
+def _range(given: dict[str, Any]) -> None:
+    # The kernel adds one to it, and then halves a negative number until it is 0.
+    require(given.get("from") is None or given["from"] < (1 << 63) - 1, "there are no numbers beyond the largest")
+
+
+@_checks("_slow_conv2d_forward", "_slow_conv2d_backward", "thnn_conv2d")
+def _slow_convolution(given: dict[str, Any]) -> None:
+    tensor, weight, grad = given["self"], given["weight"], given.get("grad_output")
+    for name in ("kernel_size", "stride", "padding"):
+        require(len(given.get(name, (0, 0))) == 2, f"{name} has two numbers")
+    require(tensor.dim() == 4 and weight.dim() in (2, 4), "a convolution is of images (N, C, H, W)")
+    require(grad is None or grad.dim() == 4, "the gradient is of images")
+    require(all(t is None or t.dtype is tensor.dtype for t in (weight, grad)), "images and weight are of one type")
+
+
+@_checks(
+    "_fused_moving_avg_obs_fq_helper", "_fused_moving_avg_obs_fq_helper_functional", "fused_moving_avg_obs_fake_quant"
+)
+def _observers(given: dict[str, Any]) -> None:
+    tensor, axis, rows = given["self"], given["ch_axis"], bool(given.get("per_row_fake_quant", False))
+    require(not rows or 0 <= axis < tensor.dim(), f"there is no dimension {axis}")
+    count = tensor.shape[axis] if rows else 1
+    for name in ("observer_on", "fake_quant_on"):
+        require(given[name].numel() == 1, f"{name} is one number")
+    for name in ("running_min", "running_max", "scale", "zero_point"):
+        require(given[name].numel() in ((0, count) if rows else (1,)), f"{name} is not of {count} channels")
+
+
+@_checks("_nested_compute_contiguous_strides_offsets")
+def _nested_sizes(given: dict[str, Any]) -> None:
+    sizes = given["nested_size"]
+    require(sizes.numel() == 0 or sizes.dim() == 2, "the sizes of components are a matrix")
+    require(sizes.dtype is torch.int64, "sizes are 64-bit integers")
+    given["nested_size"] = sizes.contiguous()
+
+
+@_checks("_jagged_to_padded_dense_forward", "_padded_dense_to_jagged_forward")
+def _jagged(given: dict[str, Any]) -> None:
+    rows = given["values"].shape[0] if "values" in given and given["values"].dim() else None
+    for offsets in given["offsets"]:
+        require(offsets.dim() == 1 and offsets.numel() > 0, "offsets are a list of at least one place")
+        if offsets.device.type != "cpu":
+            continue
+        require(offsets.dtype in (torch.int32, torch.int64), "offsets are integers")
+        rise = offsets.diff()
+        require(int(offsets[0]) == 0 and bool((rise >= 0).all()), "offsets begin with 0 and rise")
+        require(rows is None or int(offsets[-1]) <= rows, "offsets end behind the values")
+
+
+_MOST_BINS = 1 << 40
+
+
+@_checks("histogram", "histogramdd", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts")
+def _bins(given: dict[str, Any]) -> None:
+    bins = given.get("bins", 100)
+    numbers = bins if isinstance(bins, list | tuple) else [bins]
+    if all(type(number) is int for number in numbers):
+        few = all(0 < number < _MOST_BINS for number in numbers) and math.prod(numbers) < _MOST_BINS
+        require(few, f"a histogram of {numbers} bins")
+
+
+@_checks("unfold_backward")
+def _windows(given: dict[str, Any]) -> None:
+    sizes, size, step = list(given["input_sizes"]), given["size"], given["step"]
+    dim = given["dim"] + len(sizes) * (given["dim"] < 0)
+    require(step > 0 and size >= 0 and all(n >= 0 for n in sizes), "windows have a size and a step")
+    if sizes:
+        require(0 <= dim < len(sizes) and size <= sizes[dim], f"no windows of {size} along the dimension {dim}")
+        sizes[dim] = (sizes[dim] - size) // step + 1
+    require(list(given["grad_in"].shape) == [*sizes, size], "the gradient is of other windows")
+
+
 @_checks("_pdist_backward")
 def _distances(given: dict[str, Any]) -> None:
     tensor = given["self"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
-from skyproxy_server.foreign_memory import bytes_of, clear, clear_from
+from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clear_from
 from skyproxy_server.kernel_checks import CHECKS, Check, require, within
 
 Tensor = torch.Tensor
@@ -180,7 +180,7 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
     if offsets is not None:
         require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
-        given["offsets"] = offsets.clamp(0, count)
+        given["offsets"] = offsets.clamp(0, count).cummax(0).values  # where they fall, the kernel writes nothing
     rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
     if "grad" not in given:
         return
@@ -189,7 +189,13 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     if bags is not None and bags.numel():
         require(bags.shape == indices.shape, "offset2bag and indices have other sizes")
         given["offset2bag"] = within(bags, grad.shape[0])
+    elif bags is not None and offsets is not None and count:
+        # The kernel takes the bags from the offsets, of which one may be the end of the last bag.
+        offsets = given["offsets"] = given["offsets"][: grad.shape[0]].sort().values
+        places = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
+        given["offset2bag"] = within(torch.bucketize(places, offsets, right=True) - 1, grad.shape[0]).to(indices.dtype)
     require(int(rows) > 0 or count == 0, "there are no rows")
+    require(grad.shape[0] > 0 or count == 0, "there are no bags")
     given["indices"] = within(indices, int(rows))
     if "weight" in given:
         require(given["weight"].dim() == 2 and given["weight"].shape[1] == grad.shape[1], "weight and gradient differ")
@@ -201,6 +207,15 @@ def _embedding_bag(given: dict[str, Any]) -> None:
         if name == "maximum_indices" and known.dim() == 2:
             require(known.shape == grad.shape, f"{name} and the gradient have other sizes")
             given[name] = known.clamp(-1, int(rows) - 1)
+
+
+@_form("aten::_pdist_backward")
+def _pdist_backward(grad: Tensor, self: Tensor, p: float, pdist: Tensor) -> Tensor:
+    """The kernel reads a distance although fewer than two rows have none."""
+    CHECKS["_pdist_backward"](given := {"grad": grad, "self": self, "p": p, "pdist": pdist})
+    if self.shape[0] < 2 or not self.shape[1]:
+        return torch.zeros_like(self, memory_format=torch.contiguous_format)
+    return aten._pdist_backward.default._op(*given.values())  # type: ignore[no-any-return]
 
 
 @_checks("segment_reduce", "_segment_reduce_backward")
@@ -259,8 +274,12 @@ def _polynomial(given: dict[str, Any]) -> None:
 def _antialiased(given: dict[str, Any]) -> None:
     sizes = given["input_size"][-2:] if "input_size" in given else given["self"].shape[-2:]
     factors = given.get("scale_factors") or (given.get("scales_h"), given.get("scales_w"))
-    for size, factor in zip(sizes, factors, strict=False):
+    results = given.get("output_size") or (None, None)
+    for size, factor, result in zip(sizes, factors, results, strict=False):
         require(factor is None or factor * (size + 1) >= 0.5, f"{size} pixels cannot be scaled by {factor}")
+        # The last pixel has its place within the image.
+        fits = factor is None or result is None or result - 0.5 < size * factor
+        require(fits, f"{size} pixels scaled by {factor} are not {result}")
 
 
 @_checks("smooth_l1_loss_backward", "huber_loss_backward")
@@ -373,7 +392,7 @@ _workspaces: dict[object, int] = {}
 
 # --- memory as it was ------------------------------------------------------------------------------------------------
 
-_MAKES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize")
+_MAKES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 _GROWS = ("resize_", "resize_as_", "set_")
 
 
@@ -390,9 +409,12 @@ def _grown(overload: torch._ops.OpOverload) -> Callable[..., object]:
         changed: Tensor = given["out"] if "out" in given else given["self"]
         # A tensor that takes another one's storage gains what that one gains.
         former = bytes_of(given.get("source", changed))
-        result = op(*args, **kwargs)
-        clear_from(changed, former)
-        return result
+        try:
+            return op(*args, **kwargs)
+        finally:  # it may have grown before it failed
+            clear_from(changed, former)
+            if "out" in given:
+                clear_elements(changed)
 
     return call
 

@@ -19,8 +19,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.commands import Handler
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of, only_none
-from skyproxy_server.op_overrides import CPU_OVERRIDES
-from skyproxy_server.safe_forms import SAFE_FORMS
+from skyproxy_server.op_functions import function_of
 
 _VIEWS = frozenset(
     f"aten::{name}"
@@ -106,17 +105,12 @@ class Signature:
                 parts.append(f"{key}={text}")
         if reserved:
             parts.append("**{" + ", ".join(reserved) + "}")
-        self._constants["op"] = self._function(name, overload, on_cpu) if refused is None else _refusing(refused)
+        function = function_of(name, overload, on_cpu=on_cpu)
+        self._constants["op"] = function if refused is None else _refusing(refused)
         if len(outputs) != len(schema.returns):
             raise ProtocolError(f"{name} returns {len(schema.returns)} values, not {len(outputs)}")
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
-
-    @staticmethod
-    def _function(name: str, overload: torch._ops.OpOverload, on_cpu: bool) -> Callable[..., object]:
-        if on_cpu and name in CPU_OVERRIDES:
-            return CPU_OVERRIDES[name]
-        return SAFE_FORMS.get(name, overload._op)
 
     def _schema_argument(self, argument: Any, template: Any) -> str:
         """The text that stands for an argument in the call; a constant is held against the schema."""

@@ -24,6 +24,7 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
 from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
+from skyproxy_server.graph_checks import trust_clients
 from skyproxy_server.isolation import call_names, limits
 from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.session_user import SessionUser, become_for_session
@@ -298,6 +299,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         logging.getLogger(audit.NAME).addFilter(lambda record: not str(record.args).startswith("('session-"))
         if start["functions"]:
             open_ops(WITH_FUNCTIONS)
+            trust_clients()
         _be_random()
         _bound(start)
         shared = memoryview(mapped(descriptors[1]))

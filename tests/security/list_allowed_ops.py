@@ -89,6 +89,7 @@ REVIEWED_OUT: dict[str, tuple[str, ...]] = {
         "range.out",
         "range.out_",
     ),
+    "gives memory as it was, for graphs that are traced": ("set", "resize", "resize_as", "resize_output*"),
     "is for graphs that are traced": ("sym_constrain_range*", "_functional_sym_*"),
 }
 """Why operators that the rest of this file would let in are left out."""

@@ -11,7 +11,7 @@ from skyproxy.errors import ConfigurationError, ProtocolError, UnsupportedOpErro
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Chunk, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
-from skyproxy_server import allowed_ops, compiled, graph_controls
+from skyproxy_server import allowed_ops, compiled, graph_checks, graph_controls
 from skyproxy_server.executor import Executor
 from skyproxy_server.failures import Failed
 from skyproxy_server.transfers import Transfers
@@ -363,6 +363,74 @@ def test_a_graph_with_views_that_a_compiler_does_not_check_runs_op_by_op(worker:
     worker.op(graph(nodes, [2], mode="inductor"), 1, 9)
     assert worker.error(9).startswith("RuntimeError")
     assert "only checked where it runs" in graph_controls.compile_report(worker.executor.state)["troubles"][0]
+
+
+POOLING = ["aten::max_pool2d_with_indices_backward"]
+POOLING += [[["node", 0], ["node", 1], *(["", [n, n]] for n in (2, 2, 0, 1)), ["", False], ["node", 2]], {}]
+
+
+def test_what_is_checked_op_by_op_is_checked_in_a_graph(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    indices = torch.full((1, 1, 2, 2), 1 << 40)
+    worker.executor.state.values.slots.update({1: torch.ones(1, 1, 2, 2), 2: torch.ones(1, 1, 4, 4), 3: indices})
+    worker.op(graph([POOLING], [3], "ttt", mode="inductor"), 1, 2, 3, 9)
+    assert worker.executor.state.values.slots[9].sum().item() == 4  # each index was clamped
+    assert "only checked where it runs" in graph_controls.compile_report(worker.executor.state)["troubles"][0]
+    monkeypatch.setattr(graph_checks._Process, "all_run_code", True)
+    program = compiled.Program(3, 1, {"nodes": [POOLING], "outputs": [3]}, on_cpu=True)
+    assert not program.trouble  # who may run code may have it compiled; op by op, it is checked nevertheless
+    assert program._eager(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 4, 4), indices)[0].sum().item() == 4
+
+
+def test_a_graph_has_a_bounded_number_of_operations(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_NODES", 3)
+    worker.executor.state.values.slots[1] = torch.ones(2)
+    nodes = [["aten::neg", [["node", number]], {}] for number in range(4)]
+    worker.op(graph(nodes, [4]), 1, 9)
+    assert "a compiled graph of 4 operations" in worker.error(9)
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def test_only_ops_on_nested_tensors_are_differentiated(worker: Worker) -> None:
+    worker.executor.state.values.slots[1] = torch.ones(1, 1, 4, 4)
+    constant = ["c", "", False]
+    worker.run(commands.DEFINE, FIRST, ["aten::max_pool2d_with_indices", [*"tvvvv", constant], {}, ["n", "n"]])
+    with pytest.raises(ProtocolError, match="nested tensors"):
+        worker.run(commands.CALL, 1, "differentiated", [5, [1], [FIRST, 1, [2, 2], [2, 2], [0, 0], [1, 1], 6, 7]])
+
+
+def test_what_backward_reads_is_out_of_the_clients_reach(worker: Worker) -> None:
+    slots = worker.executor.state.values.slots
+    parts = [torch.rand(2, 3), torch.rand(4, 3)]
+    slots.update({1: torch.nested.nested_tensor(parts), 2: torch.nested.nested_tensor(parts)})
+    worker.run(commands.DEFINE, FIRST, ["aten::mul.Tensor", ["t", "t"], {}, ["n"]])
+    worker.run(commands.CALL, 1, "differentiated", [5, [1, 2], [FIRST, 1, 2, 6]])
+    slots[7] = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    with torch.no_grad():
+        slots[1].values().fill_(99)
+        slots[2].values().fill_(99)
+    worker.run(commands.CALL, 2, "differentiate", [5, [7], [0, 1], [8, 9]])
+    for slot in (8, 9):
+        assert all(map(torch.equal, slots[slot].unbind(), parts))
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_not_written_to_the_tensor_that_it_is_computed_from(worker: Worker) -> None:
+    definition = ["aten::median.dim_values", ["t", "v", ["c", "", False]], {"values": "t", "indices": "t"}, ["x", "x"]]
+    # Its sizes would change while they are relied on: here it was read from nowhere, which ended the process.
+    nothing = torch.ones(2, 0, dtype=torch.int64)
+    worker.executor.state.values.slots.update({1: nothing, 2: torch.zeros(0, dtype=torch.int64)})
+    worker.op(definition, 1, 0, 1, 2)
+    assert worker.executor.state.values.slots[1].shape == (0,)
+
+
+def test_two_results_are_not_written_to_one_tensor(worker: Worker) -> None:
+    worker.executor.state.values.slots.update({1: torch.rand(5, 3), 2: torch.zeros(0)})
+    worker.op(["aten::linalg_qr.out", ["t"], {"Q": "t", "R": "t"}, ["n", "n"]], 1, 2, 2, 8, 9)
+    assert "one tensor for two results" in worker.error(8)
 
 
 def test_a_graph_indexes_with_the_checked_op() -> None:

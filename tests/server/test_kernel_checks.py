@@ -16,6 +16,10 @@ from skyproxy_server.safe_forms import SAFE_FORMS
 FLOATS, SIX = torch.ones, torch.ones(6)
 
 
+COMPOSITES = {"histogramdd", "thnn_conv2d", "fused_moving_avg_obs_fake_quant"}
+"""PyTorch divides them before anybody sees them."""
+
+
 class Compared(TorchDispatchMode):
     """Holds each checked op against its safe form, with the arguments that PyTorch itself gives it."""
 
@@ -25,10 +29,12 @@ class Compared(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]  # some are changed in place
         result = func(*args, **(kwargs or {}))
         if name in CHECKS:
             self.seen.add(name)
-            torch.testing.assert_close(SAFE_FORMS[f"aten::{name}"](*args), result, rtol=0, atol=0, equal_nan=True)
+            again = SAFE_FORMS[func.name()](*copies, **(kwargs or {}))
+            torch.testing.assert_close(again, result, rtol=0, atol=0, equal_nan=True)
         return result
 
 
@@ -62,7 +68,43 @@ def test_what_pytorch_itself_asks_for_passes_unchanged() -> None:
             matrix = torch.eye(5).to_sparse_csr().requires_grad_()
             backward_of(torch.sparse.mm(matrix, leaf(5, 3), reduce))
         torch._transform_bias_rescale_qkv(torch.rand(2, 3, 24), torch.rand(24), 4)
-    assert compared.seen == {name for name in CHECKS if "sobol" not in name}
+        ask_as_layers_do()
+        ask_directly()
+    assert compared.seen == {name for name in CHECKS if "sobol" not in name and "random" not in name} - COMPOSITES
+
+
+def ask_as_layers_do() -> None:
+    backward_of(F.softmax(leaf(3, 4), 1))
+    backward_of(F.log_softmax(leaf(3, 4), 0))
+    backward_of(torch._masked_softmax(leaf(2, 2, 3, 3), torch.zeros(2, 2, 3, 3, dtype=torch.bool), -1, 2))
+    backward_of(F.grid_sample(leaf(1, 2, 4, 4), leaf(1, 3, 3, 2), align_corners=False))
+    backward_of(F.grid_sample(leaf(1, 2, 4, 4, 4), leaf(1, 3, 3, 3, 3), align_corners=True))
+    for dim in (0, 1):
+        backward_of(torch._weight_norm(leaf(3, 4), leaf(3, 1) if dim == 0 else leaf(1, 4), dim))
+    for sizes, dim in (((8, 3), 0), ((2, 9), -1), ((), 0)):
+        backward_of(leaf(*sizes).unfold(dim, 1 if not sizes else 3, 2))
+    torch.histogram(torch.rand(9), 4)
+    torch.histogram(torch.rand(9), torch.arange(4.0))
+    torch.histogramdd(torch.rand(9, 2), [3, 4])
+
+
+def ask_directly() -> None:
+    aten = torch.ops.aten
+    for dtype in (torch.float32, torch.complex64):
+        aten._compute_linear_combination(torch.rand(3, 2, 2, dtype=dtype), torch.rand(4, 3, dtype=dtype))
+    aten._grid_sampler_2d_cpu_fallback(torch.rand(1, 2, 4, 4), torch.rand(1, 3, 3, 2), 0, 0, False)
+    images, weight = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3)
+    result = aten._slow_conv2d_forward(images, weight, [3, 3], None, [1, 1], [0, 0])
+    aten._slow_conv2d_backward.output_mask(result, images, weight, [3, 3], [1, 1], [0, 0], [True, True, False])
+    offsets = torch.tensor([0, 2, 2, 5])
+    padded = aten._jagged_to_padded_dense_forward(torch.rand(5, 3), [offsets], [4], 0.5)
+    aten._padded_dense_to_jagged_forward(padded, [offsets], 5)
+    aten._nested_compute_contiguous_strides_offsets(torch.tensor([[2, 3], [4, 3]]))
+    on = torch.ones(1, dtype=torch.int64)
+    for rows, count in ((False, 1), (True, 2)):
+        rest = torch.ones(count), torch.ones(count), torch.ones(count), torch.ones(count, dtype=torch.int32)
+        aten._fused_moving_avg_obs_fq_helper_functional(torch.rand(2, 3), on, on, *rest, 0.1, 0, 255, 0, rows)
+        aten._fused_moving_avg_obs_fq_helper(torch.rand(2, 3), on, on, *rest, 0.1, 0, 255, 0, rows)
 
 
 def test_sequences_of_sobol_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +132,27 @@ def test_sequences_of_sobol_are_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert called == names
 
 
+PAIR = {"grad_output": FLOATS(2, 3), "output": FLOATS(2, 3)}
+WINDOWS = {"grad_in": FLOATS(2, 2, 3), "input_sizes": [2, 6], "dim": 1, "size": 3, "step": 2}
+CONVOLUTION = {
+    "self": FLOATS(1, 2, 5, 5),
+    "weight": FLOATS(3, 2, 3, 3),
+    "kernel_size": [3, 3],
+    "stride": [1, 1],
+    "padding": [0, 0],
+}
+ONE = FLOATS(1)
+OBSERVERS = {
+    "self": FLOATS(2, 3),
+    "observer_on": ONE,
+    "fake_quant_on": ONE,
+    "running_min": ONE,
+    "running_max": ONE,
+    "scale": ONE,
+    "zero_point": ONE,
+    "ch_axis": 0,
+    "per_row_fake_quant": False,
+}
 STATE = torch.zeros(3, 30, dtype=torch.int64)
 LAYER = {"grad_out": FLOATS(2, 3), "input": FLOATS(2, 3), "normalized_shape": [3], "mean": FLOATS(2), "rstd": FLOATS(2)}
 LABELS = torch.zeros(3, dtype=torch.int64)
@@ -150,6 +213,34 @@ MARGINS = {
             "_transform_bias_rescale_qkv",
             {"qkv": FLOATS(2, 3, 6), "qkv_bias": FLOATS(6), "num_heads": 2},
             {"num_heads": 0},
+        ),
+        ("_log_softmax_backward_data", PAIR, {"output": FLOATS(1, 3)}),
+        ("_softmax_backward_data", PAIR, {"grad_output": FLOATS(2, 3).double()}),
+        ("grid_sampler_2d", {"interpolation_mode": 0, "padding_mode": 0}, {"padding_mode": 64}),
+        ("_weight_norm_interface", {"v": FLOATS(2, 3, 4), "g": FLOATS(2), "dim": 0}, {"dim": 1}),
+        ("_weight_norm_interface", {"v": FLOATS(2, 3), "g": FLOATS(2), "dim": 0}, {"g": FLOATS(2, 3)}),
+        ("_compute_linear_combination", {"input": FLOATS(3, 2), "coefficients": FLOATS(4, 3)}, {"input": FLOATS(2, 2)}),
+        (
+            "_compute_linear_combination",
+            {"input": FLOATS(3, 2), "coefficients": FLOATS(4, 3)},
+            {"input": FLOATS(3, 2).byte()},
+        ),
+        ("random_", {"self": SIX, "from": (1 << 63) - 2}, {"from": (1 << 63) - 1}),
+        ("unfold_backward", WINDOWS, {"grad_in": FLOATS(1, 1, 1)}),
+        ("unfold_backward", WINDOWS, {"step": 0}),
+        ("unfold_backward", WINDOWS, {"dim": 2}),
+        ("histogram", {"bins": 10}, {"bins": (1 << 63) - 1}),
+        ("_histogramdd_from_bin_cts", {"bins": [10, 20]}, {"bins": [1 << 30, 1 << 30]}),
+        ("_slow_conv2d_forward", CONVOLUTION, {"kernel_size": []}),
+        ("_slow_conv2d_forward", CONVOLUTION, {"weight": FLOATS(3, 2, 3, 3).char()}),
+        ("fused_moving_avg_obs_fake_quant", OBSERVERS, {"ch_axis": -(1 << 31), "per_row_fake_quant": True}),
+        ("fused_moving_avg_obs_fake_quant", OBSERVERS, {"scale": FLOATS(7)}),
+        ("_nested_compute_contiguous_strides_offsets", {"nested_size": LABELS.view(1, 3)}, {"nested_size": LABELS}),
+        ("_padded_dense_to_jagged_forward", {"offsets": [LABELS]}, {"offsets": [LABELS + 1]}),
+        (
+            "_jagged_to_padded_dense_forward",
+            {"values": SIX, "offsets": [torch.tensor([0, 6])]},
+            {"offsets": [torch.tensor([0, 7])]},
         ),
     ],
 )

@@ -1,0 +1,64 @@
+"""The function that runs an operator for a client: PyTorch's own, or the checked form that stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from skyproxy_server.op_overrides import CPU_OVERRIDES
+from skyproxy_server.safe_forms import SAFE_FORMS
+
+Function = Callable[..., Any]
+
+
+def function_of(name: str, overload: torch._ops.OpOverload, *, on_cpu: bool) -> Function:
+    """Return what runs an op on whatever a client sends; `overload._op` where the op itself checks its arguments.
+
+    Args:
+        name: the op's, with its overload.
+        overload: the op.
+        on_cpu: whether it runs on the CPU.
+    """
+    function: Function = SAFE_FORMS.get(name, overload._op)
+    if on_cpu and name in CPU_OVERRIDES:
+        function = CPU_OVERRIDES[name]
+    outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+    return _with_results_apart(function, outs) if outs else function
+
+
+def is_checked(name: str, overload: torch._ops.OpOverload) -> bool:
+    """Return if `function_of` looks at an op's arguments, in place of PyTorch or beside it."""
+    return name in SAFE_FORMS or any(argument.is_out for argument in overload._schema.arguments)
+
+
+def _with_results_apart(function: Function, outs: list[str]) -> Function:
+    """Let no `out=` tensor be an argument of its own op, nor stand for two results.
+
+    Kernels resize what they write to, and then rely on sizes that they have read before. What is resized is the tensor,
+    so another one on the same memory keeps its sizes.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        written = [tensor for name in outs for tensor in _tensors(kwargs.get(name))]
+        known = {id(tensor) for tensor in written}
+        if len(known) < len(written):
+            raise RuntimeError("out= names one tensor for two results. Give each result a tensor of its own")
+
+        def apart(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.detach() if id(value) in known else value
+            return [apart(item) for item in value] if isinstance(value, list) else value
+
+        others = {name: value if name in outs else apart(value) for name, value in kwargs.items()}
+        return function(*(apart(value) for value in args), **others)
+
+    return call
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list):
+        yield from (item for item in value if isinstance(item, torch.Tensor))
