@@ -399,6 +399,12 @@ def _connect(
     # Of a worker that this process has started, a connection breaks only when one of the two ends.
     grace_seconds = int(SETTINGS.reconnect_seconds) if SETTINGS.reconnect and worker is None else 0
 
+    def renewed() -> tuple[str, ssl.SSLContext | None]:
+        """The token and whom to trust, asked for again: a session lasts longer than a token or a certificate may."""
+        assert renew is not None
+        fresh, certificate = renew()
+        return fresh, client_context(certificate) if certificate is not None else ssl_context
+
     def open_connection(role: str, session: str, secret: bytes = b"", received: int = 0) -> tuple[Transport, Welcome]:
         nonlocal token, ssl_context
         hello = Hello(list(SUPPORTED), role, session, software(torch.__version__), grace_seconds, secret, received)
@@ -407,9 +413,7 @@ def _connect(
         except ConnectError:
             if renew is None or not session:
                 raise
-            # A session lasts longer than a token or a certificate may.
-            fresh, certificate = renew()
-            trusted = client_context(certificate) if certificate is not None else ssl_context
+            fresh, trusted = renewed()
             opened = _open(url, fresh, trusted, server_name, insecure, hello)
             token, ssl_context = fresh, trusted
             return opened
@@ -445,7 +449,14 @@ def _connect(
     def ask_status() -> dict[str, Any]:
         from skyproxy.transport.worker_report import ask_worker
 
-        return ask_worker(url, token or "", "/status", ssl_context=ssl_context, server_name=server_name)
+        nonlocal token, ssl_context
+        try:
+            return ask_worker(url, token or "", "/status", ssl_context=ssl_context, server_name=server_name)
+        except ConnectError:
+            if renew is None:
+                raise
+            token, ssl_context = renewed()
+            return ask_worker(url, token, "/status", ssl_context=ssl_context, server_name=server_name)
 
     if worker is None:
         EARLY_WORKER.drop()  # what `sky:0` means is chosen now

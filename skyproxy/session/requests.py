@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from skyproxy import telemetry, torch_codec
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session import backlog
@@ -264,6 +264,8 @@ class Requests:
         target = torch_codec.empty_packed(description)
         view = torch_codec.byte_view(target)
         if len(view):
+            if [len(buffer) for buffer in waiter.buffers] != [len(view)]:
+                raise ProtocolError(f"the worker answered with other bytes than the {len(view)} that were asked for")
             view[:] = waiter.buffers[0]
         return target
 

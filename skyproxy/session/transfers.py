@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import RemoteError, SessionLostError
+from skyproxy.errors import ProtocolError, RemoteError, SessionLostError
 from skyproxy.protocol.messages import (
     CancelTransfer,
     Challenge,
@@ -275,6 +275,10 @@ def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int
         return watch.wait(waiter)
 
 
+_MOST_JOBS = 100_000
+"""Uploads and answers about them that wait for the thread that writes; a program with more threads there is not."""
+
+
 class Uploads:
     """Chunks that leave, written by one thread, so that Ctrl-C can never cut a chunk in two.
 
@@ -503,7 +507,13 @@ class Uploads:
     # --- questions and bytes -----------------------------------------------------------------------------------------
 
     def on_known(self, message: Known | Challenge) -> None:
-        """The worker's answer; called by the reading thread."""
+        """The worker's answer; called by the reading thread.
+
+        Raises:
+            ProtocolError: there are more than anybody asked for.
+        """
+        if self._jobs.qsize() > _MOST_JOBS:
+            raise ProtocolError(f"more than {_MOST_JOBS} answers about uploads wait to be read")
         self._jobs.put(message)
 
     def _ask(self, job: _Job) -> bool:

@@ -9,6 +9,9 @@ from types import CodeType
 from typing import Any
 
 _KEPT = 1000
+_MOST_SHOWN = 10_000
+"""Python notes each text that it has shown, and a worker has endless ones."""
+_MOST_CHARACTERS = 4000
 _CATEGORIES: dict[str, type[Warning]] = {
     kind.__name__: kind
     for kind in (UserWarning, DeprecationWarning, FutureWarning, PendingDeprecationWarning, RuntimeWarning)
@@ -28,10 +31,13 @@ class WorkerWarnings:
     def __init__(self) -> None:
         self.pending: deque[tuple[type[Warning], str, tuple[CodeType, int] | None]] = deque(maxlen=_KEPT)
         self._registries: dict[str, dict[Any, Any]] = {}
+        self._shown = 0
 
     def add(self, category: str, message: str, line: tuple[CodeType, int] | None) -> None:
-        """Keep a warning. Called by the thread that reads."""
-        self.pending.append((_CATEGORIES.get(category, UserWarning), message, line))
+        """Keep a warning; a session has a bounded number of them. Called by the thread that reads."""
+        self._shown += 1
+        if self._shown <= _MOST_SHOWN:
+            self.pending.append((_CATEGORIES.get(category, UserWarning), message[:_MOST_CHARACTERS], line))
 
     def show(self) -> None:
         """Warn of what is pending.

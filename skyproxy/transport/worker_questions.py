@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def ask_control(
     transport, _ = connect_websocket(url, token, hello, ssl_context=context, server_name=server_name)
     try:
         transport.send(Batch(Sequence(1), [commands.CALL, _REQUEST, control, list(arguments)]))
+        deadline = time.monotonic() + timeout_seconds  # a worker may send other things for ever
         while True:
-            message = transport.recv(timeout_seconds)
+            message = transport.recv(max(deadline - time.monotonic(), 0.0))
             if isinstance(message, Reply) and message.request == _REQUEST:
                 return message.value
             if isinstance(message, Failure) and message.request == _REQUEST:

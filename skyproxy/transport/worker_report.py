@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +19,8 @@ from skyproxy.transport.trust import client_context
 from skyproxy.transport.websocket import check_confidential
 
 _MAX_BYTES = 1 << 20
+_MOST_STEPS = 4
+"""How many times the bound of a step the whole answer may take: a worker could send a byte a step."""
 
 
 def ask_worker(
@@ -38,7 +42,7 @@ def ask_worker(
         ssl_context: whom to trust, in place of a certificate.
         certificate: whom to trust, as `trust.client_context` takes it; the system's authorities by default.
         server_name: the name in its certificate, where the url says another.
-        timeout_seconds: for each step.
+        timeout_seconds: for each step; the whole answer may take four times that.
 
     Raises:
         ConfigurationError: the token would travel unencrypted.
@@ -54,6 +58,9 @@ def ask_worker(
     if not secure:
         check_confidential(host, shown, insecure=SETTINGS.insecure)
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+    end = threading.Timer(_MOST_STEPS * timeout_seconds, _hang_up, (connection,))
+    end.daemon = True
+    end.start()
     try:
         connection.sock = socket.create_connection((host, port), timeout_seconds)
         if secure:
@@ -68,16 +75,25 @@ def ask_worker(
             raise ConnectError(
                 f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"
             )
-        report: dict[str, Any] = _shown(json.loads(body))
+        report = _shown(json.loads(body))
+        if not isinstance(report, dict):
+            raise ValueError("its answer is not a table")
         return report
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         if isinstance(error, ConnectError):
             raise
         raise ConnectError(
-            f"the worker at {shown} cannot be asked: {error}. See whether it runs: skyproxy list"
+            f"the worker at {shown} cannot be asked: {visible(error)}. See whether it runs: skyproxy list"
         ) from error
     finally:
+        end.cancel()
         connection.close()
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    """End an answer that takes too long: whoever reads it is told so at once."""
+    with contextlib.suppress(OSError, AttributeError):  # it has just ended, or not begun
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _shown(value: Any) -> Any:

@@ -67,11 +67,15 @@ class History:
             self._samples.append(self._sample(self._latest))
 
     def _run(self) -> None:
+        failed = False
         while not self._stopping.is_set():
             try:
                 self.look()
-            except Exception:  # whatever a worker says must not end the view
-                logger.exception("the web view could not look at the workers")
+                failed = False
+            except Exception:  # whatever a worker says must not end the view, nor fill the log
+                if not failed:
+                    logger.exception("the web view could not look at the workers")
+                failed = True
             self._stopping.wait(self._interval_seconds)
 
     def _sample(self, status: Status) -> Sample:

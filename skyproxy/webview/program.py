@@ -79,7 +79,7 @@ class WebView:
     def _look(self) -> dict[str, Any]:
         nodes = [node for node in list_nodes() if node.alive]
         workers = [looked_at(_name_of(node), node.worker_status) for node in nodes]
-        running = {row.get("session"): row["running"] for worker in workers for row in worker["sessions"]}
+        running = {str(row.get("session")): row["running"] for worker in workers for row in worker["sessions"]}
         program = {
             "sessions": [_session_row(node, running) for node in nodes],
             "errors": [row for node in nodes for row in _error_rows(node)],

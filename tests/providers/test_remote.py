@@ -64,6 +64,9 @@ def test_a_pools_further_connections_have_the_new_token(tmp_path: Path) -> None:
         draft.chmod(0o600)
         draft.rename(file)
         wait_for(lambda: _is_refused(url, former), "the former token is refused")
+        assert first.worker_status()["sessions"]
+        with pytest.raises(AuthenticationError):
+            second.worker_status()
         # Functions have a connection of their own, which is made now.
         assert first.run(abs, -2) == 2
         with pytest.raises(AuthenticationError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
+
+import pytest
 
 from skyproxy.webview.history import MAX_SAMPLES, History, totals
 
@@ -80,3 +83,23 @@ def test_the_thread_looks_until_it_is_stopped_and_survives_an_error() -> None:
     assert not history._thread.is_alive()
     assert count == seen
     assert len(history.status()["history"]) == count - 1
+
+
+def test_an_error_that_comes_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    looked = threading.Semaphore(0)
+    outcomes = iter([ZeroDivisionError] * 5 + [None] + [ZeroDivisionError] * 5)
+
+    def look() -> dict[str, Any]:
+        looked.release()
+        outcome = next(outcomes, None)
+        if outcome is not None:
+            raise outcome
+        return {"workers": [], "program": None}
+
+    history = History(look, 0.001)
+    with caplog.at_level(logging.ERROR):
+        history.start()
+        for _ in range(12):
+            assert looked.acquire(timeout=30)
+        history.stop(30)
+    assert len([record for record in caplog.records if "could not look" in record.message]) == 2
