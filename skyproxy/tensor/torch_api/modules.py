@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from skyproxy.tensor.torch_api.tensor_methods import exchange
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _plain_apply: Any = None
+_ALONE = 3
+"""References to a moved tensor that only `Crossing` holds: those of its two functions, and that of who counts."""
 
 
 class _Move(threading.local):
@@ -85,7 +88,7 @@ class DeviceMove:
     def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
         gradient, parameter.grad = parameter.grad, None
         try:
-            exchange(parameter, torch.nn.Parameter(result, parameter.requires_grad))
+            exchange(parameter, _as_parameter(result, sys.getrefcount(result), parameter.requires_grad))
         except RuntimeError as error:
             parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
             if raised_by_handler(error):
@@ -95,6 +98,21 @@ class DeviceMove:
             moved = self.function(gradient)
             parameter.grad = moved.requires_grad_(gradient.requires_grad)
         return True
+
+
+def _as_parameter(fresh: torch.Tensor, references: int, requires_grad: bool) -> torch.Tensor:
+    """Make a parameter of a moved tensor: of itself where nobody else holds it, as `Parameter` would of a second one.
+
+    Args:
+        fresh: what the move gave.
+        references: how many hold it where it is exchanged.
+        requires_grad: of the parameter.
+    """
+    if type(fresh) is not RemoteTensor or references > _ALONE or fresh.requires_grad or fresh.is_inference():
+        return torch.nn.Parameter(fresh, requires_grad)
+    fresh.requires_grad_(requires_grad)
+    fresh._is_param = True
+    return fresh
 
 
 def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.nn.Module:

@@ -136,6 +136,8 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
     if type(value) is RemoteTensor and type(self) is RemoteTensor:
+        if value is self:
+            return  # as `Module._apply` does for parameters that have moved
         # An alias of its own: what changes the shape of q in place later on is not to change p's.
         adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
     elif type(value) is RemoteTensor or type(self) is RemoteTensor:
@@ -172,7 +174,8 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     Raises:
         RuntimeError: C++ watches one of them by a weak reference.
     """
-    if tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # those are in no graph
+    # A node that sums up gradients holds the tensor that it sums them up for. Inference tensors are in no graph.
+    if tensor._use_count() > 1 and tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
     attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks

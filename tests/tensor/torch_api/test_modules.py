@@ -270,3 +270,56 @@ def test_a_module_made_in_inference_mode_moves(sky1: str) -> None:
         expected = module(torch.ones(2, 3))
         module.to(sky1)
         torch.testing.assert_close(module(torch.ones(2, 3, device=sky1)).cpu(), expected)
+
+
+def test_a_module_that_moves_records_its_values_and_nothing_else(sky: str) -> None:
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    expected = [p.detach().clone() for p in module.parameters()]
+    before = torch.sky.stats()["ops"]
+    module.to(sky)
+    assert torch.sky.stats()["ops"] == before
+    for parameter, values in zip(module.parameters(), expected, strict=True):
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        assert isinstance(parameter, nn.Parameter)
+        assert torch.equal(parameter.detach().cpu(), values)
+    module(torch.ones(2, 3, device=sky)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_a_moved_tensor_that_somebody_keeps_is_not_made_the_parameter(sky: str) -> None:
+    module, kept = nn.Linear(3, 3), []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.to(sky))
+        return kept[-1]
+
+    module._apply(move)
+    for parameter, moved in zip(module.parameters(), kept, strict=True):
+        assert moved is not parameter
+        assert moved.device == parameter.device
+        assert not moved.requires_grad
+        assert parameter.requires_grad
+        moved.zero_()  # they share their values, as `Parameter(moved)` does
+        assert not parameter.detach().cpu().any()
+
+
+def test_data_of_a_tensor_put_into_itself_changes_nothing(sky: str) -> None:
+    x = torch.ones(3, device=sky, requires_grad=True)
+    before = torch.sky.stats()["ops"]
+    x.data = x
+    assert torch.sky.stats()["ops"] == before
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.cpu().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("there_and_back", [False, True])
+def test_a_graph_that_waits_for_a_gradient_keeps_its_parameter_from_moving_unseen(
+    there_and_back: bool, sky: str
+) -> None:
+    module = nn.Linear(3, 3).to(sky if there_and_back else "cpu")
+    loss = module(torch.ones(2, 3, device=module.weight.device)).sum()
+    module.to("cpu" if there_and_back else sky)
+    with pytest.raises(RuntimeError, match="nowhere to go"):
+        loss.backward()
