@@ -74,6 +74,7 @@ class SessionUsers:
         self._locks = locks
         self._groups = device_groups()
         self._claims: dict[str, _Claim] = {}
+        self._ours: set[int] = set()
         self._clearing = 0
         self._problem = ""
         self._lock = threading.Lock()
@@ -155,8 +156,9 @@ class SessionUsers:
                 # A worker of ours was killed: what belongs to this user now is what its session left.
                 usable = self._clear(SessionUser(number, (), left), _REMOVE_BEFORE_USE_SECONDS)
             else:
-                # Somebody else's: another program uses this number, so we do not.
-                usable = not live_processes_of(number) and not files_of(number)
+                # Somebody else's: another program uses this number, so we do not. Looked for once: it takes a while
+                # where many processes are.
+                usable = number in self._ours or not (live_processes_of(number) or files_of(number))
             if usable:
                 return _Claim(self._settle(number, lock), lock)
         except BlockingIOError:
@@ -183,6 +185,7 @@ class SessionUsers:
         try:
             if self._clear(claim.user):
                 _write(claim.lock, "")
+                self._ours.add(claim.user.number)
             else:
                 # The file still says that it was used: the next worker that claims it tries again.
                 logger.error("user %d of a session is not used again: something of it stays", claim.user.number)

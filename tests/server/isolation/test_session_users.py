@@ -29,11 +29,14 @@ from tests.server.isolation.workers import TOKEN, Worker
 
 
 def may_give_users() -> bool:
-    """Return whether we are root, and not one of a container that has few users."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+    """Return whether we are root, and not one of a container that has few users or few rights."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or not os.access("/run", os.W_OK):
         return False
     with contextlib.suppress(OSError, ValueError):
-        return int(Path("/proc/self/uid_map").read_text().split()[2]) > 1 << 31
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (rights,) = (int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+        wanted = sum(1 << right for right in (0, 1, 3, 5, 6, 7))  # CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID
+        return rights & wanted == wanted and int(Path("/proc/self/uid_map").read_text().split()[2]) > 1 << 31
     return False
 
 
@@ -103,7 +106,8 @@ def refusals(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
     return found
 
 
-REFUSED = {"PermissionError"}
+REFUSED = {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
+"""What an attempt may come to: some systems do not even show the processes of others."""
 
 # --- what one session can do to another ------------------------------------------------------------------------------
 
@@ -176,13 +180,13 @@ def test_a_session_with_functions_reaches_nothing_of_another_session_or_of_the_w
     victim, attacker = sessions(), sessions()
     pid, files = victim.run(offer)
     found = attacker.run(attack, pid, files)
-    assert set(found.values()) == REFUSED, found
+    assert set(found.values()) <= REFUSED, found
     assert victim.run(lambda: [Path(file).read_text() for file in files]) == ["of one session alone"] * 3
     token = worker.tokens / "owner"
     assert token.read_text() == TOKEN
     for other in (worker.process.pid, next(iter(worker.children() - {pid, attacker.run(os.getpid)}))):
         found = attacker.run(attack, other, [str(token)])
-        assert set(found.values()) == REFUSED, found
+        assert set(found.values()) <= REFUSED, found
 
 
 @needs_root
@@ -203,7 +207,7 @@ def test_a_session_does_not_become_root_again(worker: Worker, sessions) -> None:
 
     node = sessions()
     found = node.run(attack)
-    assert set(found.values()) == REFUSED, found
+    assert set(found.values()) <= REFUSED, found
     lines = node.run(lambda: Path("/proc/self/status").read_text()).splitlines()
     words = {line.split(":")[0]: line.split(":")[1].split() for line in lines}
     assert [words[name] for name in ("CapEff", "CapPrm", "CapAmb")] == [["0" * 16]] * 3
