@@ -97,6 +97,11 @@ def load_expression_printer() -> Any:
     return PythonPrinter
 
 
+def is_plain_convolution(*arguments: Any) -> bool:
+    """Return True if PyTorch's own kernel for images computes a convolution, and no library that it has for them."""
+    return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Slow2d)
+
+
 __all__ = [
     "BelowAutograd",
     "DisableTorchFunction",
@@ -125,6 +130,7 @@ __all__ = [
     "function_transform_level",
     "has_kernel",
     "is_forward_ad_active",
+    "is_plain_convolution",
     "load_aot_autograd",
     "load_expression_printer",
     "make_wrapper_subclass",

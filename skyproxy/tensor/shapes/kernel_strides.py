@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.torch_private import is_plain_convolution
 from skyproxy.tensor.shapes.elementwise import (
     broadcast_sizes,
     channels_last_stride,
@@ -293,6 +294,19 @@ def _padded(a: Meta, padding: Any) -> list[Strides]:
 )
 def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
+
+
+@_corrects("convolution_backward")
+def _convolution_backward(
+    gradient: Meta, a: Meta, weight: Meta, biases: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> list[Strides]:
+    """Without oneDNN, the gradient of the weights is laid out as the weights suggest, and not as the images do."""
+    if len(weight.size) != 4 or not suggests_channels_last(a.size, a.stride):
+        return []
+    images, weights = (torch.empty((), dtype=meta.dtype).expand(meta.size) for meta in (a, weight))
+    if not is_plain_convolution(images, weights, None, stride, padding, dilation, *rest[:3], biases):
+        return []
+    return [None, suggested_stride(weight.size, weight.stride)]
 
 
 @_corrects(
