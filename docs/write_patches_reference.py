@@ -32,6 +32,10 @@ notices that imports skyproxy and never uses it: [nothing but this](../topics/un
 `import skyproxy` alone, without torch, only leaves three finders in `sys.meta_path`, which wait for torch and for
 transformers.
 
+Each test was seen to fail without its row: `make patches-proof` switches one row off at a time, runs its test, and
+keeps what it said in `docs/patches_proof.json`. Rows with several places fall as a whole; `ARGS=--each` goes through
+their places one by one.
+
 `skyproxy.uninstall()` ends all sessions and puts everything back, but for the [few that cannot be](#what-stays);
 `skyproxy.install()` makes the device anew. What somebody else has wrapped since then stays as they left it, with ours
 inside. `os.register_at_fork` cannot forget a function; ours does nothing where nothing is deferred.
@@ -140,9 +144,23 @@ def _rows_to_prove(patches: list[Any]) -> list[dict[str, Any]]:
     return [{"why": why, "test": test, "places": places} for (why, test, _), places in _rows(patches).items()]
 
 
+def _count(patches: list[Any]) -> str:
+    """Count the attributes that a program finds changed which imports skyproxy and does nothing with it."""
+    attributes = [patch for patch in patches if patch.owner is not None]
+    named = [patch for patch in attributes if patch.file.endswith("/registration.py")]
+    answers = [patch for patch in attributes if patch.file.endswith("/accelerator.py")]
+    rest = len(attributes) - len(named) - len(answers)
+    return (
+        f"Of these {len(attributes)} attributes, PyTorch's own functions set {len(named)}, as for any new device; "
+        f"{len(answers)} answer for\n`torch.accelerator`; {rest} are replaced one by one."
+    )
+
+
 def _section(when: str, patches: list[Any]) -> str:
+    counted = [f"{_count(patches)}\n"] if any(patch.when.name == "IMPORT" for patch in patches) else []
     lines = [
         f"\n## As soon as {when}\n",
+        *counted,
         "| what | because | the test that fails without it | in |",
         "|---|---|---|---|",
     ]

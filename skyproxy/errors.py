@@ -224,7 +224,8 @@ class UntrustedResultError(SkyproxyError, TypeError):
 
 class RemoteTraceback(SkyproxyError):
     """Never raised: it is the `__cause__` of an exception that a function raised on a worker, and its text is the
-    traceback there."""
+    traceback there.
+    """
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0]) if self.args else ""

@@ -158,16 +158,19 @@ def new_generator(session: SessionState, slot: int, device: list[object]) -> Non
 
 @_control
 def seed_generator(session: SessionState, slot: int, seed: int) -> None:
+    """Seed a generator."""
     session.values.get(slot).manual_seed(seed)
 
 
 @_control
 def generator_state(session: SessionState, slot: int) -> bytes:
+    """Return the state of a generator."""
     return bytes(session.values.get(slot).get_state().tolist())
 
 
 @_control
 def set_generator_state(session: SessionState, slot: int, state: bytes) -> None:
+    """Set the state of a generator."""
     session.values.get(slot).set_state(_state(state))
 
 
@@ -179,6 +182,7 @@ def generator_seed(session: SessionState, slot: int) -> int:
 
 @_control
 def copy_generator_state(session: SessionState, slot: int, source: int) -> None:
+    """Give a generator another one's state."""
     session.values.get(slot).set_state(session.values.get(source).get_state())
 
 
@@ -303,6 +307,7 @@ def resize_storage(session: SessionState, slot: int, byte_count: int) -> None:
 
 @_control
 def storage_bytes(session: SessionState, slot: int) -> int:
+    """Return the size of a tensor's storage."""
     return int(session.values.get(slot, sizes=False).untyped_storage().nbytes())
 
 
@@ -338,6 +343,7 @@ def memory_stats(session: SessionState, device: list[Any]) -> dict[str, int]:
 
 @_control
 def memory_summary(session: SessionState, device: list[Any]) -> str:
+    """Return a table of a device's memory, for people."""
     kind, index = device
     if kind == "cuda":
         return torch.cuda.memory_summary(index)
@@ -347,6 +353,7 @@ def memory_summary(session: SessionState, device: list[Any]) -> str:
 
 @_control
 def reset_peak_memory(session: SessionState, device: list[Any]) -> None:
+    """Count the peak of used memory from now on."""
     kind, index = device
     session.max_bytes = stats(session)["bytes"]
     if kind == "cuda":
@@ -355,6 +362,7 @@ def reset_peak_memory(session: SessionState, device: list[Any]) -> None:
 
 @_control
 def empty_cache(session: SessionState) -> None:
+    """Give unused memory back to the devices and to the system."""
     if session.devices.has_cuda:
         torch.cuda.empty_cache()
     give_back_memory()
@@ -388,6 +396,7 @@ def record_event(session: SessionState, slot: int, device: list[object], timing:
 
 @_control
 def wait_event(session: SessionState, slot: int) -> None:
+    """Wait for an event; on the CPU, it has come already."""
     event = session.values.get(slot)
     if not isinstance(event, float):
         event.synchronize()
@@ -395,12 +404,14 @@ def wait_event(session: SessionState, slot: int) -> None:
 
 @_control
 def query_event(session: SessionState, slot: int) -> bool:
+    """Return whether an event has come."""
     event = session.values.get(slot)
     return True if isinstance(event, float) else bool(event.query())
 
 
 @_control
 def elapsed_milliseconds(session: SessionState, start: int, end: int) -> float:
+    """Return the time between two events."""
     first, last = session.values.get(start), session.values.get(end)
     if isinstance(first, float) and isinstance(last, float):
         return (last - first) * 1e3
@@ -440,6 +451,7 @@ def profile_stop(session: SessionState, slot: int) -> int:
 
 @_control
 def device_properties(session: SessionState, device: list[object]) -> dict[str, object]:
+    """Return the inventory's row of a device."""
     kind, index = device
     row = next(r for r in session.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
     return dict(row)

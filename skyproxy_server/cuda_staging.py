@@ -37,7 +37,8 @@ class CopyEngine(Protocol):
 
     def begin(self, tensor: torch.Tensor) -> None:
         """On the executor's thread: copies of `tensor` may begin where its compute stream stands now, and its memory
-        is not used for anything else before they are done."""
+        is not used for anything else before they are done.
+        """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Copies on the side stream; returns at once."""

@@ -82,7 +82,8 @@ def named_value(session: SessionState, key: str) -> dict[str, object]:
 
 def _rows(held: NamedSession, value: NamedValue) -> list[list[Any]]:
     """For each tensor: its number, what it looks like, its device, the size of its storage, the numbers of all that
-    share that."""
+    share that.
+    """
     kin: dict[int, list[int]] = {}
     everything = {id(tensor): tensor for other in list(held.values.values()) for tensor in other.tensors}
     for tensor in everything.values():

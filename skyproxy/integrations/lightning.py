@@ -84,7 +84,7 @@ class _SkyDevices:
 
     @staticmethod
     def name() -> str:
-        """ "sky"."""
+        """Return "sky"."""
         return "sky"
 
 

@@ -216,6 +216,7 @@ class ApiServer:
 
 
 def refused(status: int, path: str, answer: Mapping[str, Any], address: ClusterAddress) -> ClusterError:
+    """Return the error for a request that the API server refused, with what to do."""
     message = str(answer.get("message") or answer.get("reason") or "no reason was given").strip()
     reason = str(answer.get("reason") or "")
     if status == 401:

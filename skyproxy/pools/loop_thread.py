@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 class LoopThread:
     """A loop that runs coroutines for other threads and, unlike `run_coroutine_threadsafe`, waits for their
-    clean-up."""
+    clean-up.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -38,7 +39,8 @@ class LoopThread:
 
     def finish(self, coroutine: Coroutine[object, object, T]) -> T:
         """The same for a clean-up: an interrupt does not cancel it, and is raised when it has ended; a second one is
-        raised at once."""
+        raised at once.
+        """
         running = _Running(self._loop, coroutine)
         running.begin()
         try:

@@ -291,7 +291,8 @@ _warned = False
 
 def warn_in_a_loop(what: str) -> None:
     """Says once that a wait blocks the event loop. In a notebook, where a loop always runs, that is what a cell is
-    for."""
+    for.
+    """
     global _warned
     if _warned:
         return

@@ -211,7 +211,7 @@ class RankGroup:
             self.stop_ended()
 
     def expect_stop(self) -> None:
-        """This generation is at its end; the next one is not formed before `stop_ended` was called as often."""
+        """End this generation; the next one is not formed before `stop_ended` was called as often."""
         with self._stops:
             self._stopping += 1
             self._formed = False

@@ -276,7 +276,8 @@ class Scheduler:
 
     def _feed(self) -> None:
         """Starts queued calls where processes become free, on a thread of its own: starting may wait for a
-        connection."""
+        connection.
+        """
         while True:
             with self._work:
                 job = self._next_job()

@@ -50,7 +50,8 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
     """The first message on a connection. `session` names the session that a bulk or functions connection joins, or that
-    an operations connection takes up again after it broke; it is empty on one that opens a session."""
+    an operations connection takes up again after it broke; it is empty on one that opens a session.
+    """
 
     code: ClassVar[int] = 1
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})

@@ -450,7 +450,7 @@ def _own_source() -> str | None:
 
 
 def owner() -> str:
-    """This program, as nobody else ever was or will be."""
+    """Return a name of this program that no other ever had or will have."""
     return f"{_machine()}/{os.getpid()}/{identity_of(os.getpid())}"
 
 

@@ -43,7 +43,8 @@ _SMALL_BYTES = 64 << 10
 
 class StalledOperations:
     """Recognizes an operations connection that broke without a sign: the bulk connection says that the worker does
-    nothing, heartbeat after heartbeat, and what was sent to it is not executed."""
+    nothing, heartbeat after heartbeat, and what was sent to it is not executed.
+    """
 
     def __init__(self) -> None:
         self._count = 0

@@ -87,7 +87,8 @@ class Repeats:
 
     def choose(self, sequence: Sequence, stream: list[object], buffers: tuple[Buffer, ...]) -> BatchForm:
         """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
-        before the message is on its way."""
+        before the message is on its way.
+        """
         if len(stream) < _SMALLEST:
             return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
         holes = holes_of(stream, self._widths)

@@ -24,7 +24,7 @@ _PAUSE_SECONDS = 0.005
 
 
 class CgroupsUnavailableError(Exception):
-    """This worker cannot give sessions cgroups; the text says why."""
+    """Raised where this worker cannot give sessions cgroups; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

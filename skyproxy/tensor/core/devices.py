@@ -173,7 +173,8 @@ class Devices:
 
     def add(self, session: Session) -> list[SkyDevice]:
         """Number the devices of a new session: the places of lost ones first, so that a program that connects again
-        finds its worker under the number that it has always used."""
+        finds its worker under the number that it has always used.
+        """
         if self.before_new is not None:
             self.before_new()
         with self._lock:

@@ -49,6 +49,7 @@ class Memory:
 
 
 def bytes_needed(meta: Meta) -> int:
+    """Return how many bytes a storage needs for a tensor of this form."""
     return torch_codec.storage_extent(meta.size, meta.stride, meta.offset) * meta.dtype.itemsize
 
 

@@ -246,4 +246,5 @@ def _number(a: Any) -> Any:
 
 
 def frozen(value: Any) -> Any:
+    """Return the value with tuples in place of lists, so that it can be hashed."""
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value

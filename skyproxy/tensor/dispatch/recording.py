@@ -365,7 +365,8 @@ def answered(handle: Handle, row: Any) -> Any:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
-    were registered for the device."""
+    were registered for the device.
+    """
     return record(plan_of(func), func, args, kwargs)
 
 

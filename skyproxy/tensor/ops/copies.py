@@ -26,7 +26,8 @@ _DTYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, 
 @implements("aten::_to_copy")
 def _to_copy(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """`Tensor.to`: within the device an ordinary op; across devices values move, and are converted on the side where
-    they are smaller."""
+    they are smaller.
+    """
     (tensor,) = args
     target = kwargs.get("device")
     rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}

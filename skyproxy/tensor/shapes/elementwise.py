@@ -166,6 +166,7 @@ def preserved_stride(size: Ints, stride: Ints) -> Ints:
 
 @cache
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Return the dtype that two dtypes promote to."""
     return torch.promote_types(a, b)
 
 

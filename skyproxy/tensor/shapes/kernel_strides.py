@@ -37,7 +37,8 @@ _TAKES_NUMBER_AS_TENSOR = frozenset({"Scalar", "Scalar_mode", "Scalar_Other", "S
 
 def _corrects(names: str) -> Callable[[Correction], Correction]:
     """Registers a function for ops: it takes what the op takes, with a `Meta` for each tensor, and gives the strides of
-    each result, None (or nothing more) where the fake kernel's are right."""
+    each result, None (or nothing more) where the fake kernel's are right.
+    """
 
     def register(function: Correction) -> Correction:
         for name in names.split():
@@ -194,7 +195,8 @@ def _index(a: Meta, indices: Any) -> list[Strides]:
 
 def indexed_stride(a: Meta, indices: Any) -> Strides:
     """Compute the strides of `a[indices]` as `AdvancedIndex` does: elementwise over the tensor, each indexed stretch of
-    dimensions replaced by that of the indices, and the indices, which do not move along the other dimensions."""
+    dimensions replaced by that of the indices, and the indices, which do not move along the other dimensions.
+    """
     if not a.plain or not all(index is None or (index.plain and index.dtype in _POSITIONS) for index in indices):
         return None
     given = [index for index in indices if index is not None]

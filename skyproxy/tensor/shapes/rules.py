@@ -72,6 +72,8 @@ INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register a shape rule for these overloads of aten, whose names are separated by spaces."""
+
     def register(function: Rule) -> Rule:
         for name in names.split():
             RULES["aten::" + name] = function
@@ -106,6 +108,7 @@ castable = functools.cache(torch.can_cast)
 
 
 def row_major(meta: Meta) -> bool:
+    """Return whether a plain tensor lies in memory row by row, without gaps."""
     return meta.plain and meta.stride == contiguous_stride(meta.size)
 
 

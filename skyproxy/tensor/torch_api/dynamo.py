@@ -83,7 +83,7 @@ def _leave_out_own_frames() -> None:
         "torch._dynamo.trace_rules.add",
         undo,
         why="Dynamo would trace our own code, and looks through what is put around functions of the user",
-        test="tests/integrations/test_generate_ahead.py::test_a_model_is_still_compiled_as_one_graph",
+        test="tests/tensor/torch_api/test_dynamo.py::test_our_own_frames_are_not_compiled",
         when=When.DYNAMO,
     )
 

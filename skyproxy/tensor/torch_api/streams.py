@@ -251,11 +251,11 @@ def _type_of(device: Any) -> str:
     return str(torch._C._accelerator_getAccelerator().type)
 
 
-class StreamStandIn(_plain_stream, metaclass=_DeviceSelectingType):  # type: ignore[misc]
+class StreamStandIn(_plain_stream, metaclass=_DeviceSelectingType):  # type: ignore[misc]  # noqa: D101
     __doc__ = _plain_stream.__doc__
 
 
-class EventStandIn(_plain_event, metaclass=_DeviceSelectingType):  # type: ignore[misc]
+class EventStandIn(_plain_event, metaclass=_DeviceSelectingType):  # type: ignore[misc]  # noqa: D101
     __doc__ = _plain_event.__doc__
 
 
