@@ -211,7 +211,7 @@ class RemoteFunctionError(RemoteError):
 
 
 class UntrustedResultError(SkyproxyError, TypeError):
-    """A function returned what is no plain data, and its worker is not trusted with more: nothing was unpickled.
+    """A function returned what is not plain data, and its worker is not trusted with more: nothing was unpickled.
 
     Nothing is lost: after `error.call.trust_worker()`, `error.call.result()` gives the result.
 

@@ -158,7 +158,7 @@ def _strike_again(number: int) -> None:
         return  # it has struck since
     if callable(_signal.getsignal(number)):  # else its default could end the process, which the first strike did not
         if hasattr(signal, "pthread_kill"):
-            # A true signal, for it must end waits as well.
+            # A true signal, because it must end waits as well.
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         else:
             _thread.interrupt_main(signal.Signals(number))

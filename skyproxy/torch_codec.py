@@ -227,7 +227,7 @@ def decode_graph_argument(fields: Any, node: Callable[[int], Any]) -> Any:
     """The reverse of `encode_graph_argument`.
 
     Raises:
-        KeyError, ValueError, IndexError: the fields are no argument.
+        KeyError, ValueError, IndexError: the fields are not an argument.
     """
     tag, value = fields
     if tag == NODE:

@@ -58,7 +58,7 @@ def duration_seconds(given: float | str, name: str = "") -> float:
         name: what it is for, such as an option or a field, for the error.
 
     Raises:
-        ConfigurationError: it is no duration, not more than nothing, or longer than ten years.
+        ConfigurationError: it is not a duration, not more than nothing, or longer than ten years.
     """
     seconds = _parsed_duration(given, name) if isinstance(given, str) else _number(given, name)
     if not 0 < seconds <= MAX_DURATION_SECONDS:
@@ -113,7 +113,7 @@ def quantity(given: object, name: str = "") -> Decimal:
         name: what it is for, for the error.
 
     Raises:
-        ConfigurationError: it is no quantity.
+        ConfigurationError: it is not a quantity.
     """
     found = _QUANTITY.fullmatch(str(given)) if not isinstance(given, bool) else None
     if found is None:
@@ -131,7 +131,7 @@ def size_bytes(given: object, name: str = "") -> int:
     """Return the bytes of a size; a fraction of a byte is dropped.
 
     Raises:
-        ConfigurationError: it is no size.
+        ConfigurationError: it is not a size.
     """
     with_unit = _SIZE.fullmatch(str(given))
     try:

@@ -298,7 +298,7 @@ def _end_with_parent(descriptor: int) -> None:
             pass
     except OSError:
         pass
-    # What plugins hold open may have to be told; on a thread, for it may also hang.
+    # What plugins hold open may have to be told; on a thread, because it may also hang.
     patience = (None, _CLOSE_PLUGINS_SECONDS)
     closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
     closing.start()

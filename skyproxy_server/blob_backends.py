@@ -125,7 +125,7 @@ class _File:
         self._hashing = hashing
 
     def copy_into(self, target: memoryview, digest: bytes) -> bool:
-        """The bytes are hashed again, for a file can change behind our back."""
+        """The bytes are hashed again, because a file can change behind our back."""
         with self._path.open("rb", buffering=0) as file:
             done = 0
             while done < len(target):

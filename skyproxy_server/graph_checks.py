@@ -63,7 +63,7 @@ def compiled_name(name: str) -> str:
 
 
 def runs_one_by_one(name: str) -> bool:
-    """Return whether a graph with this op runs op by op, for a compiler would not check it."""
+    """Return whether a graph with this op runs op by op, because a compiler would not check it."""
     return name.partition(".")[0] in _ONE_BY_ONE
 
 

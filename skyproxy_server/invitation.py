@@ -29,7 +29,7 @@ def invite(host: str, port: int, certificate: Path | None, token_file: Path | No
             f"--invite tells clients of a certificate, which --tls-cert has to name: {error}"
         ) from None
     where = str(token_file) if token_file is not None else "SKYPROXY_TOKEN"
-    # Output that is no terminal is a log, which others may read.
+    # Output that is not a terminal is a log, which others may read.
     if token_file is not None and token_file.is_file() and sys.stderr.isatty():
         where = token_file.read_text(encoding="ascii").split("\n", 1)[0].strip()
     command = f"skyproxy connect {link_to(host, port, fingerprint)}"

@@ -43,7 +43,7 @@ _REMEMBERED_ARRIVALS = 65_536
 """Uploads that are complete, of which the client may not know; it waits for far fewer."""
 _TOLD_EVERY_BYTES = 4 << 20
 """The bytes after which a client that keeps what the worker may not have is told of an upload's progress."""
-"""Transfers that were given up before they were announced; few are, for the announcement is on its way already."""
+"""Transfers that were given up before they were announced; few are, because the announcement is on its way already."""
 
 
 class IncomingTransfer:

@@ -217,7 +217,7 @@ def ended_cause(pod: Object) -> Cause:
         return Cause(status["reason"], f"Pod {name} ended: {message}", actionable=True)
     states = [item.get(key) or {} for item in _container_statuses(pod) for key in ("state", "lastState")]
     ended = [item["terminated"] for item in states if item.get("terminated")]
-    # The first failure, for the others may have been ended because of it.
+    # The first failure, because the others may have been ended because of it.
     ended.sort(key=lambda item: (item.get("exitCode", 0) == 0, item.get("finishedAt") or ""))
     if not ended:
         return Cause("PodFailed", f"Pod {name} ended, and its status does not say why.", actionable=True)

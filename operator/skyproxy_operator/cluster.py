@@ -260,7 +260,7 @@ class Cluster:
             kind: theirs.
             namespace: where; None for everywhere.
             query: which of them, and from which version on.
-            silence_seconds: after which it ends, for the connection may be lost.
+            silence_seconds: after which it ends, because the connection may be lost.
             opened: called when the server has agreed.
 
         Raises:

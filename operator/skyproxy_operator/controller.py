@@ -284,7 +284,7 @@ class Controller:
             self._children.forget(observed.compute["metadata"]["uid"])
         started = state.moment((observed.compute.get("status") or {}).get("startTime"))
         pause = next_check_seconds(spec, started, reports, self._clock(), self._options)
-        # A little early, for the look that is planned for then must not find that it is not time yet.
+        # A little early, because the look that is planned for then must not find that it is not time yet.
         memory.probe_at = time.monotonic() + pause - 0.5
         return reports
 

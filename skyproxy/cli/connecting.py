@@ -127,7 +127,7 @@ def _connect_url(
         text = pem_text(certificate)
         if text == certificate:
             write_private(certificate_path, text)
-        # A file stays where it is, for it may be renewed there.
+        # A file stays where it is, because it may be renewed there.
         options["certificate_file"] = str(certificate_path if text == certificate else Path(certificate).absolute())
     if print_environment:
         _print_environment(url, f'"$(cat {shlex.quote(options["token_file"])})"', access, kept)

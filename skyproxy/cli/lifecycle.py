@@ -247,7 +247,7 @@ def _refuse(provider: ProviderName, given: dict[str, Any]) -> None:
 
 
 def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -> None:
-    """Tell of a worker that runs already which of the options given now it does not get."""
+    """Tell of a worker that is already running which of the options given now it does not get."""
     given = [
         f"--{key} {part.partition('=')[0] if key == 'env' else part}"
         for key, value in asked.items()

@@ -105,7 +105,7 @@ def _fitted(widths: dict[str, int], shortest: dict[str, int], room: int) -> dict
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being waited for; silent where standard error is no terminal.
+    """A line that says what is being waited for; silent where standard error is not a terminal.
 
     Args:
         first: what it says at the beginning.

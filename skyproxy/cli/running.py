@@ -96,7 +96,7 @@ def _context(on: str | None, address: ClusterAddress) -> Context | None:
 
 
 def _run_there(script: Script, saved: Context | None, nodes: int) -> None:
-    # Late, for they import torch.
+    # Late, because they import torch.
     from skyproxy.functions.scripts import packed_for, run_script
     from skyproxy.pools import Compute
 

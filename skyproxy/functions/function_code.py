@@ -72,7 +72,7 @@ class Digests:
             self.drop(next(iter(self._known), b""))
 
     def drop(self, digest: bytes) -> None:
-        """The worker has it no more."""
+        """The worker no longer has it."""
         self._known.pop(digest, None)
 
 

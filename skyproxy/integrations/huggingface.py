@@ -33,7 +33,7 @@ class use:
         device: "sky:0".
 
     Raises:
-        ConfigurationError: it is no sky device, or there is no such one.
+        ConfigurationError: it is not a sky device, or there is no such one.
         ImportError: accelerate is not installed.
     """
 

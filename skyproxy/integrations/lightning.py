@@ -32,7 +32,7 @@ class _SkyDevices:
         """Makes the device the current one.
 
         Raises:
-            ConfigurationError: it is no sky device.
+            ConfigurationError: it is not a sky device.
         """
         if device.type != "sky":
             raise ConfigurationError(f"SkyAccelerator was given {device}. Give it a sky device: devices=[0]")

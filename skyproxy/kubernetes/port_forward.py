@@ -157,7 +157,7 @@ class PortForward:
                     await asyncio.wait_for(websocket.close(), 1.0)
 
     async def _open(self, client: ClusterClient) -> Any:
-        """A tunnel; tries again for a while, for the Pod may just be replaced or the network come back."""
+        """A tunnel; tries again for a while, because the Pod may just be replaced or the network come back."""
         path = f"/api/v1/namespaces/{client.namespace}/pods/{self.pod}/portforward"
         deadline = self._loop.time() + SETTINGS.connect_timeout_seconds
         pause = _FIRST_PAUSE_SECONDS

@@ -122,7 +122,7 @@ class NodeNames:
                 worker that this program trusts.
 
         Raises:
-            ConfigurationError: the session has no name, or the value is no plain data and the worker is not trusted,
+            ConfigurationError: the session has no name, or the value is not plain data and the worker is not trusted,
                 or it has tensors of another worker.
             LimitExceededError: there are too many names, or too much that is not on the worker.
 

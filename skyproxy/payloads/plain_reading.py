@@ -51,7 +51,7 @@ class PlainReader:
 
         Raises:
             UnknownClassError: an object's class is not here; the exception says which.
-            ProtocolError: this is no plain data.
+            ProtocolError: this is not plain data.
         """
         try:
             (size,) = HEAD.unpack_from(self._document)

@@ -233,7 +233,7 @@ def _project_modules() -> list[ModuleType]:
     if not _same(list(sys.modules.values()), list(_seen.values())):
         _seen.clear()
         _seen.update(sys.modules)
-        # Some put objects that are no modules there, or modules under other names than their own.
+        # Some put objects that are not modules there, or modules under other names than their own.
         _projects[:] = [
             module
             for name, module in list(_seen.items())

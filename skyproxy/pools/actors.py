@@ -104,7 +104,7 @@ def actor(
         concurrency: calls of one actor that run at a time; with more than one, only their beginnings are in order.
 
     Raises:
-        ConfigurationError: this is no class, or an option cannot work.
+        ConfigurationError: this is not a class, or an option cannot work.
 
     Example:
         ```python

@@ -63,6 +63,6 @@ class Clock:
     def to_client(self, worker_ns: float) -> float:
         """A time of the worker's on the client's clock, as nanoseconds after the first reading.
 
-        Counted from there, for a float does not hold a date to the nanosecond.
+        Counted from there, because a float does not hold a date to the nanosecond.
         """
         return (worker_ns - (self.first.at_ns + self.first.offset_ns)) * self._rate

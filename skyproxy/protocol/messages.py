@@ -382,7 +382,7 @@ class CallStart(Message):
     """Run a function. Its payload is a list of pieces of these `sizes`: here as buffers where all of it is small, else
     in `CallData` messages that follow.
 
-    A call that the worker knows already is not started again. `call` is the client's own, and a secret: whoever knows
+    A call that the worker already knows is not started again. `call` is the client's own, and a secret: whoever knows
     it can fetch the result. `task` has the fields of `payloads.Task`.
     """
 

@@ -411,7 +411,7 @@ class Instances:
         """Terminates the instances and removes their security group; idempotent."""
         if self._starting is not None:
             with contextlib.suppress(Exception):
-                await self._starting  # only then it is known what there is to end
+                await self._starting  # only then is it known what there is to end
         await asyncio.to_thread(self._forget_secrets)
         await asyncio.to_thread(_take_away, self._ec2, [row["InstanceId"] for row in self._instances], self._group)
         self._group = None
@@ -460,7 +460,7 @@ def _machine() -> str:
 
 
 def reap(ec2: Any) -> int:
-    """Ends the instances whose program, one of this machine, lives no more.
+    """Ends the instances whose program, one of this machine, no longer lives.
 
     Returns:
         How many there were.

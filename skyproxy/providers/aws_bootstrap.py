@@ -283,7 +283,7 @@ print({POOL_VARIABLE + "="!r} + json.dumps(json.dumps(pool)))"""
 
 
 def _watch(procs_per_node: int, idle_seconds: float, lifetime_seconds: float | None) -> str:
-    """Shuts down when every worker has been idle for long enough: a client that died cannot do it any more.
+    """Shuts down when every worker has been idle for long enough: a client that died can no longer do it.
 
     It begins before anything is installed, so that an installation that fails is no exception.
     """

@@ -17,7 +17,7 @@ _MAX_ROUNDS = 10
 def end_marked(mark: str, variable: str = MARK_VARIABLE) -> None:
     """End all processes of this machine that were started with a mark, this one aside.
 
-    Again and again, for they may start others meanwhile. On systems with /proc only.
+    Again and again, because they may start others meanwhile. On systems with /proc only.
 
     Args:
         mark: the variable's value.

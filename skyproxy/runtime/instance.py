@@ -118,7 +118,7 @@ class InstanceInfo:
 def instance_info() -> InstanceInfo:
     """Tell where this code runs: in a call of a pool, in a worker of one, or in neither.
 
-    The call's own word goes first, for a worker can serve several pools; then the variable COMPUTE_POOL, then what
+    The call's own word goes first, because a worker can serve several pools; then the variable COMPUTE_POOL, then what
     torchrun tells its processes; outside of all of these the answer describes a pool of one.
 
     Raises:

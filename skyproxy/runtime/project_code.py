@@ -107,7 +107,7 @@ class ProjectCode:
             importlib.invalidate_caches()
 
     def forget(self, session: str) -> None:
-        """Drop a program that calls no more, with the files that it sent."""
+        """Drop a program that no longer calls, with the files that it sent."""
         with self._lock:
             folders = self._folders.pop(session, ())
             base = self._received.pop(session, None)

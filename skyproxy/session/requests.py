@@ -185,7 +185,7 @@ class Requests:
 
     @shielded
     def on_interrupt(self, interrupt: BaseException) -> None:
-        """Cancel what the worker has not begun, for the program was interrupted; say so in a note."""
+        """Cancel what the worker has not begun, because the program was interrupted; say so in a note."""
         if not self.cancels_on_interrupt:
             return
         before = self.backlogs.read()

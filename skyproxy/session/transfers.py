@@ -444,7 +444,7 @@ class Uploads:
             for job in self._unconfirmed.values():
                 job.asked = True
             uploads, cancelled = list(self._unconfirmed), list(self._cancelled)
-        with contextlib.suppress(SessionLostError):  # it broke already; whoever reads it finds that out
+        with contextlib.suppress(SessionLostError):  # it broke before; whoever reads it finds that out
             link.send(Continue(uploads, downloads))
             for transfer in cancelled:
                 link.send(CancelTransfer(transfer, "the upload was interrupted"))

@@ -80,7 +80,7 @@ class Transport(Protocol):
         """Says goodbye and ends the connection; idempotent, never raises, bounded in time."""
 
     def abandon(self) -> None:
-        """Lets go of the connection without a word to the peer: in a forked child, for it is the parent's."""
+        """Lets go of the connection without a word to the peer: in a forked child, because it is the parent's."""
 
     @property
     def connection(self) -> Connection:

@@ -74,7 +74,7 @@ class WebSocketTransport(Transport):
         )
         self._steps = self._reader.steps()
         self._target: memoryview | None = None
-        # Held by whoever reads; re-entrant, for the reader itself closes a connection whose peer breaks the rules.
+        # Held by whoever reads; re-entrant, because the reader itself closes a connection whose peer breaks the rules.
         self._reading = threading.RLock()
         self._closing = threading.Lock()
         self._finished = threading.Event()

@@ -103,7 +103,7 @@ class Channel:
         self._socket.close()
 
     def abandon(self) -> None:
-        """Close this process's copy only: in a forked child, for the channel is the parent's."""
+        """Close this process's copy only: in a forked child, because the channel is the parent's."""
         if self._socket.fileno() >= 0:
             os.close(self._socket.detach())
 

@@ -298,7 +298,7 @@ def constants_used(module: torch.nn.Module) -> tuple[str, ...] | None:
     """The attributes of a module that its `forward` may read, but for parameters and buffers.
 
     Returns:
-        Their names, or None if one of them is no constant.
+        Their names, or None if one of them is not a constant.
     """
     found: dict[str, None] = {}
     pending, seen = ["forward"], {"forward"}

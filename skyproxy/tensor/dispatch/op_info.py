@@ -239,7 +239,7 @@ def is_decomposed(name: str) -> bool:
     """Return whether PyTorch divides the op into others on every device.
 
     A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker
-    takes those whole, for it may have the kernel (`silu_backward`).
+    takes those whole, because it may have the kernel (`silu_backward`).
     """
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 

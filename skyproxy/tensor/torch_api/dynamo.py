@@ -156,7 +156,7 @@ _plain_compile_fx: Any = None
 
 
 def _coerce(self: RemoteTensor, expected_metadata: Any, expected_type: Any = None) -> RemoteTensor:
-    """A gradient that comes into compiled code: as good as a plain tensor."""
+    """A gradient that comes into compiled code: equivalent to a plain tensor."""
     return self
 
 

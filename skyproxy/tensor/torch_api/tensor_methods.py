@@ -69,7 +69,7 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
     text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
     if type(self) is not RemoteTensor:
         return text
-    # PyTorch names a subclass it does not know by its class; this one is no class of the user's.
+    # PyTorch names a subclass it does not know by its class; this one is not a class of the user's.
     name = f"{type(self).__name__}("
     if text.startswith(f"Parameter({name}"):
         return "Parameter containing:\ntensor(" + text[len(f"Parameter({name}") : -1]
