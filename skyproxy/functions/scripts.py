@@ -32,7 +32,7 @@ PROCESS_COUNTS = ("gpu", "cpu", "auto")
 PURPOSE = "torchrun"
 """Of the port where the agents meet; see `port_for`."""
 STOP_SECONDS = 10.0
-"""How long a script has to end, for example to save its state, after it was sent SIGTERM."""
+"""The time that a script has to end, for example to save its state, after it was sent SIGTERM."""
 _MARK_VARIABLE = "SKYPROXY_SCRIPT_MARK"
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
@@ -168,7 +168,7 @@ def run_script(script: Script) -> None:
 
 
 def _options(script: Script, info: InstanceInfo) -> list[str]:
-    """What torchrun is told: who the nodes are, and where they meet."""
+    """Return what torchrun is told: who the nodes are, and where they meet."""
     options = [f"--nproc-per-node={script.procs_per_node}", f"--max-restarts={script.max_restarts}"]
     if info.total_nodes == 1:
         return [*options, "--standalone"]

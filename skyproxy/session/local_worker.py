@@ -140,7 +140,7 @@ class LocalWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended."""
+        """True if the process has not ended."""
         return self._process.poll() is None
 
     def _explain(self) -> str:

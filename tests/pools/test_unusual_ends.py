@@ -77,9 +77,13 @@ def stop_here() -> None:
     breakpoint()
 
 
-@pytest.mark.parametrize("function", [input, read_all, stop_here])
-def test_who_asks_for_a_terminal_is_told_at_once(pool: Compute, function: Callable[[], Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"no standard input.*f\.local"):
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [(input, "input"), (read_all, "input"), (stop_here, "breakpoint")],
+    ids=["input", "read", "stop"],
+)
+def test_who_asks_for_a_terminal_is_told_at_once(pool: Compute, function: Callable[[], Any], asked: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"no standard input: nobody can answer {asked}\(\).*f\.local"):
         pool.run(function)
 
 
