@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz fuzz-layouts patches-proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz fuzz-layouts patches-proof bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz fuzz-layouts proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -141,8 +141,8 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 --near $(ARGS)
 
 # Each test of docs/reference/patches.md must fail without its replacement; half an hour.
-patches-proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-patches-proof: $(READY)
+proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+proof: $(READY)
 	$(BIN)/python .ci/patches_proof.py $(ARGS)
 
 # Inference against PyTorch, with an order of memory that is drawn for each tensor of each operation.

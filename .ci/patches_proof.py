@@ -1,7 +1,7 @@
 """Proves docs/reference/patches.md: switches replacements off one by one, and runs the test of each, which must fail.
 
-    make patches-proof                              # all rows of the page
-    make patches-proof ARGS="torch.Tensor --each"   # rows with this in place, reason or test; place by place
+    make proof                              # all rows of the page
+    make proof ARGS="torch.Tensor --each"   # rows with this in place, reason or test; place by place
 
 What each test said is written to docs/patches_proof.json; tests/project/test_patches.py compares it with the page. That
 the tests pass with all replacements, the test suite shows. Each runs in a process that is forked from one that has

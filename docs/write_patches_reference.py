@@ -32,7 +32,7 @@ notices that imports skyproxy and never uses it: [nothing but this](../topics/un
 `import skyproxy` alone, without torch, only leaves three finders in `sys.meta_path`, which wait for torch and for
 transformers.
 
-Each test was seen to fail without its row: `make patches-proof` switches one row off at a time, runs its test, and
+Each test was seen to fail without its row: `make proof` switches one row off at a time, runs its test, and
 keeps what it said in `docs/patches_proof.json`. Rows with several places fall as a whole; `ARGS=--each` goes through
 their places one by one.
 
@@ -123,11 +123,12 @@ def collect() -> dict[str, Any]:
         patches = [patch for patch in patching.PATCHES if patch.when is when]
         if when.name not in skipped:
             sections[when.name] = _section(when, patches)
+    rows = _rows_to_prove(patching.PATCHES)
     _open.close()
     torch: Any = importlib.import_module("torch")
     stays = _stays([patch for patch in patching.PATCHES if patch.stays])
     version = ".".join(torch.__version__.split(".")[:2])
-    return {"torch": version, "sections": {**sections, "STAYS": stays}, "rows": _rows_to_prove(patching.PATCHES)}
+    return {"torch": version, "sections": {**sections, "STAYS": stays}, "rows": rows}
 
 
 def _rows(patches: list[Any]) -> dict[tuple[str, str, str], list[str]]:

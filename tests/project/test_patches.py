@@ -134,14 +134,14 @@ def test_every_test_on_the_page_exists(reference: ModuleType) -> None:
 
 
 def test_every_test_on_the_page_was_seen_to_fail_without_its_row(reference: ModuleType) -> None:
-    """`make patches-proof` switches each row off and runs its test; what came of it lies beside the page."""
+    """`make proof` switches each row off and runs its test; what came of it lies beside the page."""
     page = reference.PAGE.read_text(encoding="utf-8").partition("## What stays")[0]
     named = {
         f"{test}: {why}" for why, test in re.findall(r"^\|.* \| (.*) \| `(tests/.*)` \| `.*` \|$", page, re.MULTILINE)
     }
     proofs = json.loads((ROOT / "docs" / "patches_proof.json").read_text(encoding="utf-8"))["rows"]
     assert len(named) > 50
-    assert named - set(proofs) == set(), "these rows are new, or name another test: run `make patches-proof`"
+    assert named - set(proofs) == set(), "these rows are new, or name another test: run `make proof`"
     assert [name for name in named if not proofs[name]["fails"]] == []
 
 
