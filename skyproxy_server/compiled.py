@@ -156,7 +156,7 @@ class Program:
     def _functions(
         self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """What a compiler gets of an op, and what runs it op by op if that is a checked form.
+        """Return what a compiler gets of an op, and what runs it op by op if that is a checked form.
 
         Its arguments are held against its schema.
         """

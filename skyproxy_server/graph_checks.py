@@ -39,7 +39,7 @@ _CHECKED_TWINS = {
 
 
 class _Process:
-    """What this process knows of its clients."""
+    """Knowledge of this process about its clients."""
 
     all_run_code = False
 

@@ -17,7 +17,7 @@ LOCK_FILE = "skyproxy-requirements.lock"
 """Stands for the file in the arguments of an installer."""
 _HASH = re.compile(r"\s--hash[=\s]\s*sha(256|384|512):[0-9a-f]{64,128}(?=\s|$)")
 _MOST_PACKED_CHARACTERS = 100_000
-"""What a Pod's command can carry beside the rest: Linux takes 128 KiB as one argument."""
+"""The bytes that a Pod's command can carry beside the rest: Linux takes 128 KiB as one argument."""
 
 
 def lock_text(given: str | Path) -> str:

@@ -20,7 +20,7 @@ from skyproxy.transport.websocket import check_confidential
 
 _MAX_BYTES = 1 << 20
 _MOST_STEPS = 4
-"""How many times the bound of a step the whole answer may take: a worker could send a byte a step."""
+"""The bound of the whole answer, in bounds of a step: a worker could send a byte a step."""
 
 
 def ask_worker(
