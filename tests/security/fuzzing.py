@@ -351,7 +351,9 @@ def _zygote(near: bool) -> None:
     while True:
         runner = os.fork()
         if runner == 0:
-            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+            # Guarding pages take addresses and no memory.
+            bound = resource.RLIMIT_DATA if "LD_PRELOAD" in os.environ else resource.RLIMIT_AS
+            resource.setrlimit(bound, (_MEMORY_BYTES, _MEMORY_BYTES))
             _run(answers, seeds)
             os._exit(0)
         _, status = os.waitpid(runner, 0)
@@ -404,13 +406,29 @@ def _read_line() -> bytes:
 
 
 def fuzz(
-    calls: Iterable[tuple[str, int]], tell: Callable[[str], object] = lambda line: None, *, near: bool = False
+    calls: Iterable[tuple[str, int]],
+    tell: Callable[[str], object] = lambda line: None,
+    *,
+    near: bool = False,
+    guard: Path | None = None,
 ) -> Report:
-    """Runs calls one by one in a child, and in another one after each death; each finding is told at once."""
+    """Runs calls one by one in a child, and in another one after each death; each finding is told at once.
+
+    Args:
+        calls: operators, each with the number of a call.
+        tell: is called with each finding.
+        near: whether calls that are right are changed.
+        guard: the library made of `guard_pages.c`, to be loaded by the child.
+    """
     command = [sys.executable, "-m", "tests.security.fuzzing", "--child", *["--near"] * near]
     report = Report()
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2]
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "LD_PRELOAD": str(guard.resolve())} if guard is not None else None,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -447,6 +465,7 @@ def main() -> int:
     parser.add_argument(
         "--near", action="store_true", help="change calls that are right, where there is a sample of them"
     )
+    parser.add_argument("--guard", type=Path, help="the library made of tests/security/guard_pages.c")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -455,7 +474,7 @@ def main() -> int:
     chosen = arguments.only or (arguments.names.read_text().split() if arguments.names else names())
     rounds = max(arguments.calls // len(chosen), 1)
     calls = ((name, arguments.seed + number) for name in chosen for number in range(rounds))
-    report = fuzz(calls, lambda line: print(line, flush=True), near=arguments.near)
+    report = fuzz(calls, lambda line: print(line, flush=True), near=arguments.near, guard=arguments.guard)
     print(report.outcomes)
     return 1 if report.findings else 0
 
