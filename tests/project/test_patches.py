@@ -26,6 +26,8 @@ EXCEPTIONS = {
     ("skyproxy/cli/connecting.py", "signal.signal"): "the command line's own process",
     ("skyproxy_server/__main__.py", "signal.signal"): "the worker's own process",
     ("skyproxy_server/isolation/template.py", "signal.signal"): "a session's own process",
+    ("skyproxy_server/isolation/session_user.py", "os.environ[name]"): "a session's own process",
+    ("skyproxy_server/isolation/session_user.py", "tempfile.tempdir"): "a session's own process",
     ("skyproxy/import_watcher.py", "sys.meta_path[:]"): "finders leave the table that Python has for them",
     ("skyproxy/integrations/huggingface.py", "os.environ[_VARIABLE]"): "what accelerate offers for the choice",
     ("skyproxy/runtime/lifecycle.py", "os.environ[name]"): "what plugins ask for in a worker",
