@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.collector import collector_paused
-from skyproxy.import_watcher import forget_all, when_imported
+from skyproxy.import_watcher import forget_all, when_imported, when_whole
 
 if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
@@ -191,7 +191,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    when_imported("torch", lambda torch: _load_device())
+    when_imported("torch", lambda torch: when_whole("skyproxy", _load_device))
     when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
     when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
 

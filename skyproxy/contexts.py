@@ -69,7 +69,7 @@ class ContextStore:
                 f"the saved context {path} cannot be read: {error!r}. Remove it: skyproxy context remove {name}"
             ) from error
         if context.name != name or context.provider not in PROVIDERS:
-            raise ConfigurationError(f"the saved context {path} is not one of ours. Remove that file.")
+            raise ConfigurationError(f"the saved context {path} is not a context of skyproxy. Remove that file.")
         return context
 
     def save(self, context: Context, *, make_current: bool = True) -> None:

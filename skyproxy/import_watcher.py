@@ -50,6 +50,32 @@ def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
         sys.meta_path.insert(0, _Watcher(name, then))
 
 
+class _SettlingSpec(ModuleSpec):
+    """The spec of a module that is half imported; calls somebody once it is whole."""
+
+    then: Callable[[], object]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            self.__dict__.pop("then")()
+
+
+def when_whole(package: str, then: Callable[[], object]) -> None:
+    """Call `then` once no module below this package is half imported: now, or when the outermost of them is whole.
+
+    What imports the package's other modules would find that one without its names.
+    """
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if name.startswith(f"{package}.") and type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+            spec.__dict__["then"] = then
+            spec.__class__ = _SettlingSpec
+            return
+    then()
+
+
 def forget_own() -> None:
     """No import calls anything of this package any more; what others asked for stays."""
     sys.meta_path[:] = [

@@ -32,7 +32,7 @@ def caution(version: str) -> str | None:
     except ValueError:
         pass
     return (
-        f"skyproxy was tried on torch {TRIED}, this is {version}. It stands on parts of torch that may change; if "
+        f"skyproxy was tested with torch {TRIED}, this is {version}. It relies on parts of torch that may change; if "
         f'something fails, try: pip install "torch=={NEWEST[0]}.{NEWEST[1]}.*"'
     )
 

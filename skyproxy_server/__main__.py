@@ -61,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_port, default=8765, help="port to listen on; 0 takes a free one")
-    add("--processes", type=_process_count, default=1, help="workers to run, on ports from --port on; all end with one")
+    add(
+        "--processes",
+        type=_process_count,
+        default=1,
+        help="number of workers, on consecutive ports from --port; if one ends, all end",
+    )
     # Of --processes: who finds the first worker finds all of them.
     add("--after-port", type=_port, action="append", default=[], help=argparse.SUPPRESS)
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
@@ -69,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--token-file",
         type=Path,
         metavar="PATH",
-        help="file with the token that clients must know, or a directory with a file for each named token; read again "
+        help="file with the token that clients must present, or a directory with a file for each named token; reread "
         "when it changes",
     )
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to, once the worker listens")
@@ -91,12 +96,12 @@ def parser() -> argparse.ArgumentParser:
         "--blob-bytes",
         type=_byte_count,
         metavar="N",
-        help="how much of uploads to keep for clients that come again; 0: nothing (default: SKYPROXY_MAX_BLOB_BYTES; "
-        "with --embedded nothing, for nobody comes again)",
+        help="how many bytes of uploads to keep for returning clients; 0: none (default: SKYPROXY_MAX_BLOB_BYTES; "
+        "with --embedded none, for no client returns)",
     )
-    add("--share-uploads", action="store_true", help="keep what came with one token for the clients of all")
+    add("--share-uploads", action="store_true", help="share kept uploads between the clients of all tokens")
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
-    add("--no-functions", action="store_true", help="run tensor operations only, no code of clients")
+    add("--no-functions", action="store_true", help="accept tensor operations only; run no client code")
     add(
         "--allow-ops",
         action="append",
@@ -104,8 +109,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a namespace (torchvision) or an operator (mylib::scale) that clients may call, too; repeatable",
     )
-    add("--drain-seconds", type=float, default=0.0, help="how long sessions may go on after SIGTERM")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much to log")
+    add("--drain-seconds", type=float, default=0.0, help="how long sessions may continue after SIGTERM")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
     kind = result.add_mutually_exclusive_group()
     kind.add_argument(
         "--session-processes",
@@ -125,20 +130,20 @@ def parser() -> argparse.ArgumentParser:
         type=_byte_count,
         default=0,
         metavar="BYTES",
-        help="memory that a session's process may take; 0: no bound of its own",
+        help="memory that a session's process may take; 0: no limit of its own",
     )
     add(
         "--session-gpu-fraction",
         type=_fraction,
         default=0.0,
         metavar="F",
-        help="the part of each GPU's memory that a session may take; 0: no bound of its own",
+        help="the part of each GPU's memory that a session may take; 0: no limit of its own",
     )
     options.add_arguments(result)
     add(
         "--embedded",
         action="store_true",
-        help="be the child of a client: token from stdin, port to stdout as JSON, exit when stdin ends",
+        help="run as the child of a client: token from stdin, port to stdout as JSON, exit when stdin ends",
     )
     return result
 
@@ -253,7 +258,7 @@ def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threa
     if arguments.token_file is None:
         raise ConfigurationError("--processes needs a --token-file, which all of the workers can read.")
     if arguments.port + arguments.processes > 65536:
-        raise ConfigurationError(f"There are not {arguments.processes} ports from {arguments.port} on.")
+        raise ConfigurationError(f"There are fewer than {arguments.processes} ports from {arguments.port} upwards.")
     share = ["--blob-bytes", str(_blob_bytes(arguments))]
     return run_processes([*argv, *share], arguments.processes, arguments.port, stop)
 
@@ -334,11 +339,11 @@ def _wants_processes(arguments: argparse.Namespace) -> bool:
         if not wanted and not arguments.embedded and not _everybody_runs_code(arguments):
             wanted = are_sessions_separable()
             if not wanted:
-                logger.warning("all sessions share this process: what separates them is not there on this system")
+                logger.warning("all sessions share this process: process isolation is not available on this system")
     if wanted and not are_sessions_separable():
         raise ConfigurationError("--session-processes needs Linux. Use --sessions-in-process.")
     if not wanted and options.asks_for_processes(arguments):
-        raise ConfigurationError("Bounds of a session need a process for each: leave out --sessions-in-process.")
+        raise ConfigurationError("Limits per session need a process for each: leave out --sessions-in-process.")
     return wanted
 
 

@@ -158,7 +158,7 @@ def checked(token: str) -> str:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigurationError("The token has characters that a header cannot carry. Use printable ASCII, no spaces.")
     if len(token) < _SHORT:
-        logger.warning("the token has fewer than %d characters; whoever guesses it runs code here", _SHORT)
+        logger.warning("the token has fewer than %d characters; whoever guesses it can run code here", _SHORT)
     return token
 
 

@@ -41,9 +41,9 @@ class Certificate:
                     self._context = self._load()
                 except ConfigurationError as error:
                     # Half replaced, perhaps: the other half changes the marks once more.
-                    logger.error("%s The one before stays in use.", error)
+                    logger.error("%s The previous one stays in use.", error)
                 else:
-                    logger.info("the certificate %s was read again", self._certificate)
+                    logger.info("the certificate %s was reloaded", self._certificate)
             return self._context
 
     def _marks(self) -> list[tuple[int, int, int] | None]:

@@ -72,16 +72,16 @@ def page_response(path: str) -> bytes | None:
 
 
 _METRICS = (
-    ("sessions", "gauge", "Sessions that are open."),
-    ("processes", "gauge", "Processes of sessions, those included that are left of sessions that are over."),
-    ("memory_bytes", "gauge", "Memory of all processes of the worker that no file backs."),
-    ("calls_running", "gauge", "Functions that run."),
+    ("sessions", "gauge", "Open sessions."),
+    ("processes", "gauge", "Processes of sessions, including those that ended sessions left behind."),
+    ("memory_bytes", "gauge", "Anonymous memory of all processes of the worker."),
+    ("calls_running", "gauge", "Functions that are running."),
     ("idle_seconds", "gauge", "Seconds since the worker last did something."),
-    ("commands", "counter", "Operations that were executed."),
+    ("commands", "counter", "Executed operations."),
 )
 _DEVICE_METRICS = (
-    ("used_memory_bytes", "Memory of a device that is used."),
-    ("total_memory_bytes", "Memory that a device has."),
+    ("used_memory_bytes", "Used memory of a device."),
+    ("total_memory_bytes", "Total memory of a device."),
 )
 
 

@@ -46,9 +46,11 @@ def within(indices: Tensor, count: int) -> Tensor:
 def _many_margins(given: dict[str, Any]) -> None:
     tensor, target, grad = given["self"], given["target"], given["grad_output"]
     require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
-    require(target.shape == tensor.shape == given["is_target"].shape, "the targets look otherwise than the input")
+    require(target.shape == tensor.shape == given["is_target"].shape, "the targets do not match the input")
     rows = tensor.shape[0] if tensor.dim() == 2 else 1
-    require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
+    require(
+        grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient does not match the rows"
+    )
     classes = tensor.shape[-1] if tensor.dim() else 1
     given["target"] = target.clamp(-1, max(classes - 1, -1))
 
@@ -56,13 +58,13 @@ def _many_margins(given: dict[str, Any]) -> None:
 @_checks("nll_loss_backward", "nll_loss2d_backward")
 def _likelihoods(given: dict[str, Any]) -> None:
     tensor, target, grad, weight = given["self"], given["target"], given["grad_output"], given.get("weight")
-    require(tensor.dim() in (1, 2, 4), f"likelihoods have no {tensor.dim()} dimensions")
+    require(tensor.dim() in (1, 2, 4), f"likelihoods cannot have {tensor.dim()} dimensions")
     classes = tensor.shape[0 if tensor.dim() == 1 else 1]
     rows = tensor.numel() // classes if classes else 0
     require(target.numel() == rows, f"{target.numel()} targets for {rows} rows")
     require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
     require(given["total_weight"].numel() == 1, "the total weight is one number")
-    require(grad.numel() == (rows if given["reduction"] == 0 else 1), "the gradient is of other rows")
+    require(grad.numel() == (rows if given["reduction"] == 0 else 1), "the gradient does not match the rows")
     # What is to be ignored stays what it is.
     ignored = target == given["ignore_index"]
     given["target"] = torch.where(ignored, target, within(target, classes))
@@ -74,9 +76,9 @@ def _layer_norm(given: dict[str, Any]) -> None:
     require(0 < len(inner) <= tensor.dim(), f"a layer of the shape {list(inner)} of {tensor.dim()} dimensions")
     outer = tuple(tensor.shape[: tensor.dim() - len(inner)])
     require(tuple(tensor.shape[len(outer) :]) == inner, f"the input does not end with {list(inner)}")
-    require(given["grad_out"].shape == tensor.shape, "the gradient looks otherwise than the input")
+    require(given["grad_out"].shape == tensor.shape, "the gradient does not match the input")
     for name in ("mean", "rstd"):
-        require(given[name].numel() == math.prod(outer), f"{name} is not of {math.prod(outer)} rows")
+        require(given[name].numel() == math.prod(outer), f"{name} does not have {math.prod(outer)} rows")
     for name in ("weight", "bias"):
         vector = given.get(name)
         require(vector is None or tuple(vector.shape) == inner, f"{name} does not have the shape {list(inner)}")
@@ -197,7 +199,7 @@ def _distances(given: dict[str, Any]) -> None:
     require(tensor.dim() == 2, "distances are between the rows of a matrix")
     count = tensor.shape[0] * (tensor.shape[0] - 1) // 2
     for name in ("grad", "pdist"):
-        require(given[name].shape == (count,), f"{name} is not of {count} pairs")
+        require(given[name].shape == (count,), f"{name} does not have {count} pairs")
         require(given[name].dtype is tensor.dtype, f"{name} has another dtype than the rows")
 
 
@@ -205,13 +207,15 @@ def _padding(dimensions: int, *, reflects: bool) -> Check:
     def check(given: dict[str, Any]) -> None:
         tensor, padding = given["self"], list(given["padding"])
         require(len(padding) == 2 * dimensions, f"{len(padding)} paddings for {dimensions} dimensions")
-        require(tensor.dim() in (dimensions + 1, dimensions + 2), f"padding takes no {tensor.dim()} dimensions")
+        require(tensor.dim() in (dimensions + 1, dimensions + 2), f"padding does not support {tensor.dim()} dimensions")
         sizes = list(tensor.shape)
         for place, pad in enumerate(padding):
             size = tensor.shape[-1 - place // 2]
-            require(not reflects or -size <= pad < size, f"a padding of {pad} reflects more than there is of {size}")
+            require(
+                not reflects or -size <= pad < size, f"a padding of {pad} reflects more than the size {size} allows"
+            )
             sizes[-1 - place // 2] += pad
-        require(list(given["grad_output"].shape) == sizes, "the gradient looks otherwise than the result")
+        require(list(given["grad_output"].shape) == sizes, "the gradient does not match the result")
 
     return check
 

@@ -141,10 +141,12 @@ class NamedSessions:
                 raise NamedSessionInUseError(self._clock() - session.since)
             self._set_holder(session, holder)
         if other is not None:
-            reason = f"another client took the session {name!r} over; what was put under a name there lives on"
+            reason = f"another client took the session {name!r} over; what was put under a name there is kept"
             if not other.take_away(reason, TAKE_SECONDS):
                 self.release(holder)
-                raise LimitExceededError(f"the client that held {name!r} is being ended, and not done yet. Try again")
+                raise LimitExceededError(
+                    f"the client that held {name!r} is being ended, and has not finished. Try again"
+                )
         return session
 
     def _set_holder(self, session: NamedSession, holder: Holder | None) -> None:

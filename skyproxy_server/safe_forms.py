@@ -128,7 +128,7 @@ def _batch_norm(given: dict[str, Any]) -> None:
         for name in needed if backward or not training else ():
             require(name not in given or given[name] is not None, f"batch_norm needs {name} here")
     grad = given.get("grad_out")
-    require(grad is None or grad.shape == tensor.shape, "the gradient looks otherwise than the input")
+    require(grad is None or grad.shape == tensor.shape, "the gradient does not match the input")
 
 
 @_checks("_batch_norm_no_update")
@@ -144,7 +144,7 @@ def _batch_norm_as_learned(given: dict[str, Any]) -> None:
 def _pool(dimensions: int) -> Check:
     def check(given: dict[str, Any]) -> None:
         grad, tensor, indices = given["grad_output"], given["self"], given.get("indices")
-        require(tensor.dim() in (dimensions + 1, dimensions + 2), f"pooling takes no {tensor.dim()} dimensions")
+        require(tensor.dim() in (dimensions + 1, dimensions + 2), f"pooling does not support {tensor.dim()} dimensions")
         require(
             grad.dim() == tensor.dim() and grad.shape[:-dimensions] == tensor.shape[:-dimensions],
             f"the gradient {list(grad.shape)} does not belong to the input {list(tensor.shape)}",
@@ -152,7 +152,7 @@ def _pool(dimensions: int) -> Check:
         size = given.get("output_size")
         require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
         if indices is not None:
-            require(indices.shape == grad.shape, "the indices look otherwise than the gradient")
+            require(indices.shape == grad.shape, "the indices do not match the gradient")
             given["indices"] = within(indices, math.prod(tensor.shape[-dimensions:]))
 
     return check
@@ -253,7 +253,7 @@ def _fft(given: dict[str, Any]) -> None:
     require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
     if "last_dim_size" in given:
         size = given["last_dim_size"]
-        require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers do not come of so few")
+        require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers cannot come from so few")
 
 
 @_checks(
@@ -294,7 +294,9 @@ def _margins(given: dict[str, Any]) -> None:
     rows, classes = (1, 1, *tensor.shape)[-2:]
     require(target.dim() <= 1 and target.numel() == rows, f"{target.numel()} targets for {rows} rows")
     require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
-    require(grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient is of other rows")
+    require(
+        grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient does not match the rows"
+    )
     given["target"] = within(target, classes)
 
 
@@ -333,8 +335,8 @@ def _are_block_pivots(row: list[int]) -> bool:
 def _grid(given: dict[str, Any]) -> None:
     tensor, grid, grad = given["input"], given["grid"], given["grad_output"]
     require(tensor.dim() == grid.dim() in (4, 5), "images and grid have four or five dimensions")
-    require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid is of other images")
-    require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient looks otherwise than the result")
+    require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid does not match the images")
+    require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient does not match the result")
     require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
 
 

@@ -232,7 +232,9 @@ def _parsed(name: str, text: bytes, where: str) -> _Entry:
         ConfigurationError: it cannot be understood; the token is not in the text of the error.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigurationError(f"{where!r} has a name that no token can have. Use letters, digits, '.', '_' and '-'.")
+        raise ConfigurationError(
+            f"{where!r} has a name that is not valid for a token. Use letters, digits, '.', '_' and '-'."
+        )
     if len(text) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"{where} is longer than {_MAX_FILE_BYTES} bytes; that is not a token.")
     lines = [line.strip() for line in text.decode("utf-8", "replace").strip().splitlines()]
@@ -254,7 +256,7 @@ def _parsed(name: str, text: bytes, where: str) -> _Entry:
             bounds["memory_bytes" if key == "memory" else "blob_bytes"] = size_bytes(value, f"{where}: {key}")
         else:
             raise ConfigurationError(
-                f"{where} has a line behind its token that says nothing known: {key!r:.40}. Use 'scopes: operations, "
+                f"{where} has an unknown line after its token: {key!r:.40}. Use 'scopes: operations, "
                 "functions, admin', 'expires: 2027-01-31', 'sessions: 4', 'connections: 16', 'memory: 8GiB' or "
                 "'uploads: 2GiB'."
             )
@@ -266,7 +268,7 @@ def _scopes(text: str, where: str) -> frozenset[str]:
     unknown = sorted(scopes - SCOPES)
     if unknown or not scopes:
         raise ConfigurationError(
-            f"{where} names the scopes {text!r:.80}. Those that exist are: {', '.join(sorted(SCOPES))}."
+            f"{where} names the scopes {text!r:.80}. Valid scopes are: {', '.join(sorted(SCOPES))}."
         )
     # Whoever runs code there has the tensors anyhow.
     return scopes | {OPERATIONS} if FUNCTIONS in scopes else scopes

@@ -32,3 +32,19 @@ def test_a_worker_forgets_what_the_client_watches_and_nothing_else(forgets: bool
         timeout=100,
     )
     assert done.stdout == printed, done.stderr
+
+
+FIRST = """
+import {module}
+import sys, torch
+print(torch.device("sky:0"), sys.modules["skyproxy.nodes"].open_saved.__module__)
+"""
+
+
+@pytest.mark.parametrize("module", ["skyproxy.torch_codec", "skyproxy.nodes"])
+def test_any_module_of_ours_may_be_the_first_that_is_imported(module: str) -> None:
+    """Importing torch loads the device, which needs the module that has just begun to import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST.format(module=module)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout == "sky:0 skyproxy\n", done.stderr

@@ -23,7 +23,7 @@ with warnings.catch_warnings(record=True) as seen:
     import skyproxy.tensor.activation
     skyproxy.tensor.activation.activate()
     print((torch.arange(4, device="sky:0") + 1).sum().item())
-print([str(warning.message) for warning in seen if "was tried on torch" in str(warning.message)])
+print([str(warning.message) for warning in seen if "was tested with torch" in str(warning.message)])
 """
 
 

@@ -17,15 +17,15 @@ def parser() -> argparse.ArgumentParser:
     """The operator's arguments; what belongs to an installation is in its environment instead."""
     result = argparse.ArgumentParser(
         prog="skyproxy_operator",
-        description="Run the skyproxy operator: it makes workers of Computes, and takes them away when they are done.",
+        description="Run the skyproxy operator: it creates workers for Computes, and removes them when they are done.",
         epilog="SKYPROXY_OPERATOR_* variables set the worker images, the lease and intervals; see the documentation.",
         allow_abbrev=False,
     )
     where = result.add_mutually_exclusive_group(required=True)
-    where.add_argument("-A", "--all-namespaces", action="store_true", help="look after the whole cluster")
-    where.add_argument("-n", "--namespace", action="append", default=[], help="look after this one; repeatable")
-    result.add_argument("--log-format", default="full", choices=("full", "plain", "json"), help="how to write the log")
-    result.add_argument("--log-level", default="info", choices=("debug", "info", "warning"), help="how much to log")
+    where.add_argument("-A", "--all-namespaces", action="store_true", help="watch the whole cluster")
+    where.add_argument("-n", "--namespace", action="append", default=[], help="watch this namespace; repeatable")
+    result.add_argument("--log-format", default="full", choices=("full", "plain", "json"), help="log format")
+    result.add_argument("--log-level", default="info", choices=("debug", "info", "warning"), help="log level")
     return result
 
 

@@ -153,34 +153,34 @@ def waiting_cause(
                 "ContainerNotCreated", f"Pod {name} cannot start its container: {message or reason}.", actionable=True
             )
         if reason not in ("", "ContainerCreating", "PodInitializing"):
-            return Cause(reason, f"Pod {name} waits: {message or reason}.", actionable=True)
+            return Cause(reason, f"Pod {name} is waiting: {message or reason}.", actionable=True)
     troubles = [event for event in events if event.get("type") == "Warning" and event.get("reason") in _VOLUME_EVENTS]
     if troubles and pod_phase(pod) == "Pending":
         text = str(troubles[-1].get("message", ""))
-        return Cause("VolumeNotMounted", f"Pod {name} waits for a volume: {text}", actionable=True)
+        return Cause("VolumeNotMounted", f"Pod {name} is waiting for a volume: {text}", actionable=True)
     silent = node_lost_seconds(pod, now)
     if silent is not None:
         machine = (pod.get("spec") or {}).get("nodeName", "")
         text = f"The machine {machine} of pod {name} has not answered for {silent:.0f} s."
         return Cause("NodeNotResponding", f"{text} See: kubectl describe node {machine}", actionable=True)
     if pod_phase(pod) == "Running":
-        return Cause("WorkerStarting", f"Pod {name} runs, and its worker does not take sessions yet.")
-    return Cause("ContainerCreating", f"Pod {name} has a machine, and its container is being made.")
+        return Cause("WorkerStarting", f"Pod {name} is running, but its worker does not accept sessions yet.")
+    return Cause("ContainerCreating", f"Pod {name} has a machine, and its container is being created.")
 
 
 def _unscheduled_cause(pod: Object, name: str, now: datetime.datetime) -> Cause:
     scheduled = condition(pod, "PodScheduled")
     message = str(scheduled.get("message", ""))
     if scheduled.get("reason") == "SchedulingGated":
-        return Cause("SchedulingGated", f"Pod {name} waits for its scheduling gates: {message}")
+        return Cause("SchedulingGated", f"Pod {name} is waiting for its scheduling gates: {message}")
     if scheduled.get("reason") != "Unschedulable":
-        return Cause("Scheduling", f"Pod {name} waits for a machine.")
+        return Cause("Scheduling", f"Pod {name} is waiting for a machine.")
     if "unbound immediate PersistentVolumeClaims" in message:
         born = datetime.datetime.fromisoformat(pod["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
         late = (now - born).total_seconds() >= _BINDING_SECONDS
         return Cause(
             "VolumeUnbound",
-            f"Pod {name} waits for its volumes"
+            f"Pod {name} is waiting for its volumes"
             + (
                 ". Look at the claims: kubectl describe pvc. A storage class may be missing."
                 if late

@@ -216,7 +216,9 @@ class ChildReconciler:
                 self._keep(compute, wanted)
                 return True
             # Somebody else made it a moment ago; the next look finds it.
-            status.blocking = Cause("CreatingChildren", f"{wanted['kind']} {wanted['metadata']['name']} is being made.")
+            status.blocking = Cause(
+                "CreatingChildren", f"{wanted['kind']} {wanted['metadata']['name']} is being created."
+            )
         except ApiError as exc:
             _note(status, exc, blocks=True)
         return False
@@ -239,9 +241,8 @@ class ChildReconciler:
             if existing is not None and _is_other_compute(compute, existing):
                 status.blocking = _leftover(f"{wanted['kind']} {metadata['name']}")
             elif existing is not None and not _is_ours(compute, existing):
-                text = (
-                    f"There is a {wanted['kind']} {metadata['name']} that is not ours. Delete it, or use another name."
-                )
+                what = f"{wanted['kind']} {metadata['name']}"
+                text = f"There is a {what} that skyproxy does not manage. Delete it, or use another name."
                 cause = Cause("NameTaken", text, actionable=True)
                 status.refusals.append(cause)
                 if blocks:
@@ -284,7 +285,7 @@ class ChildReconciler:
         if lacking:
             text = (
                 f"The cluster does not know {lacking} of {_GATEWAY_GROUP} ({' or '.join(_GATEWAY_VERSIONS[lacking])}), "
-                "so there is no way in by a gateway. `skyproxy connect` works without one."
+                "so there is no way in through a gateway. `skyproxy connect` works without one."
             )
             status.refusals.append(Cause("GatewayUnavailable", text, actionable=True))
             return
@@ -319,7 +320,7 @@ def _note(status: ChildStatus, error: ApiError, *, blocks: bool) -> None:
 
 
 def _leftover(what: str) -> Cause:
-    return Cause("CleaningUp", f"{what} of an earlier Compute of this name has to go first.")
+    return Cause("CleaningUp", f"{what} of an earlier Compute of this name must be deleted first.")
 
 
 def _owners(item: Object) -> list[Object]:

@@ -365,7 +365,7 @@ def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
     if silence.reason == TOKEN_REFUSED:
         text += " It does not accept the token of its Secret."
     if silence.reason:
-        text += " Secrets that are replaced come to it within two minutes; after that, see its log."
+        text += " A replaced Secret reaches it within two minutes; after that, see its log."
     if spec.idle_timeout_seconds is not None:
         text += " idleTimeout has no effect meanwhile."
     return Cause(silence.reason or "ActivityUnknown", text, actionable=True)

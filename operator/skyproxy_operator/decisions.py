@@ -263,7 +263,7 @@ class _Decision:
             here = {node_of(pod) for pod in current if not is_leaving(pod)}
             for node in sorted(set(range(self._spec.nodes)) - here):
                 name = pod_name(self._compute["metadata"]["name"], node)
-                lost.append(Cause("PodDeleted", f"Pod {name} was deleted: by a drain, an eviction or somebody."))
+                lost.append(Cause("PodDeleted", f"Pod {name} was deleted: by a drain, an eviction or a user."))
         return lost
 
     def _note_failure(self, causes: list[Cause]) -> Cause:
@@ -293,7 +293,7 @@ class _Decision:
         if any(attempt_of(pod) < self._attempt for pod in stale) and "lastFailure" in self._carried:
             cause = Cause("Restarting", f"The nodes start again. {self._last_failure()}")
         else:
-            cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, have to go first.")
+            cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, must be deleted first.")
         # Before they are deleted: members that we take away ourselves are not lost.
         self._forget("readySince", "formed")
         verdict = state.Verdict(state.PROVISIONING, False, cause, True, False, self._first_refusal())

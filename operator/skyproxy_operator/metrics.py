@@ -39,7 +39,7 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         prefix = "skyproxy_operator_"
         self.reconciles = Counter(
-            f"{prefix}reconciles", "Looks at a Compute, by result.", ["result"], registry=registry
+            f"{prefix}reconciles", "Reconciliations of Computes, by result.", ["result"], registry=registry
         )
         self.requests = Counter(
             f"{prefix}api_requests", "Requests to the API server.", ["method", "status"], registry=registry
@@ -48,7 +48,7 @@ class Metrics:
             f"{prefix}lists", "How often all objects of a kind were listed.", ["kind"], registry=registry
         )
         self.probes = Counter(
-            f"{prefix}probes", "Questions to workers for their activity, by result.", ["result"], registry=registry
+            f"{prefix}probes", "Requests to workers for their activity, by result.", ["result"], registry=registry
         )
         self.pods = Counter(
             f"{prefix}pods", "Pods created, deleted and removed by force.", ["action"], registry=registry
@@ -58,18 +58,18 @@ class Metrics:
         )
         self.duration = Histogram(
             f"{prefix}reconcile_seconds",
-            "How long a look at a Compute took.",
+            "How long the reconciliation of a Compute took.",
             buckets=_BUCKETS_SECONDS,
             registry=registry,
         )
         self.first_look = Histogram(
             f"{prefix}first_look_seconds",
-            "How long a new Compute, or a new spec, waited until it was looked at.",
+            "How long a new Compute, or a new spec, waited until it was reconciled.",
             buckets=_BUCKETS_SECONDS,
             registry=registry,
         )
-        self.queued = Gauge(f"{prefix}queued", "Computes that wait to be looked at.", registry=registry)
-        self.leading = Gauge(f"{prefix}leading", "1 where this operator is the one that works.", registry=registry)
+        self.queued = Gauge(f"{prefix}queued", "Computes that wait to be reconciled.", registry=registry)
+        self.leading = Gauge(f"{prefix}leading", "1 if this operator is the leader.", registry=registry)
         self.computes = ComputesByPhase()
         registry.register(self.computes)
         ProcessCollector(registry=registry)

@@ -133,8 +133,8 @@ def _service_account(pod: Object, spec: Object, options: Options) -> Iterator[st
     for name in sorted(named):
         if not _matches(f"{namespace}/{name}", options.service_accounts):
             yield (
-                f"serviceAccountName: this installation lets no worker be {namespace}/{name}. An administrator allows "
-                f"it: SKYPROXY_OPERATOR_SERVICE_ACCOUNTS={namespace}/{name}"
+                f"serviceAccountName: this installation does not let workers use {namespace}/{name}. An administrator "
+                f"allows it: SKYPROXY_OPERATOR_SERVICE_ACCOUNTS={namespace}/{name}"
             )
 
 
@@ -163,7 +163,7 @@ def _secrets(
     for name, where in sorted(found.items()):
         if name not in own and not _matches(name, options.secrets):
             yield (
-                f"{where}: this installation gives workers no Secret {name}. An administrator allows it: "
+                f"{where}: this installation does not give workers the Secret {name}. An administrator allows it: "
                 f"SKYPROXY_OPERATOR_SECRETS={name}"
             )
 

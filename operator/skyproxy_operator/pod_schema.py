@@ -89,9 +89,9 @@ def _name_of(value: Any) -> str:
     kinds = {
         Mapping: "an object",
         list: "a list",
-        bool: "a truth value",
+        bool: "a boolean",
         int: "a number",
         float: "a number",
-        str: "a text",
+        str: "a string",
     }
     return next(name for kind, name in kinds.items() if isinstance(value, kind))

@@ -119,13 +119,13 @@ def report_of(status: int, text: bytes) -> Report:
     try:
         answer: Any = json.loads(text)
         if not isinstance(answer, Mapping):
-            return _failed("its answer is no object")
+            return _failed("its answer is not an object")
         idle, running = float(answer["idle_seconds"]), int(answer.get("calls_running", 0))
         # NaN compares false. More than a worker's age in any world would overflow the calendar in what is made of it.
         if not 0 <= idle <= _MAX_IDLE_SECONDS:
-            return _failed("its answer makes no sense")
+            return _failed("its answer cannot be understood")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return _failed("its answer is no activity report")
+        return _failed("its answer is not an activity report")
     METRICS.probes.labels(result="answered").inc()
     return Report(0.0 if running else idle, answer)
 

@@ -89,13 +89,13 @@ def judged(
     ready = sum(is_ready(pod) for pod in pods)
     scheduled = sum(is_scheduled(pod) for pod in pods) == spec.nodes
     if ready == spec.nodes:
-        what = "The worker takes sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes take sessions."
+        what = "The worker accepts sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes accept sessions."
         return Verdict(RUNNING, True, Cause("Ready", what), False, True)
     waiting = [pod for pod in pods if not is_ready(pod) and not has_ended(pod)]
     causes = [waiting_cause(pod, now, events.get(pod["metadata"]["name"], ()), pull_failures) for pod in waiting]
     # What somebody has to see to goes before what will pass.
     causes.sort(key=lambda item: not item.actionable)
-    cause = causes[0] if causes else Cause("CreatingPods", "The pods are being made.")
+    cause = causes[0] if causes else Cause("CreatingPods", "The pods are being created.")
     if spec.nodes > 1:
         cause = Cause(cause.reason, f"{ready} of {spec.nodes} nodes are ready. {cause.message}", cause.actionable)
     begun = any(is_scheduled(pod) or pod_phase(pod) == "Running" for pod in pods)

@@ -40,7 +40,7 @@ async def _examine(client: ClusterClient) -> list[Finding]:
     findings = [Finding("cluster", "ok", f"Kubernetes {version}, {client.address}")]
     try:
         count = len(await client.list_computes())
-        findings.append(Finding("Compute", "ok", f"known; {count} in {client.namespace}"))
+        findings.append(Finding("Compute", "ok", f"installed; {count} in {client.namespace}"))
     except ClusterError as error:
         findings.append(Finding("Compute", "broken", str(error)))
     findings.append(await _operator(client))
@@ -63,13 +63,13 @@ async def _operator(client: ClusterClient) -> Finding:
         rows = (await client.request("GET", "/apis/apps/v1/deployments", query=query)).get("items", [])
     except ClusterError as error:
         if error.status == 403:
-            return Finding("operator", "skipped", "you may not look at deployments of other namespaces")
+            return Finding("operator", "skipped", "you may not list deployments in other namespaces")
         return Finding("operator", "broken", str(error))
     if not rows:
         return Finding(
             "operator",
             "warning",
-            "no deployment of it was found",
+            "its deployment was not found",
             "An administrator installs it: skyproxy install. It may also run outside of the cluster.",
         )
     for row in rows:

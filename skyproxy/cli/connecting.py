@@ -91,14 +91,14 @@ def connect(
     if print_environment:
         if access.via == "port-forward":
             raise ConfigurationError(
-                f"{worker} is reached through a port-forward, which must go on as long as it is used. "
+                f"{worker} is reached through a port-forward, which must stay open while it is used. "
                 f"Run: skyproxy port-forward {worker}"
             )
         _print_environment(access.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
         return
     ContextStore().save(saved)
     software = report.get("software", {})
-    note(f"sky:0 is now {worker}, by {access.via} at {access.url} (torch {software.get('torch', 'unknown')}).")
+    note(f"sky:0 is now {worker}, via {access.via} at {access.url} (torch {software.get('torch', 'unknown')}).")
 
 
 def _connect_url(
@@ -210,7 +210,7 @@ def port_forward(
     try:
         _print_environment(way.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
         sys.stdout.flush()
-        note(f"Port {way.url.rpartition(':')[2]} leads to port {DEFAULT_PORT} of {worker}. Ctrl-C ends it.")
+        note(f"Port {way.url.rpartition(':')[2]} forwards to port {DEFAULT_PORT} of {worker}. Ctrl-C ends it.")
         _wait_for_a_signal()
     finally:
         way.close()

@@ -20,7 +20,7 @@ from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Pro
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.findings import Finding
 from skyproxy.cli.fleet import Access
-from skyproxy.cli.fleets import fleet_of
+from skyproxy.cli.fleets import access_of_environment, fleet_of
 from skyproxy.cli.output import console, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
 from skyproxy.errors import SkyproxyError
@@ -84,7 +84,7 @@ def _torch() -> Finding:
     except PackageNotFoundError:
         return Finding("torch", "broken", "not installed", install_command("torch"))
     if (caution := torch_versions.caution(found)) is not None:
-        return Finding("torch", "warning", f"{found} was never tried", caution)
+        return Finding("torch", "warning", f"{found} has not been tested", caution)
     return Finding("torch", "ok", found)
 
 
@@ -131,6 +131,9 @@ def _private(check: str, path: Path) -> Finding:
 
 def _worker() -> Iterator[Finding]:
     """Check that the worker that sky:0 means answers, and fits."""
+    url = os.environ.get("SKYPROXY_URL")
+    if url and not os.environ.get("SKYPROXY_TOKEN"):
+        return  # it was said already
     access: Access | None = None
     try:
         access = _chosen_access()
@@ -141,23 +144,26 @@ def _worker() -> Iterator[Finding]:
         access.report()
         seconds = time.monotonic() - began
     except (SkyproxyError, OSError) as error:
-        yield Finding(
-            "worker", "broken", str(error), "See: skyproxy status; or choose another: skyproxy context use NAME"
+        hint = (
+            "SKYPROXY_URL goes before saved contexts. Correct it, or unset it."
+            if url
+            else "See: skyproxy status; or choose another: skyproxy context use NAME"
         )
+        yield Finding("worker", "broken", str(error), hint)
         return
     finally:
         if access is not None:
             access.close()
     state = "warning" if seconds > _SLOW_SECONDS else "ok"
     hint = "Each value that is read waits that long; see docs/topics/performance.md." if state == "warning" else ""
-    yield Finding("worker", state, f"answers by {access.via} within {seconds * 1000:.0f} ms", hint)
+    yield Finding("worker", state, f"answers via {access.via} within {seconds * 1000:.0f} ms", hint)
     yield from _versions(report.get("software", {}))
 
 
 def _chosen_access() -> Access | None:
-    if url := os.environ.get("SKYPROXY_URL"):
-        trusted, name = (os.environ.get(f"SKYPROXY_{key}") or None for key in ("CERTIFICATE", "SERVER_NAME"))
-        return Access(url, os.environ.get("SKYPROXY_TOKEN", ""), trusted, name)
+    access = access_of_environment()
+    if access is not None:
+        return access
     context = ContextStore().chosen()
     if context is None:
         return None
@@ -187,7 +193,7 @@ def _local_workers() -> Iterator[Finding]:
         yield Finding(
             "local workers",
             "warning",
-            f"ended by themselves: {names}",
+            f"exited on their own: {names}",
             f"skyproxy logs {lost[0]}; skyproxy down {lost[0]}",
         )
     elif rows:

@@ -22,11 +22,11 @@ class ExitCode(IntEnum):
 
 MEANINGS = {
     ExitCode.OK: "it worked",
-    ExitCode.FAILED: "it did not; or `doctor` found something broken, or `status` a worker that is not ready",
-    ExitCode.USAGE: "the arguments or the configuration cannot work",
+    ExitCode.FAILED: "it failed; or `doctor` found something broken, or `status` a worker that is not ready",
+    ExitCode.USAGE: "the arguments or the configuration are invalid",
     ExitCode.NOT_FOUND: "there is no worker or context of that name",
-    ExitCode.NOT_STARTED: "the worker did not come up, or not in time",
-    ExitCode.UNREACHABLE: "no connection to the worker came about",
+    ExitCode.NOT_STARTED: "the worker did not start, or not in time",
+    ExitCode.UNREACHABLE: "the worker could not be reached",
     ExitCode.CLUSTER: "the Kubernetes cluster refused, or could not be asked",
     ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from skyproxy.cli.arguments import ProviderName
-from skyproxy.cli.fleet import Fleet, not_found
+from skyproxy.cli.fleet import Access, Fleet, not_found
 from skyproxy.contexts import ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
@@ -50,6 +52,22 @@ async def has_cluster(address: ClusterAddress) -> bool:
     return True
 
 
+def access_of_environment() -> Access | None:
+    """Return the way to the worker of SKYPROXY_URL, which `sky:0` is before any saved context; None if it is not set.
+
+    Raises:
+        ConfigurationError: there is no token for it.
+    """
+    url = os.environ.get("SKYPROXY_URL")
+    if not url:
+        return None
+    token = os.environ.get("SKYPROXY_TOKEN")
+    if not token:
+        raise ConfigurationError("SKYPROXY_URL is set, and SKYPROXY_TOKEN is not. Set both, or unset both.")
+    trusted, name = (os.environ.get(f"SKYPROXY_{key}") or None for key in ("CERTIFICATE", "SERVER_NAME"))
+    return Access(url, token, trusted, name)
+
+
 async def locate(name: str | None, provider: ProviderName | None, address: ClusterAddress) -> tuple[str, Fleet]:
     """The worker that a command means.
 
@@ -68,6 +86,11 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
     store = ContextStore()
     context = store.chosen() if name is None else store.get(checked_name(name))
     if context is None and name is None:
+        if os.environ.get("SKYPROXY_URL"):
+            raise ConfigurationError(
+                "no worker is named. SKYPROXY_URL has the address of one; to save it under a name: "
+                'skyproxy connect "$SKYPROXY_URL"'
+            )
         raise ConfigurationError("no worker is named and no context is chosen. Name one: see skyproxy list")
     name = context.name if context is not None else checked_name(str(name))
     if provider is not None:

@@ -57,7 +57,7 @@ def _self_signed() -> str:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"--tls makes a certificate with cryptography, which is not installed: {install_command('server')}. Or "
+            f"--tls needs the package cryptography, which is not installed: {install_command('server')}. Or "
             "give a certificate of your own: --tls-cert, --tls-key"
         ) from error
     now, key = datetime.datetime.now(datetime.UTC), ec.generate_private_key(ec.SECP256R1())

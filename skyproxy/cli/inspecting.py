@@ -63,7 +63,7 @@ def list_command(
     show_table(
         _COLUMNS,
         shown,
-        "There are no workers. Make one: skyproxy up NAME",
+        "There are no workers. Start one: skyproxy up NAME",
         shorten=("where", "devices", "provider"),
         unnamed=("current",),
     )
@@ -262,8 +262,8 @@ def gpus(
         if error.status != 403:
             raise
         raise ClusterError(
-            f"{error} Listing nodes is a right of its own: kubectl auth can-i list nodes. Without it, ask for a GPU "
-            "and see: skyproxy status NAME"
+            f"{error} Listing nodes needs a permission of its own: kubectl auth can-i list nodes. Without it, ask for "
+            "a GPU and see: skyproxy status NAME"
         ) from error
     if as_json:
         show_json(rows)
@@ -275,4 +275,4 @@ def gpus(
     columns = ("node", "product", "memory", "resource", "total", "used", "free")
     show_table(columns, shown, "No node has GPUs.", shorten=("product", "resource"))
     if any(not row["schedulable"] for row in rows):
-        note("Nodes that take no new Pods have nothing free.")
+        note("Nodes that accept no new Pods have nothing free.")

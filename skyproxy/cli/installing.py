@@ -82,7 +82,7 @@ def install(
         return
     names = asyncio.run(work())
     where = f"in {', '.join(names)}" if names else "in every namespace"
-    note(f"Applied skyproxy ({overlay.value}); there can be workers {where}. See: skyproxy doctor")
+    note(f"Applied skyproxy ({overlay.value}); workers can run {where}. See: skyproxy doctor")
 
 
 def uninstall(
@@ -123,4 +123,4 @@ def uninstall(
 
     for line in asyncio.run(work()):
         warn(f"left in the cluster: {line}")
-    note(f"skyproxy ({overlay.value}) was taken out of the cluster.")
+    note(f"skyproxy ({overlay.value}) was removed from the cluster.")

@@ -138,19 +138,19 @@ def up(
         try:
             fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
         except (KeyboardInterrupt, WorkerStartError):
-            note(f"{name} is still wanted, and may still come. To give it up: skyproxy down {name}")
+            note(f"{name} is still being started, and may become ready later. To give up: skyproxy down {name}")
             raise
     found = asyncio.run(_finish(fleet, name, use))
     if as_json:
         show_json(found.row)
         return
-    state = "is ready" if found.ready else f"is being made: {found.message}" if found.message else "is being made"
+    state = "is ready" if found.ready else f"is being created: {found.message}" if found.message else "is being created"
     typer.echo(f"{name} {state}" + (f" ({found.devices})" if found.devices else ""))
     if use:
         note("sky:0 is now this worker. End it: skyproxy down " + name)
         for variable in ("SKYPROXY_URL", CONTEXT_VARIABLE):
             if os.environ.get(variable) not in (None, name):
-                note(f"In this shell {variable} is set, and goes first; unset it to use {name}.")
+                note(f"{variable} is set in this shell and takes precedence; unset it to use {name}.")
 
 
 def down(
@@ -194,7 +194,7 @@ def down(
             raise not_found(worker, fleet.provider)
         return worker
 
-    typer.echo(f"{asyncio.run(work())} is gone" if wait else "it is going")
+    typer.echo(f"{asyncio.run(work())} is gone" if wait else "it is being deleted")
 
 
 def _forget(name: str, context: Context) -> bool:
@@ -242,7 +242,7 @@ def _refuse(provider: ProviderName, given: dict[str, Any]) -> None:
             ProviderName.SSH: "a process on that host",
         }.get(provider, "a container on this machine")
         raise ConfigurationError(
-            f"this worker is {what} and cannot have {flags}. Leave it out, or take another --provider."
+            f"this worker is {what} and cannot have {flags}. Leave it out, or use another --provider."
         )
 
 
@@ -263,8 +263,8 @@ def _note_what_stays(name: str, provider: ProviderName, asked: dict[str, Any]) -
         else f"skyproxy up {name} --provider {provider.value} ..."
     )
     note(
-        f"{name} is already running, and such a worker keeps what it was started with: {', '.join(given)} "
-        f"changed nothing. To start it anew, without its tensors: skyproxy down {name}; {again}"
+        f"{name} is already running, and its options cannot be changed while it runs: {', '.join(given)} "
+        f"had no effect. To restart it, losing its tensors: skyproxy down {name}; {again}"
     )
 
 

@@ -87,11 +87,11 @@ def _row(worker: DetachedWorker) -> WorkerRow:
         last = worker.log_tail().rpartition("\n")[2]
         phase, message = (
             "Lost",
-            f"the process {worker.process_id} has ended" + (f"; last it wrote: {last}" if last else ""),
+            f"the process {worker.process_id} has ended" + (f"; its last output: {last}" if last else ""),
         )
         hint = f"See why: skyproxy logs {worker.name}. Start it again: skyproxy up {worker.name} --provider local"
     elif url is None:
-        phase, message = "Provisioning", "it does not listen yet"
+        phase, message = "Provisioning", "it is not listening yet"
     else:
         try:
             report = Access(url, worker.token()).report()

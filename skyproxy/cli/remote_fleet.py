@@ -55,14 +55,14 @@ class RemoteFleet:
     async def down(self, name: str, ending: Ending) -> bool:
         """Refuses: whoever started it ends it."""
         raise ConfigurationError(
-            f"{name} was not started by skyproxy up, so it is not ended from here. "
+            f"{name} was not started by skyproxy up, so it cannot be shut down from here. "
             f"To forget it: skyproxy context remove {name}"
         )
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Refuses: whoever started it says what its token is."""
         raise ConfigurationError(
-            f"{name} was not started by skyproxy up, so its token is not replaced from here. Save another one: "
+            f"{name} was not started by skyproxy up, so its token cannot be replaced from here. Save another one: "
             "skyproxy connect URL"
         )
 
@@ -72,7 +72,7 @@ class RemoteFleet:
             yield line
 
     def _no_log(self, name: str) -> list[str]:
-        raise ConfigurationError(f"{name} runs elsewhere, and its log is there.")
+        raise ConfigurationError(f"{name} runs elsewhere, and its log can be read only there.")
 
     async def context(self, name: str) -> Context:
         """The one that leads to it."""

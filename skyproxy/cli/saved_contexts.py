@@ -40,7 +40,7 @@ def list_contexts(as_json: Json = False) -> None:
         for row in rows
     ]
     columns = ("current", "name", "provider", "details")
-    show_table(columns, shown, "No context is saved. Make one: skyproxy up NAME", unnamed=("current",))
+    show_table(columns, shown, "No context is saved. Start a worker: skyproxy up NAME", unnamed=("current",))
 
 
 @app.command("current", epilog=examples_text("skyproxy context current"))
@@ -62,7 +62,7 @@ def use(name: _Name) -> None:
     if store.get(name) is None:
         raise NotFoundError(f"there is no context {name!r}. Saved are: {', '.join(store.names()) or 'none'}.")
     store.use(name)
-    note(f"sky:0 is now the worker {name}, wherever {CONTEXT_VARIABLE} and SKYPROXY_URL do not say otherwise.")
+    note(f"sky:0 is now the worker {name}, unless {CONTEXT_VARIABLE} or SKYPROXY_URL says otherwise.")
 
 
 @app.command("clear", epilog=examples_text("skyproxy context clear"))

@@ -166,7 +166,7 @@ def serve_command(
         invitation = ["--invite", advertise or (host if host not in (None, *_ANY) else own_address())]
         host = host or "0.0.0.0"
     elif advertise:
-        raise ConfigurationError("--advertise says how --tls calls this machine. Add --tls, or leave it out.")
+        raise ConfigurationError("--advertise names this machine for --tls. Add --tls, or leave it out.")
     arguments = [
         *invitation,
         "--host",

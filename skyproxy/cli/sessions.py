@@ -11,7 +11,7 @@ from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Pro
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.fleet import Access
-from skyproxy.cli.fleets import locate
+from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import age_text, bytes_text, note, show_json, show_table
 from skyproxy.errors import visible
 from skyproxy.kubernetes.address import ClusterAddress
@@ -20,7 +20,11 @@ from skyproxy.transport.worker_questions import ask_control
 app = typer.Typer(help="List the named sessions on a worker, and end them.", invoke_without_command=True)
 _On = Annotated[
     str | None,
-    typer.Option("--on", help="Name of the worker; default: the current context's.", autocompletion=complete_worker),
+    typer.Option(
+        "--on",
+        help="Name of the worker; default: the one of SKYPROXY_URL, else the current context's.",
+        autocompletion=complete_worker,
+    ),
 ]
 _COLUMNS = ("name", "names", "size", "age", "used", "expires")
 
@@ -72,11 +76,14 @@ def end(
     """End a named session: forget what it holds; a program that uses it is told."""
     if not _ask(on, provider, address_of(namespace, context, kubeconfig), "end_named", session):
         raise NotFoundError(f"there is no session {session!r} of your token. See: skyproxy sessions list")
-    note(f"The session {session} is over; its memory is free.")
+    note(f"The session {session} has ended; its memory is free.")
 
 
 def _ask(on: str | None, provider: Any, address: ClusterAddress, control: str, *arguments: str) -> Any:
     async def find() -> Access:
+        chosen = access_of_environment() if on is None and provider is None and not address.options else None
+        if chosen is not None:
+            return chosen
         worker, fleet = await locate(on, provider, address)
         return await fleet.access(worker)
 

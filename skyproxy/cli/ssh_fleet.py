@@ -98,11 +98,15 @@ def _row(worker: SshWorker) -> WorkerRow:
     try:
         found = worker.ask("status")
     except SkyproxyError as error:
-        phase, message, hint = "Unreachable", str(error), "It may well run; try again when the host can be reached."
+        phase, message, hint = (
+            "Unreachable",
+            str(error),
+            "It may still be running; try again when the host can be reached.",
+        )
     report = found.get("report") or {}
     if found and not found["alive"]:
         last = visible(str(found.get("log", "")).rpartition("\n")[2])
-        phase, message = "Lost", "its process has ended" + (f"; last it wrote: {last}" if last else "")
+        phase, message = "Lost", "its process has ended" + (f"; its last output: {last}" if last else "")
         hint = f"See why: skyproxy logs {worker.name}. Start it again: skyproxy up {worker.url} --name {worker.name}"
     elif found and not report:
         phase, message = "Failed", visible(str(found.get("problem", "it does not answer")))

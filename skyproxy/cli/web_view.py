@@ -21,7 +21,7 @@ from skyproxy.cli.arguments import (
 )
 from skyproxy.cli.connecting import URL_SCHEMES, ask_for_token
 from skyproxy.cli.fleet import Access, Fleet
-from skyproxy.cli.fleets import locate
+from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import note, progress
 from skyproxy.errors import AuthenticationError, ConfigurationError
 
@@ -33,7 +33,8 @@ def ui(
         str | None,
         typer.Argument(
             metavar="[NAME|URL]",
-            help="A worker's name, its URL or its link (wss://, ws://, sky://); default: the current context's.",
+            help="A worker's name, its URL or its link (wss://, ws://, sky://); default: the one of "
+            "SKYPROXY_URL, else the current context's.",
             autocompletion=complete_worker,
         ),
     ] = None,
@@ -68,6 +69,10 @@ def ui(
     if token_file or certificate:
         raise ConfigurationError("--token-file and --certificate belong to a URL: ws://, wss:// or sky://")
     address = address_of(namespace, context, kubeconfig)
+    chosen = access_of_environment() if target is None and provider is None and not address.options else None
+    if chosen is not None:
+        _serve(chosen.url.partition("#")[0], lambda: chosen.report("/status"), port)
+        return
 
     async def find() -> tuple[str, Fleet]:
         return await locate(target, provider, address)

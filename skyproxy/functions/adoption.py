@@ -73,7 +73,7 @@ class Adopter:
                         self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE]),
                     )
             except (LookupError, TypeError, ValueError) as error:
-                raise ProtocolError(f"the worker sent tensors that cannot be: {error!r:.200}") from error
+                raise ProtocolError(f"the worker sent impossible tensors: {error!r:.200}") from error
             tensors = self._adopted[1]
             if not plain:
                 return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())

@@ -370,8 +370,8 @@ class Call:
             error = UntrustedResultError(
                 f"{self.name} {refused}, and its worker is not trusted with more than plain data: tensors, numbers, "
                 "text, bytes, arrays, containers, and dataclasses of this program. Return such data; or, if you would "
-                "let that worker run any code here, connect by skyproxy.connect(url, trust_worker=True). Nothing is "
-                "lost: `error.call.trust_worker()` on this error, then `error.call.result()`, give this result."
+                "let that worker run any code here, connect with skyproxy.connect(url, trust_worker=True). Nothing is "
+                "lost: `error.call.trust_worker()` on this error, then `error.call.result()`, return this result."
             )
             error.call = self
             raise error from refused.__cause__
@@ -404,10 +404,10 @@ class Call:
                 return None
             error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
         except (UnknownClassError, ProtocolError) as problem:
-            logger.debug("skyproxy: the exception of %s cannot be made here: %s", self.name, visible(problem))
+            logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %s", self.name, visible(problem))
             return None
         except Exception as problem:
-            logger.debug("skyproxy: the exception of %s cannot be made here: %r", self.name, problem)
+            logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %r", self.name, problem)
             return None
         return error if isinstance(error, BaseException) else None
 

@@ -207,7 +207,7 @@ class Channel:
             self._coming.clear()
             for call in list(self._calls.values()):
                 self._say(CallAttach(call.id, call.received))
-            logger.info("skyproxy: the connection for functions is back; %d calls go on", len(self._calls))
+            logger.info("skyproxy: the connection for functions is back; %d calls continue", len(self._calls))
             return True
         return False
 
@@ -260,7 +260,8 @@ class Channel:
             self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": SessionLostError(text)})))
             return
         text = (
-            f"the worker has no call {call.id[:8]}...: it has ended and its result was taken or dropped, or never was"
+            f"the worker has no call {call.id[:8]}...: it has ended and its result was taken or dropped, or it never "
+            "existed"
         )
         self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": LookupError(text)})))
 

@@ -46,7 +46,7 @@ class Payload:
                 in there cannot be pickled.
         """
         if not callable(fn):
-            raise ConfigurationError(f"{fn!r:.80} cannot be called. Pass a function, and its arguments behind it.")
+            raise ConfigurationError(f"{fn!r:.80} cannot be called. Pass a function, followed by its arguments.")
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         name = name.rpartition("<locals>.")[2]
         sessions: list[Session] = []

@@ -147,9 +147,9 @@ class Runner:
         self.session.check()
         if not self.session.welcome.limits.get("functions"):
             raise ConfigurationError(
-                "this worker runs no functions for us: it was started with --no-functions, or our token does not allow "
-                "them (scope 'functions'). Tensor operations work; for functions, start the worker without that option "
-                "and use a token that has the scope."
+                "this worker runs no functions for this client: it was started with --no-functions, or the token does "
+                "not allow them (scope 'functions'). Tensor operations work; for functions, start the worker without "
+                "that option and use a token that has the scope."
             )
 
     def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:

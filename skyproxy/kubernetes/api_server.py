@@ -222,7 +222,7 @@ def refused(status: int, path: str, answer: Mapping[str, Any], address: ClusterA
     if status == 401:
         text = f"the cluster does not accept your credentials ({address}). Log in again, as for kubectl."
     elif status == 403:
-        text = f"you may not do that ({address}): {message}. Ask the cluster's administrator for it."
+        text = f"you may not do that ({address}): {message}. Ask the cluster's administrator for permission."
     elif status == 404 and f"/{GROUP}/" in path and reason != "NotFound":
         text = _not_installed(address)
     elif status == 404 and f"/{GROUP}/" in path and not (answer.get("details") or {}).get("name"):

@@ -68,7 +68,7 @@ async def end(
         if compute is None and not pods:
             return True
         reasons = list(waited_for(compute, pods))
-    more = "" if force else f" To take it away all the same: skyproxy down {name} --force"
+    more = "" if force else f" To remove it anyway: skyproxy down {name} --force"
     raise ClusterError(
         f"{name} is not gone after {timeout_seconds:g} s; it is still being deleted. {' '.join(reasons)}{more}"
     )
@@ -116,7 +116,7 @@ def waited_for(
     for pod in pods:
         yield _pod_text(pod, now)
     if compute is not None and (foreign := _finalizers(compute)):
-        yield f"The Compute has the finalizer {foreign}, which whoever set it has to take away."
+        yield f"The Compute has the finalizer {foreign}, which must be removed by whoever set it."
     elif compute is not None and not pods:
         yield "Kubernetes has not removed the Compute yet: its controller manager does that."
 
@@ -128,10 +128,10 @@ def _pod_text(pod: Mapping[str, Any], now: datetime) -> str:
     if not due:
         return f"Pod {name} has not been told to end yet: Kubernetes' controller manager does that."
     if foreign := _finalizers(pod):
-        return f"Pod {name} has the finalizer {foreign}, which whoever set it has to take away."
+        return f"Pod {name} has the finalizer {foreign}, which must be removed by whoever set it."
     if _silent_machine(pod):
         return (
-            f"The machine {machine} of Pod {name} does not answer, and Kubernetes waits for it without end; see: "
+            f"The machine {machine} of Pod {name} does not answer, and Kubernetes waits for it indefinitely; see: "
             f"kubectl describe node {machine}."
         )
     overdue = (now - datetime.fromisoformat(str(due))).total_seconds()

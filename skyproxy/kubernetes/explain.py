@@ -39,7 +39,7 @@ _SEE_LOG = "See what the worker wrote: skyproxy logs NAME."
 _HINTS = {
     "CrashLoopBackOff": _SEE_LOG,
     "ErrImagePull": _CHECK_IMAGE,
-    "Expired": "Start it anew: skyproxy up NAME.",
+    "Expired": "Start it again: skyproxy up NAME.",
     "ImagePullBackOff": _CHECK_IMAGE,
     "ImagePullFailed": _CHECK_IMAGE,
     "InvalidImageName": _CHECK_IMAGE,
@@ -47,7 +47,7 @@ _HINTS = {
     "NoOperator": "See whether it runs: skyproxy doctor. An administrator installs it: skyproxy install.",
     "OOMKilled": "Ask for more memory: skyproxy up NAME --memory.",
     "PodFailed": _SEE_LOG,
-    "PodSecurityViolation": "The namespace allows no such Pods. Take another, or change podTemplate of the Compute.",
+    "PodSecurityViolation": "The namespace forbids such Pods. Use another, or change podTemplate of the Compute.",
     "ProvisioningFailed": "See what the storage class says: kubectl get events.",
     "QuotaExceeded": "Ask for less, or end other workers of this namespace. See: kubectl describe quota.",
     "Suspended": "Wake it up: skyproxy up NAME.",
@@ -83,10 +83,10 @@ def explain(
         return Explanation("Terminating", False, True, "Terminating", "it is being deleted", "", warnings)
     ready = conditions.get("Ready", {})
     if ready.get("status") == "True" and phase == "Running" and current:
-        return Explanation(phase, True, False, "Ready", "it takes clients")
+        return Explanation(phase, True, False, "Ready", "it accepts clients")
     reason, text = _cause(conditions, pods, current)
     if not status and not pods:
-        reason, text = "Pending", "it waits for skyproxy's operator to take it up"
+        reason, text = "Pending", "it is waiting for skyproxy's operator"
     if not status and not pods and _age_seconds(metadata, now) > _OPERATOR_GRACE_SECONDS:
         reason, text = "NoOperator", "nothing in the cluster has looked at it yet: does skyproxy's operator run?"
     failed = phase in ("Failed", "Expired", "Suspended") and current
@@ -127,7 +127,7 @@ def _pod_cause(pod: Mapping[str, Any]) -> tuple[str, str] | None:
             text = f"the worker ended with status {ended.get('exitCode')}" + (f": {said}" if said else "")
             return str(ended.get("reason", "Error")), text
         if waiting:
-            return str(waiting["reason"]), "its container is being made; the image may be on its way"
+            return str(waiting["reason"]), "its container is being created; the image may still be being pulled"
     return None
 
 

@@ -293,7 +293,7 @@ async def _delete_computes(
         names = [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in rest]
         raise ClusterError(
             f"Computes are still there after {timeout_seconds:.0f} s: {_listed(names)}. The operator stays. "
-            "See what they wait for: skyproxy status NAME"
+            "See what they are waiting for: skyproxy status NAME"
         ) from None
 
 

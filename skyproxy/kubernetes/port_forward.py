@@ -67,7 +67,7 @@ class PortForward:
         except OSError as error:
             self._loop.close()
             raise ClusterError(
-                f"port {local_port} of this machine cannot be used: {error.strerror}. Take another."
+                f"port {local_port} of this machine cannot be used: {error.strerror}. Use another."
             ) from error
         self.port: int = self._listening.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="skyproxy-port-forward", daemon=True)

@@ -96,7 +96,7 @@ async def reach(
     way = await _way(client, compute, token, authority, name, namespace, node, local_rank, via, local_port)
     if former and not settled and not await asyncio.to_thread(_takes, way):
         # The kubelet has not brought the new one there yet. Once it has, the worker takes both for a while.
-        logger.info("the worker %s does not take its new token yet; using the former one", name)
+        logger.info("the worker %s does not accept its new token yet; using the previous one", name)
         return replace(way, token=former)
     return way
 
@@ -138,7 +138,9 @@ async def _credentials(client: ClusterClient, name: str) -> tuple[str, str, str 
     secret = await client.secret(f"{name}-token")
     token, former = secret.get("token", "").strip(), secret.get(FORMER, "").strip()
     if not token:
-        raise ClusterError(f"the Secret {name}-token holds no token. Make the worker again: skyproxy down {name}")
+        raise ClusterError(
+            f"the Secret {name}-token holds no token. Start the worker again, after: skyproxy down {name}"
+        )
     try:
         return token, former, (await client.secret(f"{name}-tls")).get("ca.crt")
     except ClusterError as error:
@@ -169,7 +171,7 @@ async def reach_by_name(address: ClusterAddress, name: str, *, via: str = "auto"
         compute = await client.get(name)
         if compute is None:
             raise ConnectError(
-                f"there is no worker {name!r} in {client.address}. See: skyproxy list; or make it: skyproxy up {name}"
+                f"there is no worker {name!r} in {client.address}. See: skyproxy list; or start it: skyproxy up {name}"
             )
         found = explain(compute, await client.pods(name), [])
         if not found.ready:

@@ -123,7 +123,7 @@ def _volume(row: Mapping[str, Any]) -> dict[str, str]:
     if not _LABEL.fullmatch(str(row["name"])):
         raise ConfigurationError(f"the volume's name {row['name']!r} must be small letters, digits and hyphens.")
     if not str(row["path"]).startswith("/") or ":" in str(row["path"]):
-        raise ConfigurationError(f"the volume {row['name']} is to be at {row['path']!r}; the path must begin with '/'.")
+        raise ConfigurationError(f"the volume {row['name']} has the path {row['path']!r}; it must begin with '/'.")
     return {**{key: str(value) for key, value in row.items()}, "storage": _quantity(row["name"], row["storage"])}
 
 

@@ -53,8 +53,8 @@ async def rotate_token(
     former = base64.b64decode(data.get("token", "")).decode().strip()
     if running and FORMER in data and not await _all_take(client, compute, former):
         raise ConfigurationError(
-            f"{name} has not taken its last new token yet, and another one would shut out who has the one before. Wait "
-            "a minute and try again."
+            f"{name} has not accepted its last new token yet, and another one would lock out clients that have "
+            "the previous one. Wait a minute and try again."
         )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     token = secrets.token_urlsafe(32)
@@ -80,7 +80,7 @@ async def rotate_token(
     except TimeoutError:
         raise ClusterError(
             f"{name} has a new token, and its workers have not read it after {timeout_seconds:g} s; clients use "
-            f"the former one until they do. See: skyproxy logs {name}"
+            f"the previous one until they do. See: skyproxy logs {name}"
         ) from None
 
 

@@ -98,13 +98,13 @@ class _Looker:
                     kind, item = upcoming.result()
                     upcoming = None
                     if kind in ("DELETED", "ABSENT"):
-                        raise WorkerStartError(f"the worker {self._name!r} was deleted while it was waited for.")
+                        raise WorkerStartError(f"the worker {self._name!r} was deleted during the wait.")
                     compute = item
                 if compute is not None and (found := await self._look(compute)).ready:
                     return compute
                 if compute is not None and found.failed and not self._is_old(compute):
                     raise WorkerStartError(
-                        f"the worker {self._name!r} did not come up: {found.text}. {found.hint}".strip()
+                        f"the worker {self._name!r} did not start: {found.text}. {found.hint}".strip()
                         + await last_words(self._client, self._name)
                     )
         finally:

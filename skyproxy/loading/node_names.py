@@ -88,8 +88,8 @@ class NodeNames:
             raise ConfigurationError(visible(answer["refused"]))
         if "held_seconds" in answer:
             raise SessionHeldError(
-                f"the session {name!r} is in use by another client, since {float(answer['held_seconds']):.0f} s. "
-                "Nothing of it was touched. skyproxy.connect(..., session=..., take=True) takes it over: what was put "
+                f"the session {name!r} has been in use by another client for {float(answer['held_seconds']):.0f} s. "
+                "Nothing in it was changed. skyproxy.connect(..., session=..., take=True) takes it over: what was put "
                 "under a name stays, and the other client loses its session."
             )
         self.session_name = name
@@ -105,7 +105,7 @@ class NodeNames:
         _checked(name)
         if self.session_name is None:
             raise ConfigurationError(
-                "this session has no name, so nothing of it would be found again. Connect with one: "
+                "this session has no name, so nothing in it could be found again. Connect with one: "
                 'skyproxy.connect(url, session="exp1")'
             )
 
@@ -196,7 +196,7 @@ class NodeNames:
             try:
                 form, tables, pieces = _opened(answer["document"])
             except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
-                raise ProtocolError(f"what the worker has under {name!r} cannot be: {error!r:.200}") from error
+                raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
             if form != PLAIN and not self._runner.trusted:
                 raise UntrustedResultError(
                     f"{name!r} is a pickle, which can run any code here, and its worker is not trusted; nothing of it "
@@ -228,9 +228,9 @@ class NodeNames:
             adoption = _Adoption(self._devices, self._known)
             tensors = [adoption.tensor(look, row) for look, row in zip(looks, rows, strict=True)]
         except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"what the worker has under {name!r} cannot be: {error!r:.200}") from error
+            raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
         if not self._session.call("adopt_named", name, answer["version"], adoption.slots):
-            raise UnknownNameError(f"what stood under {name!r} was replaced while it was read. Try again.")
+            raise UnknownNameError(f"the value under {name!r} was replaced while it was being read. Try again.")
         self._known.note([row[0] for row in rows], tensors)
         return tensors
 
@@ -273,7 +273,9 @@ def _checked(name: Any) -> str:
         ConfigurationError: it may not.
     """
     if not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARACTERS:
-        raise ConfigurationError(f"{name!r:.80} is not a name. Names are texts of 1 to {_MOST_CHARACTERS} characters.")
+        raise ConfigurationError(
+            f"{name!r:.80} is not a name. Names are strings of 1 to {_MOST_CHARACTERS} characters."
+        )
     return name
 
 

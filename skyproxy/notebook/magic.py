@@ -13,7 +13,7 @@ from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
 
 USAGE = """\
 %sky status               the workers of this notebook, their devices and memory, and what was sent
-%sky queue                what the workers of this notebook have still to do
+%sky queue                what the workers of this notebook still have to do
 %sky cancel               drops what they have not begun, as an interrupt does
 %sky session [sky:K]      the name of this notebook's session, and what is kept in it under names
 %sky logs [sky:K]         the end of a worker's log
@@ -98,7 +98,7 @@ def _session(device: str | None) -> str:
     if node.session_name is None:
         return (
             f"the session on {node.url} has no name, and ends with this kernel. "
-            'skyproxy.connect(url, session="exp1") makes one that is found again'
+            'skyproxy.connect(url, session="exp1") makes one that can be found again'
         )
     lines = [f"session {node.session_name!r} on {node.url}"]
     for name, value in node.named().items():

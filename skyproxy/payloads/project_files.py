@@ -86,7 +86,7 @@ class _Folder:
         self._names = list(sizes)
         if self._is_too_much(len(sizes), sum(sizes.values())):
             raise ConfigurationError(
-                f"the modules that this program has loaded from {self._path} are more than a worker gets "
+                f"the modules that this program has loaded from {self._path} exceed what may be sent to a worker "
                 f"(SKYPROXY_MAX_PROJECT_FILES={self._settings.max_project_files}, "
                 f"SKYPROXY_MAX_PROJECT_BYTES={self._settings.max_project_bytes:,}). Raise these, or set "
                 "SKYPROXY_SYNC_PROJECT=0, and they travel as code."

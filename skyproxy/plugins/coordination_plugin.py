@@ -126,7 +126,7 @@ def barrier(name: str = "", timeout_seconds: float | None = None) -> None:
     store.set(keys[info.rank], "1")
     if not meeting.wait(lambda: bool(store.check(keys)), timeout_seconds):
         missing = [str(rank) for rank, own in enumerate(keys) if not store.check([own])]
-        raise TimeoutError(f"barrier {name!r}: rank {', '.join(missing)} did not come within {timeout_seconds:.1f} s")
+        raise TimeoutError(f"barrier {name!r}: rank {', '.join(missing)} did not arrive within {timeout_seconds:.1f} s")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class KerasPlugin(Plugin):
         keras = sys.modules.get("keras")
         if keras is not None and hasattr(keras, "backend") and keras.backend.backend() != self.backend:
             raise ConfigurationError(
-                f"Keras is already loaded in this worker, on {keras.backend.backend()}. Use workers of a pool's own."
+                f"Keras is already loaded in this worker, on {keras.backend.backend()}. Use a pool with "
+                "workers of its own."
             )
         return environment({"KERAS_BACKEND": self.backend})
 

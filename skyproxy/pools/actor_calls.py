@@ -136,7 +136,9 @@ class ActorCalls(Scheduler):
         method.check(call.args, call.kwargs)
         options, ours = call.options, self._options
         if options.rank not in (None, self.place.rank):
-            raise ConfigurationError(f"{method.__qualname__} is to run on rank {options.rank}: {self.place} is there.")
+            raise ConfigurationError(
+                f"{method.__qualname__} cannot run on rank {options.rank}: {self.place} lives elsewhere."
+            )
         task = self.place.task(call_actor)
         task.__qualname__ = method.__qualname__
         payload = Payload.of(task, (self.place.identity, method.name, call.args, call.kwargs))
@@ -202,9 +204,9 @@ class ActorCalls(Scheduler):
             super()._check_wait(job)
         except ConfigurationError:
             raise ConfigurationError(
-                f"{job.name} would wait forever: the {self.place} is taken by a stream that is read here, and that "
-                "goes on only when this wait is over. Take its items first: list(...); or let it run more calls at a "
-                "time, @actor(concurrency=2)."
+                f"{job.name} would wait forever: the {self.place} is busy with a stream that this program reads, and "
+                "that goes on only when this wait is over. Take its items first: list(...); or let it run more calls "
+                "at a time, @actor(concurrency=2)."
             ) from None
 
     def close(self) -> None:

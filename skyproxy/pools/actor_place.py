@@ -116,12 +116,12 @@ class ActorPlace:
             if not self.can_restart:
                 raise self.death(None)
             self._restarts += 1
-            logger.info("skyproxy: %s is made again (%d of %d times)", self, self._restarts, self._max_restarts)
+            logger.info("skyproxy: %s is being recreated (%d of %d times)", self, self._restarts, self._max_restarts)
             try:
                 self._make()
             except Exception as error:
                 raise ActorDiedError(
-                    f"{self} died, and could not be made again: {type(error).__name__}: {error}"
+                    f"{self} died, and could not be recreated: {type(error).__name__}: {error}"
                 ) from error
 
     def _make(self) -> None:
@@ -156,17 +156,17 @@ class ActorPlace:
         why = str(lost) if lost is not None else "its process was replaced after another task on this rank had failed"
         what = f"{self} died while {call} ran: {why}" if call is not None else f"{self} is dead: {why}"
         if self._max_restarts == 0:
-            again = "It is not made again; @actor(max_restarts=1) would do that, with a state that begins anew."
+            again = "It is not recreated; @actor(max_restarts=1) would do that, with a fresh state."
         elif self.can_restart:
-            again = "The next call makes it again, with a state that begins anew; retry=True would repeat this one."
+            again = "The next call recreates it, with a fresh state; retry=True would repeat this one."
         else:
-            again = f"It was made again {self._restarts} times, as often as max_restarts says."
+            again = f"It was recreated {self._restarts} times, as often as max_restarts says."
         return ActorDiedError(f"{what.rstrip('.')}. {again}")
 
     def outlived(self, call: str) -> ActorDiedError:
         """The error for a call that waited while the actor died and was made again."""
         return ActorDiedError(
-            f"{self} died while {call} waited, and was made again: the state that this call was for is lost. "
+            f"{self} died while {call} waited, and was recreated: the state that this call was for is lost. "
             "@actor(retry=True) would run such calls on the new one."
         )
 
@@ -185,7 +185,7 @@ class ActorPlace:
         try:
             node.submit(drop_actor, (self.identity,), results="value", context=self.context(0)).result()
         except (SkyproxyError, CancelledError) as error:  # the pool, or the worker, ends at this moment
-            logger.debug("skyproxy: %s was not told that it is over: %s", self, error)
+            logger.debug("skyproxy: %s could not be told that it has ended: %s", self, error)
 
 
 def new_place(

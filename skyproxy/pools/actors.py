@@ -119,13 +119,13 @@ def actor(
         ```
     """
     if type(max_restarts) is not int or max_restarts < 0:
-        raise ConfigurationError(f"max_restarts={max_restarts!r}: use a number from 0.")
+        raise ConfigurationError(f"max_restarts={max_restarts!r}: use 0 or more.")
     if type(concurrency) is not int or concurrency < 1:
         raise ConfigurationError(f"concurrency={concurrency!r}: an actor runs one call at a time or more.")
     if timeout is not None and not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r}: a call needs some time. Use a number of seconds above 0.")
     if retry and not max_restarts:
-        raise ConfigurationError("retry=True needs an actor that is made again. Say how often: max_restarts=1.")
+        raise ConfigurationError("retry=True needs an actor that is recreated. Say how often: max_restarts=1.")
     options = ActorOptions(max_restarts, retry, timeout, remote, concurrency)
 
     def decorate(target: object) -> object:
@@ -138,7 +138,9 @@ def actor(
         if not issubclass(target, Actor):
             for name, function in (("on", _on), ("on_all", _on_all)):
                 if inspect.getattr_static(target, name, None) is not None:
-                    raise ConfigurationError(f"@actor gives {target.__name__} a method {name}(), and it has one.")
+                    raise ConfigurationError(
+                        f"@actor gives {target.__name__} a method {name}(), and it already has one."
+                    )
                 setattr(target, name, classmethod(function))
         return target
 
@@ -178,7 +180,7 @@ class _ActorHandle:
         kind: type = self.__dict__["_sky_kind"]
         member = inspect.getattr_static(kind, name, None)
         if name.startswith("__") or not _is_method(member):
-            found = "is no method" if member is not None else "is not there"
+            found = "is not a method" if member is not None else "does not exist"
             raise AttributeError(
                 f"{kind.__name__}.{name} {found}. Of an actor only methods can be used here: its attributes live on "
                 "the worker; write a method that returns what you need.",

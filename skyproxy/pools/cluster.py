@@ -32,7 +32,7 @@ class Cluster:
             if not isinstance(compute, Compute):
                 raise ConfigurationError(f"Cluster(): argument {position + 1} is {compute!r}, not a Compute(...).")
         if len(set(map(id, computes))) != len(computes):
-            raise ConfigurationError("Cluster(): the same Compute stands there twice. Make one for each place.")
+            raise ConfigurationError("Cluster(): the same Compute appears twice. Make one for each place.")
         self.computes = computes
 
     async def __aenter__(self) -> tuple[object, ...]:

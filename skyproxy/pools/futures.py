@@ -111,9 +111,8 @@ class PoolFuture(Future[T]):
     def __bool__(self) -> bool:
         raise TypeError(
             f"the future of {self.name} is neither true nor false. Python reads `a > pool > b` as `(a > pool) and "
-            "(pool > b)`: write one comparison a line, or brackets. For its value use .result() or await; to see "
-            "whether "
-            "there is one, .done()."
+            "(pool > b)`: write one comparison per line, or use parentheses. For its value use .result() or "
+            "await; to see whether there is one, .done()."
         )
 
 

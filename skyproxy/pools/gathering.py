@@ -158,7 +158,7 @@ class Gathering:
             if rank in stuck:
                 error.add_note(
                     f"Rank {rank} did not stop within {self._group.stop_timeout_seconds:g} s: it is in "
-                    "code that Python cannot interrupt. Its process is started anew before the next task, if it holds "
+                    "code that Python cannot interrupt. Its process is restarted before the next task, if it holds "
                     "a process group."
                 )
             errors[rank] = error

@@ -55,7 +55,7 @@ class NodeTarget:
     def _start(self, call: CallSpec) -> Any:
         options = call.options
         if options.rank not in (None, 0):
-            raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node is rank 0 alone.")
+            raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node has rank 0 only.")
         return self._node.submit(
             as_task(call.function),
             call.args,

@@ -217,8 +217,8 @@ def _joined(calls: Sequence[PendingCompute[object]], other: object) -> PendingGr
         return PendingGroup([*calls, *other.calls])
     first = calls[-1].name
     raise TypeError(
-        f"`{first}() & ...`: what stands on the right is a {type(other).__name__}, not a call. `>>`, `@` and `>` bind "
-        f"tighter than `&`, or not as one thinks: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
+        f"`{first}() & ...`: the right-hand side is a {type(other).__name__}, not a call. `>>`, `@` and `>` bind "
+        f"tighter than `&`, or chain unexpectedly: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
         f"pool)`, so b has run and {first} has not. Write ({first}() & b()) >> pool."
     )
 
@@ -281,7 +281,7 @@ def target_of(target: Any) -> Target:
             "both sides are calls that have not run. A result goes into a call as an argument: g(f() >> pool) >> pool."
         )
     raise TypeError(
-        f"a call cannot run on a {type(target).__name__}. On the right stands a pool or a node: "
+        f"a call cannot run on a {type(target).__name__}. The right-hand side must be a pool or a node: "
         "with Compute(...) as pool: f(x) >> pool"
     )
 
@@ -308,5 +308,5 @@ def warn_in_a_loop(what: str) -> None:
         return
     _warned = True
     logging.getLogger("skyproxy").warning(
-        "skyproxy: `%s` waits, and an event loop waits with it. In asynchronous code write: await (f() > pool)", what
+        "skyproxy: `%s` blocks the event loop while it waits. In asynchronous code write: await (f() > pool)", what
     )

@@ -332,7 +332,9 @@ class Compute:
 
     def _running_workers(self) -> Workers:
         if self._workers is None:
-            raise ConfigurationError("this pool does not run. Use it inside its `with` block, or call start() before.")
+            raise ConfigurationError(
+                "this pool is not running. Use it inside its `with` block, or call start() before."
+            )
         return self._workers
 
     def __repr__(self) -> str:

@@ -138,10 +138,10 @@ class RankGroup:
         wanted = set(range(len(self.nodes))) if again else stale
         if wanted and self._replace_rank is None:
             lost = ", ".join(map(str, sorted(wanted)))
-            raise SessionLostError(f"rank {lost} of pool {self._pool} is gone, and nobody can start it again.")
+            raise SessionLostError(f"rank {lost} of pool {self._pool} is gone, and it cannot be restarted.")
         if wanted:
             assert self._replace_rank is not None
-            logger.info("skyproxy: pool %s starts rank %s again", self._pool, ", ".join(map(str, sorted(wanted))))
+            logger.info("skyproxy: pool %s restarts rank %s", self._pool, ", ".join(map(str, sorted(wanted))))
             with ThreadPoolExecutor(len(wanted), "skyproxy-rank") as threads:
                 starting = {rank: threads.submit(self._replace_rank, rank) for rank in wanted}
             # All that came up are used, also where another one did not.

@@ -178,8 +178,8 @@ class Scheduler:
             self._check_open()
             if self._waiting >= self._max_queued_calls:
                 raise LimitExceededError(
-                    f"{self._waiting} calls wait in this pool already. Wait for some of them, use pool.map, or raise "
-                    "SKYPROXY_MAX_QUEUED_CALLS."
+                    f"{self._waiting} calls are already waiting in this pool. Wait for some of them, use pool.map, or "
+                    "raise SKYPROXY_MAX_QUEUED_CALLS."
                 )
             job.future.on_cancel(lambda: self._cancel(job))
             job.future.before_wait = lambda: self._check_wait(job)
@@ -256,8 +256,8 @@ class Scheduler:
         where = "the pool's only process" if self._world_size == 1 else f"rank {', '.join(map(str, ranks))}"
         job.future.cancel()
         raise ConfigurationError(
-            f"{job.name} would wait forever: {where} is taken by a stream that is read here, and that goes on only "
-            "when this wait is over. Take its items first: list(...); or let a process run more calls at "
+            f"{job.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on "
+            "only when this wait is over. Take its items first: list(...); or let a process run more calls at "
             "a time, Compute(concurrency=2), or the pool have more of them."
         )
 
@@ -381,7 +381,7 @@ class Scheduler:
         rank = job.rank
         if job.tries <= job.retry.times and isinstance(error, job.retry.on) and not job.future.done():
             pause = job.retry.backoff_seconds * 2 ** (job.tries - 1)
-            logger.info("skyproxy: %s failed on rank %s (%s), tried again in %.1f s", job.name, rank, error, pause)
+            logger.info("skyproxy: %s failed on rank %s (%s), retrying in %.1f s", job.name, rank, error, pause)
             timer = threading.Timer(pause, self._requeue, (job,))
             timer.daemon = True
             timer.start()
@@ -555,4 +555,4 @@ class Scheduler:
 
 
 def _closed_error() -> ConfigurationError:
-    return ConfigurationError("this pool does not run. Calls are made inside its `with` block.")
+    return ConfigurationError("this pool is not running. Calls are made inside its `with` block.")

@@ -53,13 +53,15 @@ def worker_spec(
         ConfigurationError: an argument cannot work; names it.
     """
     if type(nodes) is not int or nodes < 1:
-        raise ConfigurationError(f"nodes={nodes!r}: a pool has one node or more. Use a number from 1.")
+        raise ConfigurationError(f"nodes={nodes!r}: a pool has at least one node. Use 1 or more.")
     kind = Accelerator.parse(accelerator)
     amounts = {str(key): str(value) for key, value in (resources or {}).items()}
     _amount(amounts, "cpu", "vcpus", vcpus, "")
     _amount(amounts, "memory", "memory_gb", memory_gb, "Gi")
     if keep and name is None:
-        raise ConfigurationError("keep=True leaves workers behind that only a name finds again. Give one: name='dev'.")
+        raise ConfigurationError(
+            "keep=True leaves workers behind that can be found again only by name. Give one: name='dev'."
+        )
     return WorkerSpec(
         name=name if name is not None else f"compute-{secrets.token_hex(3)}",
         nodes=nodes,

@@ -33,7 +33,7 @@ class NotAValue:
     if not TYPE_CHECKING:
 
         def __bool__(self) -> bool:
-            self._explain("its truth was asked for", "Run it first: if (f() >> pool): ...")
+            self._explain("its truth value was used", "Run it first: if (f() >> pool): ...")
 
         def __iter__(self) -> NoReturn:
             self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
@@ -47,7 +47,7 @@ class NotAValue:
         def __lt__(self, other: object) -> NoReturn:
             self._explain(
                 "`<`",
-                "The pool stands on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
+                "The pool goes on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
                 "b)`: write "
                 "one comparison a line.",
             )
@@ -60,7 +60,7 @@ class NotAValue:
 
         def __rrshift__(self, other: object) -> NoReturn:
             self._explain(
-                "`... >> f()`", "The pool stands on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
+                "`... >> f()`", "The pool goes on the right: f() >> pool. Results go in as arguments: f(x) >> pool"
             )
 
         def __rmatmul__(self, other: object) -> NoReturn:
@@ -69,7 +69,7 @@ class NotAValue:
         def __rand__(self, other: object) -> NoReturn:
             self._explain(
                 f"`{type(other).__name__} & call`",
-                "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with brackets.",
+                "`>>` and `@` bind tighter than `&`: write (a() & b()) >> pool, with parentheses.",
             )
 
 
@@ -77,7 +77,7 @@ def _arithmetic(symbol: str) -> Any:
     def refuse(self: NotAValue, other: object) -> NoReturn:
         self._explain(
             f"`{symbol}`",
-            f"Run it first, in brackets, for `{symbol}` and `>>` bind otherwise: (f() >> pool) {symbol} 1",
+            f"Run it first, in parentheses, for `{symbol}` and `>>` bind otherwise: (f() >> pool) {symbol} 1",
         )
 
     return refuse

@@ -68,7 +68,7 @@ class Workers:
                 raise
             report(Progress("failed", None, f"not ready within {spec.timeout_seconds:g} s"))
             raise WorkerStartError(
-                f"the workers of {spec.name} did not come up within {spec.timeout_seconds:g} s. The last step was: "
+                f"the workers of {spec.name} did not start within {spec.timeout_seconds:g} s. The last step was: "
                 f"{last.phase}, {last.message}. Give them more time: Compute(timeout=...)."
             ) from error
 

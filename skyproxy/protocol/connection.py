@@ -188,7 +188,7 @@ class Connection:
         if self.role == CLIENT:
             first, last = int(before.acked_sequence), int(before.last_sequence)
         if not first <= received <= last:
-            raise ProtocolError(f"The {self._peer} goes on behind {received}, and that can only be {first} to {last}.")
+            raise ProtocolError(f"The {self._peer} continues after {received}, which must be {first} to {last}.")
         self._batches, self._answers = before._batches, before._answers
         self._keeps, self.last_answer = before._keeps, before.last_answer
         if self.role == CLIENT:

@@ -67,9 +67,7 @@ class Accelerator:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ConfigurationError(
-                f"{self.count} accelerators of the kind {self.name} are not available. Ask for 1 or more."
-            )
+            raise ConfigurationError(f"{self.name}:{self.count} asks for {self.count} accelerators. Ask for 1 or more.")
         known = _BY_FOLDED_NAME.get(self.name.casefold())
         metadata = dict(self.metadata)
         if known is not None:
@@ -82,7 +80,7 @@ class Accelerator:
             hint = f"Did you mean {', '.join(near)}? " if near else f"Known are: {', '.join(sorted(_KNOWN))}. "
             raise ConfigurationError(
                 f"{self.name!r} is not an accelerator that skyproxy knows. {hint}"
-                f"Others need a word about them: Accelerator({self.name!r}, metadata={{'cuda': True}})."
+                f"Describe any other: Accelerator({self.name!r}, metadata={{'cuda': True}})."
             )
         object.__setattr__(self, "metadata", MappingProxyType(metadata))
 
@@ -102,7 +100,7 @@ class Accelerator:
             return given
         name, colon, count = given.partition(":")
         if colon and not count.strip().isdigit():
-            raise ConfigurationError(f"accelerator={given!r}: after the colon stands how many, as in 'A100:8'.")
+            raise ConfigurationError(f"accelerator={given!r}: the number goes after the colon, as in 'A100:8'.")
         return cls(name.strip(), int(count) if colon else 1)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -127,7 +127,7 @@ class AWS:
             )
         reaped = await asyncio.to_thread(reap, ec2)
         if reaped:
-            report(Progress("provisioning", None, f"terminated {reaped} instance(s) that programs which died had left"))
+            report(Progress("provisioning", None, f"terminated {reaped} instance(s) left behind by programs that died"))
         store = ssm if self._instance_profile is not None else None
         instances = Instances(ec2, spec, new_keys(), self._poll_seconds, self.reach, store)
         try:
@@ -297,7 +297,7 @@ class Instances:
                 Name=self.parameter, Value=value, Type="SecureString", Tier="Intelligent-Tiering", Tags=tags
             )
         except Exception as error:
-            raise WorkerStartError(f"SSM does not take the parameter {self.parameter}: {error}") from error
+            raise WorkerStartError(f"SSM does not accept the parameter {self.parameter}: {error}") from error
         self._stored = True
 
     def _forget_secrets(self) -> None:
@@ -338,8 +338,8 @@ class Instances:
             )
         except Exception as error:
             raise WorkerStartError(
-                f"EC2 gives no {self._spec.nodes} x {request['InstanceType']}: {error}. Another region, another "
-                "instance type or a higher quota may help."
+                f"EC2 does not provide {self._spec.nodes} x {request['InstanceType']}: {error}. Another region, "
+                "another instance type or a higher quota may help."
             ) from error
         self._instances = sorted(answer["Instances"], key=lambda row: int(row.get("AmiLaunchIndex", 0)))
 

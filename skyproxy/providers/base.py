@@ -51,9 +51,7 @@ class Volume:
             values = {str(key): str(value) for key, value in given.items()}
             given = cls(values.pop("name"), values.pop("storage"), values.pop("path"), values)
         if not given.path.startswith("/"):
-            raise ConfigurationError(
-                f"the volume {given.name} is to be at {given.path!r}; the path must begin with '/'."
-            )
+            raise ConfigurationError(f"the volume {given.name} has the path {given.path!r}; it must begin with '/'.")
         return given
 
 

@@ -45,5 +45,7 @@ async def run_command(command: Sequence[str], purpose: str, without: Sequence[st
     text = output.decode(errors="replace").strip()
     if process.returncode != 0:
         end = "\n".join(text.splitlines()[-_SHOWN_LINES:])
-        raise WorkerStartError(f"cannot {purpose}: `{' '.join(command)}` ended with {process.returncode}.\n{end}")
+        raise WorkerStartError(
+            f"cannot {purpose}: `{' '.join(command)}` exited with status {process.returncode}.\n{end}"
+        )
     return text

@@ -59,7 +59,7 @@ class ContainerEngine:
             if found := shutil.which(name):
                 return cls(found)
         missing = f"{ENGINE_VARIABLE}={asked!r} is no command" if asked else "neither docker nor podman is installed"
-        raise ConfigurationError(f"{missing}. Install one, or take another --provider.")
+        raise ConfigurationError(f"{missing}. Install one, or use another --provider.")
 
     async def call(self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None) -> str:
         """Run a command, and return what it prints.
@@ -93,7 +93,7 @@ class ContainerEngine:
             raise
         if process.returncode:
             said = problem.decode(errors="replace").strip()
-            hint = " Does its daemon run, and may you use it?" if "daemon" in said.lower() else ""
+            hint = " Is its daemon running, and may you use it?" if "daemon" in said.lower() else ""
             raise WorkerStartError(f"{os.path.basename(self.executable)} {arguments[0]} failed: {said}{hint}")
         return output.decode(errors="replace")
 

@@ -122,13 +122,15 @@ async def container_address(name: str) -> tuple[str, str]:
     port = published_port(found, PORT) if found is not None else None
     if found is None or port is None or not _runs(found):
         raise ConnectError(
-            f"the worker {name!r} in a container does not run. Start it again: skyproxy down {name}; "
+            f"the worker {name!r} in a container is not running. Start it again: skyproxy down {name}; "
             f"skyproxy up {name} --provider container; or forget it: skyproxy context remove {name}"
         )
     try:
         token = _token_file(name).read_text(encoding="ascii").strip()
     except OSError as error:
-        raise ConnectError(f"the token of the worker {name!r} is not here: {error}. Who started it?") from error
+        raise ConnectError(
+            f"the token of the worker {name!r} is not here: {error}. Did another user start it?"
+        ) from error
     return f"ws://127.0.0.1:{port}", token
 
 
@@ -145,7 +147,7 @@ async def _wait_until_it_answers(engine: ContainerEngine, name: str) -> None:
             except ConnectError:
                 pass
         if ended or time.monotonic() > deadline:
-            how = "ended" if ended else f"took no clients within {SETTINGS.worker_start_timeout_seconds:.0f} s"
+            how = "ended" if ended else f"accepted no clients within {SETTINGS.worker_start_timeout_seconds:.0f} s"
             last = await engine.logs(container_name(name))
             raise WorkerStartError(f"the worker {name!r} in a container {how}. The end of its log:\n{last}")
         await asyncio.sleep(_POLL_SECONDS)

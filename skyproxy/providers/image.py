@@ -164,5 +164,5 @@ def requirement_name(requirement: str) -> str:
 
 def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):
-        raise ConfigurationError(f"{name}={given!r} is one text where a list is meant. Write {name}=[{given!r}].")
+        raise ConfigurationError(f"{name}={given!r} is a string where a list is expected. Write {name}=[{given!r}].")
     return tuple(given)

@@ -91,7 +91,7 @@ class Kubernetes:
             made, woken_from = await self._make(client, manifest, spec)
             launched = KubernetesLaunched(client.address, spec, self._via, own=made and not spec.keep)
             try:
-                report(Progress("provisioning", None, f"made Compute {spec.name} in {client.address}"))
+                report(Progress("provisioning", None, f"created Compute {spec.name} in {client.address}"))
                 compute = await wait_until_ready(
                     client,
                     spec.name,
@@ -252,7 +252,7 @@ class KubernetesLaunched:
                     if kind in ("ADDED", "MODIFIED") and pod["metadata"]["uid"] != uid:
                         return
         except TimeoutError:
-            raise WorkerStartError(f"{name} was not made again within {self._spec.timeout_seconds:.0f} s.") from None
+            raise WorkerStartError(f"{name} was not recreated within {self._spec.timeout_seconds:.0f} s.") from None
 
     def _pod(self, rank: int) -> str:
         return f"{self._spec.name}-{rank // self._spec.procs_per_node}"

@@ -49,7 +49,7 @@ def own_wheel() -> OwnWheel:
         known = importlib.metadata.distribution("skyproxy")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigurationError(
-            "skyproxy is not installed here, only on the path: install it, so that it can be brought to other machines."
+            "skyproxy is not installed here, only on the path: install it, so that it can be copied to other machines."
         ) from None
     metadata = known.read_text("METADATA") or ""
     folder = f"skyproxy-{known.version}.dist-info"

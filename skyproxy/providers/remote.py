@@ -61,7 +61,7 @@ class Remote:
             ConfigurationError: an url is none, there are not as many tokens, or both token and token_file are given.
         """
         if isinstance(urls, str):
-            raise ConfigurationError(f"Remote({urls!r}): a list of urls is meant. Write Remote([{urls!r}]).")
+            raise ConfigurationError(f"Remote({urls!r}): a list of urls is expected. Write Remote([{urls!r}]).")
         self.urls = tuple(urls)
         if not self.urls:
             raise ConfigurationError(
@@ -115,11 +115,11 @@ class Remote:
         wanted = [name for name, value in cannot.items() if value]
         if wanted:
             raise ConfigurationError(
-                f"Remote() uses workers that run already, and cannot give them {', '.join(wanted)}. Set that "
+                f"Remote() uses workers that are already running, and cannot give them {', '.join(wanted)}. Set that "
                 "where they "
                 "are started."
             )
-        report(Progress("bootstrapping", None, f"using {len(self.urls)} workers that run already"))
+        report(Progress("bootstrapping", None, f"using {len(self.urls)} workers that are already running"))
         tokens = self._tokens or [self._current_token()] * len(self.urls)
         endpoints = [
             Endpoint(

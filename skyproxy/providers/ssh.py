@@ -71,7 +71,7 @@ class SshWorker:
             return (self.folder / "token").read_text(encoding="ascii").strip()
         except OSError as error:
             raise ConfigurationError(
-                f"the token of the worker {self.name!r} cannot be read: {error}. Make it again, after: skyproxy down "
+                f"the token of the worker {self.name!r} cannot be read: {error}. Start it again, after: skyproxy down "
                 f"{self.name}"
             ) from error
 
@@ -176,7 +176,7 @@ def start(
     """
     known = find(checked_name(name))
     if known is not None and known.target != target:
-        raise ConfigurationError(f"a worker {name!r} is on {known.target.shown}. Take another --name, or end that one.")
+        raise ConfigurationError(f"a worker {name!r} is on {known.target.shown}. Use another --name, or end that one.")
     started = datetime.now(UTC).isoformat(timespec="seconds")
     worker, wheel = SshWorker(name, target, python, started), own_wheel()
     say(f"Looking at {target.shown}")

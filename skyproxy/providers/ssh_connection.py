@@ -38,7 +38,7 @@ _BEGIN = (
 _FAILURES = (
     (
         r"Could not resolve hostname|nodename nor servname|Name or service not known",
-        "nobody knows a host of that name. Check its name, your network or VPN, and ~/.ssh/config.",
+        "no host of that name is known. Check the name, your network or VPN, and ~/.ssh/config.",
     ),
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
@@ -48,7 +48,7 @@ _FAILURES = (
         r"Permission denied|Too many authentication failures",
         "the host accepts none of your keys, and no password is asked for here. Set up a key: ssh-copy-id {target}",
     ),
-    (r"Connection refused", "no ssh server listens there. Check the host and the port."),
+    (r"Connection refused", "no ssh server is listening there. Check the host and the port."),
     (r"timed out|No route to host|Network is unreachable", "the host does not answer. Check your network or VPN."),
 )
 _PROBLEMS = {
@@ -59,7 +59,7 @@ _PROBLEMS = {
     "--python PATH.",
     "disk": "the disk there is full, or your quota is used up. Make room in ~/.cache/skyproxy.",
     "python": "its Python does not work.",
-    "start": "the worker did not come up there.",
+    "start": "the worker did not start there.",
 }
 
 
@@ -183,7 +183,7 @@ def call(target: SshTarget, python: str, request: dict[str, Any], payload: bytes
         # What a profile of the host prints comes before the answer.
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
-        raise ConnectError(f"{target.shown} gave no answer that makes sense: {done.stdout[-200:]!r}") from error
+        raise ConnectError(f"{target.shown} gave an unexpected answer: {done.stdout[-200:]!r}") from error
     if "error" in answer:
         why = _PROBLEMS.get(answer["error"], "")
         raise WorkerStartError(f"cannot have a worker on {target.shown}: {why}\n{visible_output(answer['text'])}")
@@ -199,7 +199,7 @@ def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyE
                 return ConnectError(
                     f"cannot log in to {target.shown}: " + text.format(target=target.shown) + f"\n{told}"
                 )
-        return ConnectError(f"cannot log in to {target.shown}: {told or 'ssh ended without a word'}")
+        return ConnectError(f"cannot log in to {target.shown}: {told or 'ssh ended without a message'}")
     where = f"on {target.shown}"
     if found := re.search(_TOO_OLD + r" ([\d.]+)", told):
         return WorkerStartError(

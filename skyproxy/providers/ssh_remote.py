@@ -57,7 +57,7 @@ def install(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
     looked = look(request, stream)
     wheel = stream.read(request["wheel_bytes"])
     if hashlib.sha256(wheel).hexdigest() != request["wheel"]:
-        raise RemoteError("install", "the package did not arrive whole")
+        raise RemoteError("install", "the package arrived incomplete")
     folder = ROOT / "environments" / looked["environment"]
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(folder.with_suffix(".lock")):
@@ -98,7 +98,7 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(folder / "lock"):
         if _is_alive(folder):
-            raise RemoteError("exists", f"a worker {request['name']!r} runs there already")
+            raise RemoteError("exists", f"a worker {request['name']!r} is already running there")
         for old in ("port", "worker.json", "worker.log"):
             (folder / old).unlink(missing_ok=True)
         _write(folder / "token", request["token"] + "\n")

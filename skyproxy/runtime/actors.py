@@ -34,7 +34,9 @@ class Actors:
             try:
                 return self._actors[session, identity]
             except KeyError:
-                raise ActorDiedError("this worker process has no such actor: it was ended, or made elsewhere") from None
+                raise ActorDiedError(
+                    "this worker process has no such actor: it was ended, or created elsewhere"
+                ) from None
 
     def drop(self, session: str, identity: str) -> None:
         """Let go of an actor; one that is not there is no error."""

@@ -106,7 +106,7 @@ class InstanceInfo:
                 job=str(values.get("job", "")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"this describes no pool: {values!r} ({error!r}).") from error
+            raise ConfigurationError(f"this does not describe a pool: {values!r} ({error!r}).") from error
         if not (0 <= info.node < info.total_nodes and 0 <= info.rank < info.world_size and info.local_rank >= 0):
             raise ConfigurationError(
                 f"node {info.node} of {info.total_nodes}, rank {info.rank} of {info.world_size}, local rank "

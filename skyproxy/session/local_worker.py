@@ -24,9 +24,9 @@ from skyproxy.settings import Settings
 _SHOWN_OUTPUT_BYTES = 4000
 _SHOWN_LINES = 20
 _ADVICE = {
-    "SIGKILL": "the system does that where no memory is left: see its log, and use smaller batches or more memory",
-    "SIGSEGV": "code in C that the function or an operation called has crashed",
-    "SIGABRT": "code in C that the function or an operation called has given up",
+    "SIGKILL": "the system does that when memory runs out: see its log, and use smaller batches or more memory",
+    "SIGSEGV": "C code that the function or an operation called has crashed",
+    "SIGABRT": "C code that the function or an operation called has aborted",
     "SIGBUS": "often /dev/shm, or the disk of a mapped file, is full",
 }
 _END_TIMEOUT_SECONDS = 1.0

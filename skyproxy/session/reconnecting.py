@@ -105,7 +105,7 @@ class Outage:
             if self._broken and self._timer is not None:
                 self._was_told = True
                 self._say(
-                    f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to get it back for up "
+                    f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to restore it for up "
                     f"to {self._patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
                 )
 
@@ -168,7 +168,9 @@ class Reconnector:
             try:
                 return self._reopen(role, received)
             except (AuthenticationError, VersionMismatchError, ConfigurationError) as problem:
-                raise SessionLostError(f"{reason}; and the worker lets us in no more: {problem}") from problem
+                raise SessionLostError(
+                    f"{reason}; and the worker no longer lets this client in: {problem}"
+                ) from problem
             except ConnectError as problem:
                 refusals = refusals + 1 if isinstance(problem.__cause__, ConnectionRefusedError) else 0
                 if refusals >= _REFUSALS:

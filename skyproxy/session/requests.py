@@ -191,8 +191,8 @@ class Requests:
         before = self.backlogs.read()
         if self.cancelling.cancel():
             interrupt.add_note(
-                f"skyproxy: what {before.device} had not begun is cancelled, of {before.operations:,} operations. "
-                "Values that depend on it raise CancelledOperationError; everything else is as it was."
+                f"skyproxy: cancelled what {before.device} had not begun, of {before.operations:,} operations. "
+                "Values that depend on it raise CancelledOperationError; everything else is unchanged."
             )
 
     def backlog(self, timeout_seconds: float = 2.0) -> Backlog:

@@ -53,7 +53,7 @@ def read_link(text: str) -> tuple[str, str]:
         )
     if len(rest) > _LENGTH:
         raise ConfigurationError(
-            f"the link {address}#sha256:... goes on behind the fingerprint. Leave that out; if it is the token, others "
+            f"the link {address}#sha256:... has more text after the fingerprint. Remove it; if it is the token, others "
             "may have read it from the command line: make a new one, and give it when you are asked for it."
         )
     shown = f"[{host}]" if ":" in host else host

@@ -21,8 +21,8 @@ class WrongCertificateError(ssl.SSLError):
     def __init__(self, presented: str, pinned: str) -> None:
         super().__init__(
             ssl.SSL_ERROR_SSL,
-            f"its certificate has the fingerprint {presented}, and {pinned} was pinned: somebody may be on the way in "
-            "between, or the worker has a new certificate",
+            f"its certificate has the fingerprint {presented}, and {pinned} was pinned: somebody may be intercepting "
+            "the connection, or the worker has a new certificate",
         )
 
 
@@ -83,7 +83,7 @@ def client_context(certificate: str | Path | None = None) -> ssl.SSLContext:
     except (ssl.SSLError, ValueError) as error:
         where = "certificate=" if text == certificate else f"the file {certificate}"
         raise ConfigurationError(
-            f"the certificate to trust cannot be read ({error}). Is {where} all of the PEM text?"
+            f"the certificate to trust cannot be read ({error}). Is {where} the complete PEM text?"
         ) from error
 
 
@@ -119,7 +119,7 @@ def pem_text(certificate: str | Path) -> str:
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, ValueError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "it is no PEM text"
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "it is not PEM text"
         raise ConfigurationError(
             f"the certificate {str(certificate)!r} cannot be read as a file: {reason}. Give the path of a PEM "
             "file, PEM text, or a fingerprint (sha256:...)."

@@ -35,6 +35,8 @@ __all__ = ["WebSocketTransport", "check_confidential", "connect_websocket", "is_
 
 _SECRET_NAMES = re.compile(r"token|secret|passw|auth|key|credential", re.IGNORECASE)
 _PORTS = {"ws": 80, "wss": 443}
+_MIN_TOKEN_CHARACTERS = 8
+"""Shorter tokens are part of many words by chance."""
 
 
 class _Address(NamedTuple):
@@ -110,9 +112,9 @@ def check_confidential(host: str, shown: str, *, insecure: bool) -> None:
     if insecure or is_loopback(host):
         return
     raise ConfigurationError(
-        f"the connection to {shown} would not be encrypted: whoever is on the way could read the token and all "
+        f"the connection to {shown} would not be encrypted: anyone on the network path could read the token and all "
         "tensors. Use wss:// (skyproxy serve --tls), or a tunnel (skyproxy port-forward, "
-        "ssh -L). Where the network between is trusted: "
+        "ssh -L). If the network in between is trusted: "
         "skyproxy.connect(url, insecure=True), or SKYPROXY_INSECURE=1"
     )
 
@@ -134,7 +136,7 @@ def _parse_url(url: str, token: str) -> _Address:
     except ValueError as exc:
         # Not the url itself, in any of these messages: it may hold the secret that should not be there.
         raise ConfigurationError(f"The worker's url cannot be read ({exc}). Example: ws://127.0.0.1:8765") from None
-    if "@" in parts.netloc or (token and token in url):
+    if "@" in parts.netloc or _holds(parts, token):
         raise ConfigurationError("The worker's url holds a secret. Give the token by itself, in SKYPROXY_TOKEN.")
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if _SECRET_NAMES.search(name):
@@ -157,9 +159,17 @@ def _parse_url(url: str, token: str) -> _Address:
     )
 
 
+def _holds(parts: SplitResult, token: str) -> bool:
+    """Return whether a url has the token behind its host: as a word, or, if it is long enough, anywhere."""
+    rest = f"{parts.path}?{parts.query}#{parts.fragment}"
+    return bool(token) and (
+        token in re.split(r"[/?&=#;,]", rest) or (len(token) >= _MIN_TOKEN_CHARACTERS and token in rest)
+    )
+
+
 def _check_token(token: str) -> None:
     if not token:
-        raise ConfigurationError("No token was given, and every worker wants one. Set SKYPROXY_TOKEN.")
+        raise ConfigurationError("No token was given, and every worker requires one. Set SKYPROXY_TOKEN.")
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigurationError("The token has characters that a header cannot carry. Use printable ASCII, no spaces.")
 
@@ -190,7 +200,7 @@ def _secure(
     try:
         return TlsStream(sock, context, server_side=False, server_hostname=server_name, deadline=deadline)
     except WrongCertificateError as exc:
-        hint = "Compare with what `skyproxy serve --tls` prints there, and connect anew with that."
+        hint = "Compare with what `skyproxy serve --tls` prints there, and connect again with that."
         raise _failure(address, str(exc), hint) from exc
     except ssl.SSLCertVerificationError as exc:
         reason = f"its certificate was not accepted ({exc.verify_message})"
@@ -198,7 +208,7 @@ def _secure(
             address, reason, "Use the name in the certificate, and trust its issuer: SSL_CERT_FILE."
         ) from exc
     except ssl.SSLError as exc:
-        reason = f"there is no TLS ({exc.reason or exc})"
+        reason = f"it does not speak TLS ({exc.reason or exc})"
         raise _failure(address, reason, "If the worker does not encrypt, the url begins with ws://.") from exc
     except OSError as exc:
         raise _failure(address, str(exc), "Check that the url names a worker.") from exc
@@ -255,7 +265,7 @@ def _greet(transport: WebSocketTransport, hello: Hello, address: _Address, deadl
         transport.send(hello)
         welcome = transport.recv(remaining(deadline))
     except TimeoutError as exc:
-        raise _failure(address, "the worker did not answer our greeting in time", "Try again.") from exc
+        raise _failure(address, "the worker did not answer the handshake in time", "Try again.") from exc
     except SessionLostError as exc:
         raise _turned_away(address, transport.connection.goodbye, exc) from exc
     except ProtocolError as exc:

@@ -176,7 +176,7 @@ class WebSocketTransport(Transport):
             try:
                 message = self._next_message(timeout_seconds)
             except ProtocolError as exc:
-                self._ended = f"it broke the rules: {exc}"
+                self._ended = f"it violated the protocol: {exc}"
                 self._end("protocol", str(exc))
                 raise
             except OSError as exc:

@@ -83,7 +83,7 @@ def ask_worker(
         if isinstance(error, ConnectError):
             raise
         raise ConnectError(
-            f"the worker at {shown} cannot be asked: {visible(error)}. See whether it runs: skyproxy list"
+            f"the worker at {shown} cannot be reached: {visible(error)}. See whether it runs: skyproxy list"
         ) from error
     finally:
         end.cancel()

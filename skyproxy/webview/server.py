@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = json.dumps(self.server.status())
             self._send(HTTPStatus.OK, body, {"Content-Type": "application/json", **security_headers()})
         else:
-            self._refuse(HTTPStatus.UNAUTHORIZED, "this needs a key; open a link of skyproxy ui")
+            self._refuse(HTTPStatus.UNAUTHORIZED, "this needs a key; open a link that skyproxy ui has printed")
 
     def do_POST(self) -> None:
         """Exchange the secret of a link for a key; nothing else can be posted."""
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         key = self.server.exchange(self._bearer())
         if key is None:
-            self._refuse(HTTPStatus.UNAUTHORIZED, "this link was used already, or is none")
+            self._refuse(HTTPStatus.UNAUTHORIZED, "this link was already used, or is not valid")
             return
         body = json.dumps({"key": key})
         self._send(HTTPStatus.OK, body, {"Content-Type": "application/json", **security_headers()})

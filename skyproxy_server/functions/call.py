@@ -268,7 +268,7 @@ class FunctionCall:
         if isinstance(error, ModuleNotFoundError):
             folders = PROJECT_CODE.folders(self.session)
             error.add_note(
-                f"The worker finds no module {error.name}. What is installed there comes from Image(pip=[...]), "
+                f"The worker has no module {error.name}. Installed packages come from Image(pip=[...]), "
                 f"modules of your own from the program's folders ({', '.join(folders) or 'none'}), or from those of "
                 "Image(includes=[...]). Put the module's folder on sys.path of the program, or name it in includes."
             )

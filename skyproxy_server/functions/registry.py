@@ -131,7 +131,7 @@ class Calls:
             # Those that still wait for their arguments, too; and those that run on although they were given up.
             count = max(self.running, sum(other.is_active for other in self._calls.values()))
         if count >= self._settings.max_calls:
-            text = f"this worker runs {count} functions already, its limit; SKYPROXY_MAX_CALLS raises it"
+            text = f"this worker already runs {count} functions, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
             return None
         call.start(task, pieces, partial(self._count, call), partial(self._ended, call), function)
@@ -274,7 +274,7 @@ class Calls:
     def _expire(self, session: str, orphans: list[FunctionCall]) -> None:
         given_up = [call for call in orphans if not call.events.attached]
         for call in given_up:
-            logger.info("call %s was given up: its client did not come back", call.identity[:8])
+            logger.info("call %s was abandoned: its client did not come back", call.identity[:8])
             self.forget(call.identity)
         with self._lock:
             if session not in self._ended_sessions or any(call.running for call in orphans if call not in given_up):

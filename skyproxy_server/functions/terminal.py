@@ -57,7 +57,7 @@ def install() -> None:
                 sys,
                 "stdin",
                 _Input(sys.stdin),
-                why="a function that asks for input is told at once that nobody can answer, and does not wait for ever",
+                why="a function that asks for input is told at once that nobody can answer, and does not wait forever",
                 test=_TEST,
                 when=patching.When.WORKER,
             )
@@ -66,7 +66,7 @@ def install() -> None:
                 sys,
                 "breakpointhook",
                 _Breakpoint,
-                why="`breakpoint()` in a function would wait for a terminal for ever",
+                why="`breakpoint()` in a function would wait for a terminal forever",
                 test=_TEST,
                 when=patching.When.WORKER,
             )

@@ -59,7 +59,7 @@ class Cgroups:
         try:
             self._begin()
         except OSError as error:
-            raise CgroupsUnavailableError(f"{base} takes no cgroups of this worker: {error}") from error
+            raise CgroupsUnavailableError(f"{base} accepts no cgroups from this worker: {error}") from error
 
     def _begin(self) -> None:
         missing = set(self._controllers) - set(_words(self._base / "cgroup.controllers"))
@@ -152,16 +152,16 @@ def own_cgroup() -> Path:
     """Return the folder of the cgroup that this process is in.
 
     Raises:
-        CgroupsUnavailableError: the system has no cgroups of version 2, or this process cannot see its own.
+        CgroupsUnavailableError: the system has no cgroups version 2, or this process cannot see its own.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise CgroupsUnavailableError(f"the system tells no cgroups: {error}") from error
+        raise CgroupsUnavailableError(f"the system reports no cgroups: {error}") from error
     own = next((line.removeprefix("0::") for line in lines if line.startswith("0::/")), None)
     if own is None:
-        raise CgroupsUnavailableError("the system has no cgroups of version 2")
+        raise CgroupsUnavailableError("the system has no cgroups version 2")
     for line in mounts:
         place, _, kind = line.partition(" - ")
         root, mount_point = place.split()[3:5]

@@ -53,7 +53,7 @@ class Ending:
         if self.reason:
             return ""
         if self.signal_number == signal.SIGKILL:
-            return "Most often no memory was left: use smaller batches, or a worker with more memory. "
+            return "Most often, memory ran out: use smaller batches, or a worker with more memory. "
         if self.signal_number in _CRASHES:
             return "An operation or a function crashed it; SKYPROXY_LAUNCH_BLOCKING=1 finds the statement. "
         return "A function may have ended it. "

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_processor_count,
         default=0.0,
         metavar="N",
-        help="how many processors a session may keep busy, 0.5 for half of one; 0: no bound; needs cgroups",
+        help="how many processors a session may keep busy, 0.5 for half of one; 0: no limit; needs cgroups",
     )
     parser.add_argument(
         "--session-cgroups",

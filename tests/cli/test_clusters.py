@@ -64,7 +64,7 @@ def test_a_kubeconfig_in_which_nothing_is_current_is_no_cluster(run: Run, home: 
     usual.parent.mkdir()
     usual.write_text(content)
     result = run("list")
-    assert (result.exit_code, result.output) == (0, "There are no workers. Make one: skyproxy up NAME\n")
+    assert (result.exit_code, result.output) == (0, "There are no workers. Start one: skyproxy up NAME\n")
     result = run("gpus")
     assert result.exit_code == 2
     assert "no Kubernetes cluster is configured" in said(result)

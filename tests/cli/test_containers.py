@@ -126,7 +126,7 @@ def test_a_daemon_that_is_down_is_explained(run: Run, engine: Path, monkeypatch:
     monkeypatch.setenv("FAKE_ENGINE_DOWN", "1")
     result = run("up", "box", "--provider", "container")
     assert result.exit_code == 4
-    assert "Does its daemon run" in result.output
+    assert "Is its daemon running" in result.output
 
 
 def test_without_an_engine_it_is_said(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,3 +103,27 @@ def test_names_are_completed(run: Run) -> None:
     for name in ("dev", "dev-2", "prod"):
         ContextStore().save(Context(name, "local"))
     assert complete_worker("dev") == ["dev", "dev-2"]
+
+
+def test_the_worker_of_the_environment_goes_before_the_saved_one(
+    run: Run, read: Read, worker: LocalWorker, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ContextStore().save(Context("gone", "remote", {"url": "ws://127.0.0.1:1", "token_file": str(home / "none")}))
+    monkeypatch.setenv("SKYPROXY_URL", worker.url)
+    assert "SKYPROXY_TOKEN is not" in run("sessions").output
+    monkeypatch.setenv("SKYPROXY_TOKEN", worker.token)
+    assert read("sessions", "list") == []
+    assert run("doctor").exit_code == 0
+    assert run("sessions", "--help").exit_code == 0
+    assert run("sessions", "list", "--on", "gone").exit_code == 2  # who is named is meant
+
+
+def test_a_command_that_needs_a_name_says_that_the_environment_gives_an_address_only(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYPROXY_URL", "ws://127.0.0.1:1")
+    monkeypatch.setenv("SKYPROXY_TOKEN", "x" * 20)
+    for command in ("status", "logs", "top"):
+        result = run(command)
+        assert result.exit_code == 2
+        assert 'skyproxy connect "$SKYPROXY_URL"' in result.output

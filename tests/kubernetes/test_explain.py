@@ -76,7 +76,7 @@ def test_silence_is_the_operators_and_is_named_after_a_while() -> None:
         (
             {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]},
             "ContainerCreating",
-            "image may be on its way",
+            "image may still be being pulled",
         ),
         (
             {

@@ -129,7 +129,7 @@ def test_a_rotation_that_is_on_its_way_is_not_overtaken(running: Running, kubeco
     running.arrives = False
     rotated(kubeconfig, None)
     before = dict(running.data)
-    with pytest.raises(ConfigurationError, match="has not taken its last new token yet"):
+    with pytest.raises(ConfigurationError, match="has not accepted its last new token yet"):
         rotated(kubeconfig)
     assert running.data == before
     running.taken.add(base64.b64decode(before["token"]).decode())

@@ -90,7 +90,7 @@ def test_each_step_is_reported_once_until_it_is_ready(server: Any, kubeconfig: P
     )
     compute, reported = wait(kubeconfig)
     assert compute["status"]["phase"] == "Running"
-    assert reported == ["no node has room", "the image is on its way", "it takes clients"]
+    assert reported == ["no node has room", "the image is on its way", "it accepts clients"]
 
 
 def test_a_failure_ends_the_wait_with_its_cause_and_the_last_words(server: Any, kubeconfig: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_failure_ends_the_wait_with_its_cause_and_the_last_words(server: Any, 
 @pytest.mark.parametrize("stages", [[None], [stage("Pending", message="m"), None]])
 def test_a_deletion_ends_the_wait(server: Any, kubeconfig: Path, stages: list[Any]) -> None:
     Cluster(server, *stages)
-    with pytest.raises(WorkerStartError, match="was deleted while it was waited for"):
+    with pytest.raises(WorkerStartError, match="was deleted during the wait"):
         wait(kubeconfig)
 
 

@@ -169,7 +169,7 @@ def some_traffic() -> tuple[Connection, Connection]:
 @pytest.mark.parametrize("received", [-1, 0, 4, 1 << 60])
 def test_a_peer_that_has_what_was_never_sent_or_less_than_it_told_is_refused(received: int) -> None:
     for before, fresh in zip(some_traffic(), pair(False), strict=True):
-        with pytest.raises(ProtocolError, match="goes on behind"):
+        with pytest.raises(ProtocolError, match="continues after"):
             fresh.continue_from(before, received)
 
 

@@ -199,7 +199,7 @@ def test_a_launch_that_is_cancelled_leaves_nothing(url: str, ami: str, ec2: Any)
 def test_what_ec2_refuses_is_told_and_leaves_nothing(url: str, ami: str, ec2: Any) -> None:
     options = {**PACKAGE, "endpoint_url": url, "image_id": ami, "allow_from": "203.0.113.7/32"}
     provider = AWS(region=REGION, instance_type="no.such", **options)
-    with pytest.raises(WorkerStartError, match=r"EC2 gives no 1 x no\.such"):
+    with pytest.raises(WorkerStartError, match=r"EC2 does not provide 1 x no\.such"):
         sky.Compute(name="refused", provider=provider).start()
     assert groups(ec2) == []
 
@@ -362,7 +362,7 @@ def test_what_could_not_be_launched_leaves_no_secret(url: str, ami: str, ec2: An
     ssm = boto3.client("ssm", endpoint_url=url, region_name=REGION)
     options = {**PACKAGE, "endpoint_url": url, "image_id": ami, "allow_from": "203.0.113.7/32"}
     provider = AWS(region=REGION, instance_type="no.such", instance_profile="workers", **options)
-    with pytest.raises(WorkerStartError, match=r"EC2 gives no 1 x no\.such"):
+    with pytest.raises(WorkerStartError, match=r"EC2 does not provide 1 x no\.such"):
         sky.Compute(name="refused-secret", provider=provider).start()
     assert ssm.describe_parameters()["Parameters"] == []
     provider = AWS(region=REGION, instance_profile="workers", **options)

@@ -1,4 +1,4 @@
-"""Remote(): workers that run already are used as they are, and stay."""
+"""Remote(): workers that are already running are used as they are, and stay."""
 
 from __future__ import annotations
 

@@ -389,9 +389,9 @@ def test_a_worker_is_named_after_its_host(host: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("status", "told", "kind", "shown"),
     [
-        (255, "ssh: Could not resolve hostname x: Name or service not known", ConnectError, "nobody knows a host"),
+        (255, "ssh: Could not resolve hostname x: Name or service not known", ConnectError, "no host of that name"),
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", ConnectError, "has changed"),
-        (255, "connect to host x port 22: Connection refused", ConnectError, "no ssh server listens"),
+        (255, "connect to host x port 22: Connection refused", ConnectError, "no ssh server is listening"),
         (255, "connect to host x port 22: Connection timed out", ConnectError, "does not answer"),
         (255, "", ConnectError, "without a word"),
         (127, "sh: 1: exec: python3: not found", WorkerStartError, "there is no python3"),

@@ -441,7 +441,7 @@ def test_tls_problems_are_told_apart(start, tls_contexts) -> None:
         connect_websocket(url(encrypted, "wss"), TOKEN, OPERATIONS_HELLO, settings=FAST, ssl_context=stranger)
     with pytest.raises(ConnectError, match=r"wss://"):
         connect_websocket(url(encrypted, "ws"), TOKEN, OPERATIONS_HELLO, settings=FAST)
-    with pytest.raises(ConnectError, match=r"there is no TLS.*ws://"):
+    with pytest.raises(ConnectError, match=r"it does not speak TLS.*ws://"):
         connect_websocket(url(start(), "wss"), TOKEN, OPERATIONS_HELLO, settings=FAST, ssl_context=tls_contexts[0])
 
 

@@ -85,13 +85,13 @@ def test_an_identity_travels_as_plain_data() -> None:
     [
         ("", "holds no token"),
         ("two words", "header cannot carry"),
-        (f"{ONE}\nscope: operations", "says nothing known: 'scope'"),
+        (f"{ONE}\nscope: operations", "an unknown line after its token: 'scope'"),
         (f"{ONE}\nscopes: root", "'root'"),
         (f"{ONE}\nscopes:", "scopes"),
         (f"{ONE}\nexpires: soon", "'soon'"),
         (f"{ONE}\nsessions: -1", "'sessions'"),
         (f"{ONE}\nmemory: much", "memory='much' is not a size"),
-        (f"{ONE}\n{TWO}", "says nothing known"),
+        (f"{ONE}\n{TWO}", "an unknown line after its token"),
     ],
 )
 def test_a_file_that_cannot_be_understood_is_refused_at_the_start(tmp_path: Path, text: str, problem: str) -> None:

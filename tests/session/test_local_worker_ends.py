@@ -15,8 +15,8 @@ from skyproxy.session.local_worker import _how_it_ended
     [
         (0, "exited with code 0"),
         (3, "exited with code 3"),
-        (-signal.SIGKILL, "was killed by SIGKILL (the system does that where no memory is left"),
-        (-signal.SIGABRT, "was killed by SIGABRT (code in C"),
+        (-signal.SIGKILL, "was killed by SIGKILL (the system does that when memory runs out"),
+        (-signal.SIGABRT, "was killed by SIGABRT (C code"),
         (-signal.SIGBUS, "/dev/shm"),
         (137, "exited with code 137, that is SIGKILL (the system"),  # from a container's engine
         (255, "exited with code 255"),

@@ -61,7 +61,7 @@ def test_a_program_that_trains_is_seen(browser: Browser) -> None:
                 page.command("Page.reload")
                 page.wait_for_text("state", "read at")
             with browser.page(link) as other:
-                other.wait_for_text("state", "used already")
+                other.wait_for_text("state", "already used")
                 assert other.text("sessions") == ""
         finally:
             program.kill()

@@ -27,7 +27,7 @@ def needed() -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"torch {torch.__version__} lacks a part that skyproxy relies on: {error}. skyproxy was tried on torch "
+            f"torch {torch.__version__} lacks a part that skyproxy relies on: {error}. skyproxy was tested with torch "
             f"{torch_versions.TRIED}."
         ) from error
 

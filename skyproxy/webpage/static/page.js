@@ -182,7 +182,7 @@ function want_token(text) {
   sessionStorage.removeItem(KEY);
   byId("view").hidden = true;
   byId("entry").hidden = !is_worker;
-  state(is_worker ? text : "This link was used already, or its program has ended. Make another: skyproxy ui, or skyproxy.ui()", true);
+  state(is_worker ? text : "This link was already used, or its program has ended. Get another: skyproxy ui, or skyproxy.ui()", true);
 }
 
 async function refresh() {

@@ -267,13 +267,13 @@ def choice(**given: object) -> argparse.Namespace:
 
 def test_without_cgroups_only_who_asked_for_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
-        raise CgroupsUnavailableError("the system has no cgroups of version 2")
+        raise CgroupsUnavailableError("the system has no cgroups version 2")
 
     monkeypatch.setattr(options, "own_cgroup", none)
     assert options.session_cgroups(choice()) is None
     assert options.session_cgroups(choice(session_cgroups=False)) is None
     for asked in ({"session_cgroups": True}, {"session_cpus": 0.5}):
-        with pytest.raises(ConfigurationError, match=r"no cgroups of version 2.*Delegate=yes"):
+        with pytest.raises(ConfigurationError, match=r"no cgroups version 2.*Delegate=yes"):
             options.session_cgroups(choice(**asked))
     with pytest.raises(ConfigurationError, match="leave out --no-session-cgroups"):
         options.session_cgroups(choice(session_cgroups=False, session_cpus=0.5))

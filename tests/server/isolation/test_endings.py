@@ -20,7 +20,7 @@ UNKNOWN_SIGNAL = 63
 CASES = [
     (Ending(), "exited with status 0", "A function may have ended it."),
     (Ending(status=5), "exited with status 5", "A function may have ended it."),
-    (Ending(signal_number=signal.SIGKILL), "killed by signal 9 (SIGKILL)", "no memory was left"),
+    (Ending(signal_number=signal.SIGKILL), "killed by signal 9 (SIGKILL)", "memory ran out"),
     (Ending(signal_number=signal.SIGSEGV), "killed by signal 11 (SIGSEGV)", "SKYPROXY_LAUNCH_BLOCKING=1"),
     (Ending(signal_number=signal.SIGABRT), "killed by signal 6 (SIGABRT)", "SKYPROXY_LAUNCH_BLOCKING=1"),
     (Ending(signal_number=signal.SIGTERM), "killed by signal 15 (SIGTERM)", "A function may have ended it."),
