@@ -251,3 +251,7 @@ class LastingTransport(Transport):
     @property
     def bytes_received(self) -> int:
         return self._link.bytes_received
+
+    @property
+    def bytes_unread(self) -> int:
+        return self._link.bytes_unread

@@ -17,6 +17,7 @@ from skyproxy_server.status import MAX_CALLS, MAX_FAILURES, MAX_TEXT
 _MEASURED_SHARE = 200
 """Memory is measured again after this many times what it took: the sessions lose half a percent to it, at most."""
 _MAX_MEASURED_SLOTS = 200_000
+_MAX_COUNTED_COMMANDS = 100_000
 
 
 class MemoryGauge:
@@ -79,9 +80,26 @@ def running_place(thread_id: int | None) -> tuple[list[Any], int] | None:
     return None
 
 
-def running_op(state: SessionState, thread_id: int | None) -> dict[str, Any]:
-    """Return what a session's thread executes now: "op", and its "sequence" and "position"; empty for nothing."""
-    place = running_place(thread_id)
+def queued_operations(state: SessionState, place: tuple[list[Any], int] | None) -> int:
+    """Return how many operations of the batch that runs have not begun."""
+    if place is None:
+        return 0
+    stream, position = place
+    widths, count = state.ops.widths, 0
+    try:
+        position = commands.op_at(stream, position)
+        for _ in range(_MAX_COUNTED_COMMANDS):
+            position += 1 + widths[stream[position]]
+            if position >= len(stream):
+                break
+            count += stream[position] >= commands.FIRST_SIGNATURE
+    except (KeyError, IndexError, TypeError):  # malformed, or something else by now
+        return 0
+    return count
+
+
+def running_op(state: SessionState, place: tuple[list[Any], int] | None) -> dict[str, Any]:
+    """Return what a session executes at its place: "op", and its "sequence" and "position"; empty for nothing."""
     if place is None:
         return {}
     stream, position = place

@@ -13,7 +13,16 @@ MAX_SESSIONS = 100
 MAX_FAILURES = 10
 MAX_CALLS = 20
 MAX_TEXT = 300
-_NUMBERS = ("seconds", "commands", "tensors", "tensor_bytes", "bytes_received", "bytes_sent")
+_NUMBERS = (
+    "seconds",
+    "commands",
+    "tensors",
+    "tensor_bytes",
+    "bytes_received",
+    "bytes_sent",
+    "queued_operations",
+    "queued_bytes",
+)
 _STATES = ("idle", "running", "detached", "busy")
 _RUNNING = {"op": str, "sequence": int, "position": int, "graph": int}
 _FAILURE = {"at": float, "type": str, "message": str, "op": str, "sequence": int, "position": int, "graph": int}

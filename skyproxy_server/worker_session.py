@@ -34,7 +34,14 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
-from skyproxy_server.session_report import MemoryGauge, call_rows, failure_rows, running_op, running_place
+from skyproxy_server.session_report import (
+    MemoryGauge,
+    call_rows,
+    failure_rows,
+    queued_operations,
+    running_op,
+    running_place,
+)
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
@@ -119,13 +126,16 @@ class WorkerSession:
         """Return what the web view shows of it; reads counters, and never waits for the session."""
         state, now = self._executor.state, time.monotonic()
         links = [link for link in (self._transport, self._bulk) if link is not None]
+        place = running_place(self._thread_id) if self._executing else None
         return {
             "session": self.identity[:8],
             "client": self.client.name,
             "address": self.client.address,
             "seconds": round(now - self._began_at, 1),
             "state": "detached" if self.is_detached else "running" if self._executing else "idle",
-            "running": running_op(state, self._thread_id) if self._executing else {},
+            "running": running_op(state, place),
+            "queued_operations": queued_operations(state, place),
+            "queued_bytes": sum(link.bytes_unread for link in links),
             "commands": self.commands_done,
             "tensors": len(state.values.slots) - 1,
             "tensor_bytes": self._memory.read(state.values.slots),

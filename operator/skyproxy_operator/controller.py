@@ -361,7 +361,7 @@ def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
 
 def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
     """Return why a worker that takes sessions does not tell what it does."""
-    text = f"A worker does not tell whether it is idle: {silence.problem}."
+    text = f"A worker does not report whether it is idle: {silence.problem}."
     if silence.reason == TOKEN_REFUSED:
         text += " It does not accept the token of its Secret."
     if silence.reason:

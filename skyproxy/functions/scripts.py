@@ -101,7 +101,7 @@ def describe_script(
             f"nproc_per_node={procs_per_node!r}: use a number from 1, or one of: {', '.join(PROCESS_COUNTS)}."
         )
     if type(max_restarts) is not int or max_restarts < 0:
-        raise ConfigurationError(f"max_restarts={max_restarts!r}: use a number from 0.")
+        raise ConfigurationError(f"max_restarts={max_restarts!r}: use 0 or more.")
     return Script(
         target=text,
         args=tuple(str(arg) for arg in args),

@@ -99,7 +99,7 @@ def checked_rank(rank: object) -> On:
         return rank
     if rank == "head":
         return "head"
-    raise ConfigurationError(f"on={rank!r} names no rank. Use a number from 0, or 'head'.")
+    raise ConfigurationError(f"on={rank!r} is not a rank. Use 0 or more, or 'head'.")
 
 
 def is_stream(function: Callable[..., object]) -> bool:

@@ -39,7 +39,7 @@ class NotAValue:
             self._explain("it was iterated over", "Run it first: for item in (f() >> pool): ...")
 
         def __getitem__(self, key: object) -> NoReturn:
-            self._explain("an item of it was asked for", "Run it first, in brackets: (f() >> pool)[0]")
+            self._explain("it was indexed", "Run it first, in parentheses: (f() >> pool)[0]")
 
         def __await__(self) -> NoReturn:
             self._explain("it was awaited", "Say where it is to run: await (f() > pool)")
@@ -64,7 +64,7 @@ class NotAValue:
             )
 
         def __rmatmul__(self, other: object) -> NoReturn:
-            self._explain("`... @ f()`", "The pool stands on the right: f() @ pool")
+            self._explain("`... @ f()`", "The pool goes on the right: f() @ pool")
 
         def __rand__(self, other: object) -> NoReturn:
             self._explain(

@@ -95,3 +95,8 @@ class Transport(Protocol):
 
     @property
     def bytes_received(self) -> int: ...
+
+    @property
+    def bytes_unread(self) -> int:
+        """How many bytes have come and wait to be read, as far as the system tells."""
+        return 0

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from skyproxy.protocol.messages import Buffer
+
+try:
+    import fcntl
+    import termios
+except ImportError:  # Windows
+    fcntl = termios = None  # type: ignore[assignment]
 
 
 class Stream(Protocol):
@@ -40,6 +47,10 @@ class Stream(Protocol):
         Raises:
             OSError: the connection is gone.
         """
+
+    def unread_bytes(self) -> int:
+        """Return how many bytes wait in the system to be read; 0 where it does not tell. From any thread."""
+        return 0
 
     def shutdown_write(self) -> None:
         """Tells the peer that nothing more comes; never raises."""
@@ -81,6 +92,9 @@ class PlainStream(Stream):
             return -1
         return self._recv_into(view)
 
+    def unread_bytes(self) -> int:
+        return unread_bytes(self._socket)
+
     def shutdown_write(self) -> None:
         shutdown(self._socket, socket.SHUT_WR)
 
@@ -93,6 +107,16 @@ class PlainStream(Stream):
     def fileno(self) -> int:
         """The socket's descriptor; -1 after `close`."""
         return self._socket.fileno()
+
+
+def unread_bytes(sock: socket.socket) -> int:
+    """Return how many bytes wait in a socket to be read; 0 where the system does not tell."""
+    if fcntl is None or termios is None:
+        return 0
+    try:
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):  # it is closed
+        return 0
 
 
 class Readable:

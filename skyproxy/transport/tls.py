@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skyproxy.protocol.messages import Buffer
-from skyproxy.transport.stream import Readable, Stream, prepare, remaining, shutdown
+from skyproxy.transport.stream import Readable, Stream, prepare, remaining, shutdown, unread_bytes
 
 _PIECE_BYTES = 128 << 10
 _READ_BYTES = 256 << 10
@@ -144,6 +144,9 @@ class TlsStream(Stream):
         if must_answer:
             self.on_output()
         return filled if filled or ended else None
+
+    def unread_bytes(self) -> int:
+        return unread_bytes(self._socket)  # as they came: encrypted
 
     def shutdown_write(self) -> None:
         try:

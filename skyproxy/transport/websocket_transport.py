@@ -385,6 +385,10 @@ class WebSocketTransport(Transport):
         return self._outbox.bytes_sent
 
     @property
+    def bytes_unread(self) -> int:
+        return self._stream.unread_bytes()
+
+    @property
     def bytes_received(self) -> int:
         return self._bytes_received
 

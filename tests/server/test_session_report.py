@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from skyproxy.protocol import commands
+from skyproxy.transport.stream import PlainStream
 from skyproxy_server.failures import Failed
-from skyproxy_server.session_report import MemoryGauge, failure_rows, running_place
+from skyproxy_server.session_report import MemoryGauge, failure_rows, queued_operations, running_place
 
 
 class Clock:
@@ -72,3 +76,30 @@ def test_a_failure_travels_as_text_that_every_message_can_carry() -> None:
     assert rows[0]["message"].startswith("half a character: ?xxx")
     rows[0]["message"].encode("utf-8")
     assert len(rows[0]["message"]) == 300
+
+
+OP = commands.FIRST_SIGNATURE
+
+
+@pytest.mark.parametrize(
+    ("position", "count"),
+    [(0, 2), (2, 1), (6, 1), (8, 0), (99, 0), (1, 0)],
+    ids=["first", "behind an EXPECT", "a release", "last", "outside", "not a command"],
+)
+def test_operations_behind_the_running_one_are_counted_and_nothing_else(position: int, count: int) -> None:
+    stream: list[Any] = [OP, "x", commands.EXPECT, 0, OP, "y", commands.RELEASE, [5], OP, "z"]
+    state: Any = SimpleNamespace(ops=SimpleNamespace(widths=commands.width_table({OP: 1})))
+    assert queued_operations(state, (stream, position)) == count
+    assert queued_operations(state, None) == 0
+
+
+def test_bytes_that_wait_in_a_connection_are_seen_from_outside() -> None:
+    near, far = socket.socketpair()
+    stream = PlainStream(far)
+    near.sendall(bytes(1000))
+    assert stream.unread_bytes() == 1000
+    stream.recv_into(memoryview(bytearray(600)), 30)
+    assert stream.unread_bytes() == 400
+    near.close()
+    stream.close()
+    assert stream.unread_bytes() == 0

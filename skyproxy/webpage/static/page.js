@@ -92,8 +92,10 @@ function show_sessions(workers, program) {
   const rows = workers.flatMap((worker) => (worker.sessions || []).map((row) => {
     const mine = own.get(row.session) || {};
     const running = (row.running || {}).op ? `${row.running.op}${mine.line ? ` at ${mine.line}` : ""}` : row.state;
-    const queue = mine.queued_batches === undefined ? "" :
-      `${count(mine.queued_batches)} batches, ${size(mine.queued_bytes)}`;
+    // What left the program and is not executed yet, where the program tells; else what waits on the worker.
+    const queue = mine.queued_batches === undefined
+      ? `${count(row.queued_operations)} operations, ${size(row.queued_bytes)}`
+      : `${count(mine.queued_batches)} batches, ${size(mine.queued_bytes)}`;
     return [row.session, `${row.client}${row.address ? ` (${row.address})` : ""}`, age(row.seconds), running,
       count(row.commands), count(row.tensors), size(row.tensor_bytes), queue,
       `${size(row.bytes_received)} in, ${size(row.bytes_sent)} out`];
