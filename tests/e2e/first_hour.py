@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.computes import User
-from tests.firstrun.test_fresh_environments import blocks
+from tests.firstrun.pages import blocks
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def seconds(user: User) -> Iterator[dict[str, float]]:
 
 def test_cluster(user: User, seconds: dict[str, float]) -> None:
     begin = time.perf_counter()
-    assert "tensor(" in user.python(blocks("README.md"))
+    assert "tensor(" in user.python("\n".join(blocks("README.md", "python")))
     seconds["python first.py"] = time.perf_counter() - begin
     detail = ", ".join(f"`{shown}` {passed:.1f}" for shown, passed in seconds.items())
     print(f"\n| a cluster with the operator | 4 | | {sum(seconds.values()):.1f} | {detail} |")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.firstrun.test_fresh_environments import blocks
+from tests.firstrun.pages import blocks
 from tests.providers.test_ssh import NEEDS, Host, host, state
 
 __all__ = ["host", "state"]
@@ -67,7 +67,9 @@ class Machine:
 
     def gets_the_number(self) -> None:
         """README's four lines."""
-        assert "tensor(" in self.types("python first.py", str(self.python), "-c", blocks("README.md"))
+        assert "tensor(" in self.types(
+            "python first.py", str(self.python), "-c", "\n".join(blocks("README.md", "python"))
+        )
 
 
 def show(way: str, *machines: Machine) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import secrets
 import subprocess
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.firstrun.pages import FIRST_STEPS, RUN, blocks, program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = sorted(
@@ -22,20 +26,6 @@ pytestmark = [pytest.mark.firstrun, pytest.mark.timeout(600)]
 Environment = Callable[..., Path]
 
 
-HOWTO = [
-    *(f"docs/howto/{name}.md" for name in ("debugging", "graphs-and-compile", "out-of-memory", "pools", "profile")),
-    *(f"docs/howto/{name}.md" for name in ("send-files", "skyproxy-up", "slow-links")),
-    *(f"docs/reference/{name}.md" for name in ("errors", "torch-sky")),
-]
-"""Pages that need no more than torch; tests/integrations and tests/notebook run what others show."""
-
-
-def blocks(page: str) -> str:
-    """All Python blocks of a page, as one program."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-
-
 def run(python: Path, home: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(python), *arguments], env=home, cwd=home["HOME"], capture_output=True, text=True, timeout=300
@@ -47,25 +37,52 @@ def test_every_extra_of_a_user_exists() -> None:
 
 
 @pytest.mark.parametrize("extra", ["torch", "server"])
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/first-tensor.md"])
+@pytest.mark.parametrize("page", FIRST_STEPS)
 def test_a_page_runs_as_written(environment: Environment, home: dict[str, str], page: str, extra: str) -> None:
-    program = blocks(page)
-    assert "import skyproxy" in program
-    done = run(environment(extra), home, "-c", program)
+    code = "\n".join(blocks(page, "python"))
+    assert "import skyproxy" in code
+    done = run(environment(extra), home, "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("page", HOWTO)
+@contextlib.contextmanager
+def started_worker(python: Path, home: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """A worker of that environment; its address and token."""
+    folder = Path(home["HOME"])
+    token, port = folder / "token.txt", folder / "port"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    command = [str(python), "-m", "skyproxy_server", "--port", "0", "--token-file", str(token)]
+    worker = subprocess.Popen([*command, "--port-file", str(port)], env=home, cwd=folder)
+    try:
+        deadline = time.monotonic() + 300
+        while not (port.exists() and port.read_text().strip()):
+            assert worker.poll() is None, "the worker has ended"
+            assert time.monotonic() < deadline, "the worker does not listen"
+            time.sleep(0.1)
+        yield f"ws://127.0.0.1:{port.read_text().strip()}", token.read_text()
+    finally:
+        worker.terminate()
+        worker.wait(60)
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_a_page_of_how_to_runs_as_written(environment: Environment, home: dict[str, str], page: str) -> None:
-    program = blocks(page)
-    assert "import skyproxy" in program
-    done = run(environment("torch"), home, "-c", program)
+    python = environment("torch", packages=RUN[page].packages)
+    code = Path(home["HOME"], "page.py")  # a file, as a reader's: functions travel by their source's name
+    with contextlib.ExitStack() as stack:
+        address = ""
+        if RUN[page].worker:
+            address, token = stack.enter_context(started_worker(python, home))
+            home = home | {"SKYPROXY_TOKEN": token}
+        code.write_text(program(page, worker=address), encoding="utf-8")
+        done = run(python, home, str(code))
     assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_of_ones_own_is_enough(environment: Environment, home: dict[str, str]) -> None:
-    done = run(environment(packages=("torch",)), home, "-c", blocks("README.md"))
+    done = run(environment(packages=("torch",)), home, "-c", "\n".join(blocks("README.md", "python")))
     assert done.returncode == 0, done.stderr
 
 
