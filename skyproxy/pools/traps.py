@@ -49,7 +49,7 @@ class NotAValue:
                 "`<`",
                 "The pool goes on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
                 "b)`: write "
-                "one comparison a line.",
+                "one comparison per line.",
             )
 
         def __ge__(self, other: object) -> NoReturn:

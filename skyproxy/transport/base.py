@@ -98,5 +98,5 @@ class Transport(Protocol):
 
     @property
     def bytes_unread(self) -> int:
-        """How many bytes have come and wait to be read, as far as the system tells."""
+        """Bytes that have come and wait to be read, as far as the system tells."""
         return 0

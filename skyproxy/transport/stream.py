@@ -11,12 +11,6 @@ from typing import Protocol
 
 from skyproxy.protocol.messages import Buffer
 
-try:
-    import fcntl
-    import termios
-except ImportError:  # Windows
-    fcntl = termios = None  # type: ignore[assignment]
-
 
 class Stream(Protocol):
     """A two-way stream of bytes. One thread may read while another writes."""
@@ -111,11 +105,12 @@ class PlainStream(Stream):
 
 def unread_bytes(sock: socket.socket) -> int:
     """Return how many bytes wait in a socket to be read; 0 where the system does not tell."""
-    if fcntl is None or termios is None:
-        return 0
     try:
+        import fcntl
+        import termios
+
         return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
-    except (OSError, ValueError):  # it is closed
+    except (ImportError, OSError, ValueError):  # there is no such question on Windows; or the socket is closed
         return 0
 
 
