@@ -83,14 +83,14 @@ def blocks(page: str, *languages: str) -> list[str]:
     return [match[3] for match in _FENCE.finditer(text) if match[2] in languages]
 
 
-def program(page: str, *, worker: str = "") -> str:
-    """All Python blocks of a page, as one program.
+def programs(page: str, *, worker: str = "") -> list[str]:
+    """The Python blocks of a page: one program; or one each, where they are those of several clients of a worker.
 
     Args:
         worker: the address of the worker that stands for the one on the page.
     """
-    text = "\n".join(blocks(page, "python"))
-    return text.replace(RUN[page].worker, worker) if worker else text
+    found = blocks(page, "python")
+    return [block.replace(RUN[page].worker, worker) for block in found] if worker else ["\n".join(found)]
 
 
 def pages() -> list[str]:

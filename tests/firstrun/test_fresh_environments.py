@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.firstrun.pages import FIRST_STEPS, RUN, blocks, program
+from tests.firstrun.pages import FIRST_STEPS, RUN, blocks, programs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = sorted(
@@ -76,9 +76,10 @@ def test_a_page_of_how_to_runs_as_written(environment: Environment, home: dict[s
         if RUN[page].worker:
             address, token = stack.enter_context(started_worker(python, home))
             home = home | {"SKYPROXY_TOKEN": token}
-        code.write_text(program(page, worker=address), encoding="utf-8")
-        done = run(python, home, str(code))
-    assert done.returncode == 0, done.stderr
+        for text in programs(page, worker=address):
+            code.write_text(text, encoding="utf-8")
+            done = run(python, home, str(code))
+            assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_of_ones_own_is_enough(environment: Environment, home: dict[str, str]) -> None:
