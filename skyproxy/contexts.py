@@ -189,9 +189,15 @@ def checked_name(name: str) -> str:
         ConfigurationError: it cannot.
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
+        meant = ""
+        if any(mark in name for mark in ":/@."):
+            meant = (
+                ". If it is the address of a worker, begin it with wss://, ws:// or sky://; a host to log in to, with "
+                "ssh://, for skyproxy up"
+            )
         raise ConfigurationError(
             f"{name!r} cannot name a worker: use up to {MAX_NAME_LENGTH} small letters, digits and hyphens, a letter "
-            "first and no hyphen last. Example: dev-1"
+            f"first and no hyphen last. Example: dev-1{meant}"
         )
     return name
 

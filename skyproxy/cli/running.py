@@ -67,10 +67,11 @@ def run(
         return
     if max_restarts:
         raise ConfigurationError("--max-restarts is for scripts under torchrun. Add --nproc-per-node or --nnodes.")
-    if saved is None:
-        raise ConfigurationError("no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT")
     if not module and not Path(script).is_file():
         raise ConfigurationError(f"there is no script {script!r}. For a module: skyproxy run -m {script}")
+    if saved is None:
+        late = " Options of skyproxy run stand before the script." if "--on" in ctx.args else ""
+        raise ConfigurationError(f"no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT.{late}")
     environment = {key: value for key, value in os.environ.items() if key not in ("SKYPROXY_URL", "SKYPROXY_TOKEN")}
     environment[CONTEXT_VARIABLE] = saved.name
     command = [sys.executable, *(["-m"] if module else []), script, *ctx.args]

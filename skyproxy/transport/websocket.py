@@ -39,7 +39,9 @@ _MIN_TOKEN_CHARACTERS = 8
 """Shorter tokens are part of many words by chance."""
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
+    """Where a worker listens."""
+
     host: str
     port: int
     secure: bool
@@ -79,7 +81,7 @@ def connect_websocket(
         VersionMismatchError: the worker speaks no version that we speak.
         ConnectError: no connection came about for another reason; says which and what to do.
     """
-    address = _parse_url(url, token)
+    address = parse_url(url, token)
     _check_token(token)
     if not address.secure:
         check_confidential(address.host, address.shown, insecure=insecure or settings.insecure)
@@ -129,7 +131,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _parse_url(url: str, token: str) -> _Address:
+def parse_url(url: str, token: str) -> Address:
+    """Return the parts of a worker's url.
+
+    Args:
+        url: "ws://host:port" or "wss://host:port", with a path where a gateway wants one.
+        token: must not be in it.
+
+    Raises:
+        ConfigurationError: it is not the url of a worker, or holds a secret.
+    """
     try:
         parts: SplitResult = urlsplit(url)
         port = parts.port
@@ -150,7 +161,7 @@ def _parse_url(url: str, token: str) -> _Address:
             "It must begin with ws:// or wss:// and a host. Example: ws://127.0.0.1:8765"
         )
     bare = parts._replace(query="", fragment="")
-    return _Address(
+    return Address(
         host=parts.hostname,
         port=port or _PORTS[parts.scheme],
         secure=parts.scheme == "wss",
@@ -174,7 +185,7 @@ def _check_token(token: str) -> None:
         raise ConfigurationError("The token has characters that a header cannot carry. Use printable ASCII, no spaces.")
 
 
-def _connect_tcp(address: _Address, settings: Settings) -> socket.socket:
+def _connect_tcp(address: Address, settings: Settings) -> socket.socket:
     try:
         return socket.create_connection((address.host, address.port), timeout=settings.connect_timeout_seconds)
     except (OSError, UnicodeError) as exc:
@@ -192,7 +203,7 @@ def _connect_tcp(address: _Address, settings: Settings) -> socket.socket:
 
 
 def _secure(
-    sock: socket.socket, address: _Address, ssl_context: ssl.SSLContext | None, deadline: float, server_name: str
+    sock: socket.socket, address: Address, ssl_context: ssl.SSLContext | None, deadline: float, server_name: str
 ) -> Stream:
     if not address.secure:
         return PlainStream(sock)
@@ -214,7 +225,7 @@ def _secure(
         raise _failure(address, str(exc), "Check that the url names a worker.") from exc
 
 
-def _upgrade(stream: Stream, address: _Address, token: str, deadline: float) -> bytes:
+def _upgrade(stream: Stream, address: Address, token: str, deadline: float) -> bytes:
     """Makes a WebSocket of an HTTP connection; the bytes that came behind the response."""
     protocol = ClientProtocol(parse_uri(address.url), max_size=None, logger=SILENT_LOGGER)
     request = protocol.connect()
@@ -238,7 +249,7 @@ def _upgrade(stream: Stream, address: _Address, token: str, deadline: float) -> 
     return received
 
 
-def _refusal(address: _Address, status: str) -> ConnectError:
+def _refusal(address: Address, status: str) -> ConnectError:
     if status == "403":
         return AuthenticationError(
             f"The worker at {address.shown} refused the token for sessions (HTTP 403): it does not have the scope "
@@ -260,7 +271,7 @@ def _refusal(address: _Address, status: str) -> ConnectError:
     return _failure(address, f"{reason} (HTTP {status})", hint)
 
 
-def _greet(transport: WebSocketTransport, hello: Hello, address: _Address, deadline: float) -> Welcome:
+def _greet(transport: WebSocketTransport, hello: Hello, address: Address, deadline: float) -> Welcome:
     try:
         transport.send(hello)
         welcome = transport.recv(remaining(deadline))
@@ -274,7 +285,7 @@ def _greet(transport: WebSocketTransport, hello: Hello, address: _Address, deadl
     return welcome
 
 
-def _turned_away(address: _Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
+def _turned_away(address: Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
     if goodbye is None:
         return _failure(address, str(lost), "See the worker's log.")
     text = visible(goodbye.reason or goodbye.code_name)
@@ -288,5 +299,5 @@ def _turned_away(address: _Address, goodbye: Goodbye | None, lost: SessionLostEr
     return error
 
 
-def _failure(address: _Address, reason: str, hint: str) -> ConnectError:
+def _failure(address: Address, reason: str, hint: str) -> ConnectError:
     return ConnectError(f"Cannot connect to the worker at {address.shown}: {reason.rstrip('.')}. {hint}")

@@ -16,7 +16,7 @@ from skyproxy.errors import AuthenticationError, ConnectError, visible
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
-from skyproxy.transport.websocket import check_confidential
+from skyproxy.transport.websocket import check_confidential, parse_url
 
 _MAX_BYTES = 1 << 20
 _MOST_STEPS = 4
@@ -51,10 +51,8 @@ def ask_worker(
     """
     if is_link(url):
         url, certificate = read_url(url, certificate)
-    parts = urlsplit(url)
-    secure = parts.scheme == "wss"
-    host, port = parts.hostname or "", parts.port or (443 if secure else 80)
-    shown = f"{parts.scheme}://{host}:{port}"
+    address = parse_url(url, token)
+    host, port, secure, shown = address.host, address.port, address.secure, address.shown
     if not secure:
         check_confidential(host, shown, insecure=SETTINGS.insecure)
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
@@ -66,7 +64,7 @@ def ask_worker(
         if secure:
             context = ssl_context or client_context(certificate)
             connection.sock = context.wrap_socket(connection.sock, server_hostname=server_name or host)
-        connection.request("GET", parts.path.rstrip("/") + path, headers={"Authorization": f"Bearer {token}"})
+        connection.request("GET", urlsplit(url).path.rstrip("/") + path, headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         body = answer.read(_MAX_BYTES)
         if answer.status in (401, 403):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,41 @@ def test_the_command_line_loads_no_torch() -> None:
     code = "import sys, skyproxy.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(item for item in sys.path if item)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("connect", "gpu-box:8765"), "begin it with wss://, ws:// or sky://"),
+        (("connect", "http://gpu-box:8765"), "begin it with wss://, ws:// or sky://"),
+        (("up", "me@gpu-box"), "a host to log in to, with ssh://"),
+        (("up", "ssh:/gpu-box"), "a host to log in to, with ssh://"),
+        (("run", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("run", __file__, "--on", "dev"), "stand before the script"),
+    ],
+)
+def test_a_beginners_mistake_is_told_as_such(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("url", ["ws://127.0.0.1:99999", "ws://127.0.0.1:x", "gpu-box", "http://127.0.0.1:1", "ws://"])
+def test_an_address_that_is_none_is_told_as_such(home: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("SKYPROXY_URL", url)
+    monkeypatch.setenv("SKYPROXY_TOKEN", "x" * 20)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "The worker's url" in " ".join(result.output.split())
+
+
+def test_a_variable_that_cannot_be_read_is_told_without_a_traceback(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "skyproxy.cli.main", "version"],
+        env=dict(os.environ) | {"SKYPROXY_MAX_HANDLES": "many"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: SKYPROXY_MAX_HANDLES='many' is not a number. Example: SKYPROXY_MAX_HANDLES=1000\n"
