@@ -393,7 +393,7 @@ def test_a_worker_is_named_after_its_host(host: str, name: str) -> None:
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", ConnectError, "has changed"),
         (255, "connect to host x port 22: Connection refused", ConnectError, "no ssh server is listening"),
         (255, "connect to host x port 22: Connection timed out", ConnectError, "does not answer"),
-        (255, "", ConnectError, "without a word"),
+        (255, "", ConnectError, "without a message"),
         (127, "sh: 1: exec: python3: not found", WorkerStartError, "there is no python3"),
         (1, "Traceback", WorkerStartError, "ended with 1"),
     ],
