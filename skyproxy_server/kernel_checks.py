@@ -87,7 +87,7 @@ def _layer_norm(given: dict[str, Any]) -> None:
 @_checks("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward")
 def _probabilities(given: dict[str, Any]) -> None:
     grad, output = given["grad_output"], given["output"]
-    require(grad.shape == output.shape, "the gradient looks otherwise than the result")
+    require(grad.shape == output.shape, "the gradient does not match the result")
     require(grad.dtype is output.dtype, "the gradient has another dtype than the result")
 
 
@@ -108,7 +108,7 @@ def _norms_of_weights(given: dict[str, Any]) -> None:
         require(found.numel() == weight.shape[dim], f"{vector} is not of {weight.shape[dim]} norms")
         given[vector] = found.contiguous()
     if "grad_w" in given:
-        require(given["grad_w"].shape == weight.shape, "the gradient looks otherwise than the weight")
+        require(given["grad_w"].shape == weight.shape, "the gradient does not match the weight")
         given["grad_w"] = given["grad_w"].contiguous()
 
 
