@@ -157,7 +157,7 @@ def test_a_worker_tells_what_it_does_to_those_with_the_token(worker: Worker) -> 
     assert {"sessions", "commands", "devices", "software"} <= report.keys()
     with pytest.raises(AuthenticationError):
         ask_worker(worker.url, "another-token-than-that", certificate=trusted, server_name=NAME)
-    with pytest.raises(ConnectError, match="cannot be asked"):
+    with pytest.raises(ConnectError, match="cannot be reached"):
         ask_worker(worker.url, TOKEN, certificate=trusted, server_name="other")
-    with pytest.raises(ConnectError, match="cannot be asked"):
+    with pytest.raises(ConnectError, match="cannot be reached"):
         ask_worker("ws://127.0.0.1:1", TOKEN)

@@ -295,7 +295,7 @@ def lonely_barrier() -> None:
 
 
 def test_a_barrier_names_who_did_not_come(pool: Any) -> None:
-    with pytest.raises(TimeoutError, match=r"barrier 'lonely': rank 1, 2, 3 did not come"):
+    with pytest.raises(TimeoutError, match=r"barrier 'lonely': rank 1, 2, 3 did not arrive"):
         lonely_barrier().on(0) >> pool
 
 

@@ -394,9 +394,9 @@ def test_closing_the_pool_ends_its_actors(tmp_path: Path) -> None:
     for future in (running, queued):
         with pytest.raises(CancelledError):
             future.result(PATIENCE_SECONDS)
-    with pytest.raises(ConfigurationError, match="does not run"):
+    with pytest.raises(ConfigurationError, match="is not running"):
         counter.add()
-    with pytest.raises(ConfigurationError, match="does not run"):
+    with pytest.raises(ConfigurationError, match="is not running"):
         Counter.on(pool)()
 
 
@@ -453,7 +453,7 @@ def test_mistakes_are_explained(pool: Compute) -> None:
         with pytest.raises(ConfigurationError, match="belongs to an actor"):
             pool.submit(repr, sent)
     other = counter.where()[0]
-    with pytest.raises(ConfigurationError, match="is to run on rank"):
+    with pytest.raises(ConfigurationError, match="cannot run on rank"):
         sky.function(counter.add)().on(1 - other) >> pool
 
 
@@ -479,7 +479,7 @@ def test_only_classes_are_actors() -> None:
     class Taken:
         on = 1
 
-    with pytest.raises(ConfigurationError, match=r"a method on\(\), and it has one"):
+    with pytest.raises(ConfigurationError, match=r"a method on\(\), and it already has one"):
         sky.actor(Taken)
 
 

@@ -100,7 +100,7 @@ def test_a_cluster_comes_up_whole_or_not_at_all() -> None:
         with sky.Cluster(good, bad):
             pass
     assert seen
-    with pytest.raises(ConfigurationError, match="does not run"):
+    with pytest.raises(ConfigurationError, match="is not running"):
         good.nodes
     with pytest.raises(ConfigurationError, match="twice"):
         sky.Cluster(good, good)

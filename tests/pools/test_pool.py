@@ -332,7 +332,7 @@ def test_the_queue_has_a_bound(pool: Compute, tmp_path: Path) -> None:
     path.touch()
     assert [future.result(60) for future in futures] == [0, 1, 2, 3]
     scheduler.close()
-    with pytest.raises(ConfigurationError, match="does not run"):
+    with pytest.raises(ConfigurationError, match="is not running"):
         scheduler.submit(double(1))
 
 
@@ -402,7 +402,7 @@ def test_what_runs_at_the_end_is_cancelled(tmp_path: Path) -> None:
         with pytest.raises(CancelledError):
             future.result(60)
     assert not psutil.pid_exists(process)
-    with pytest.raises(ConfigurationError, match="does not run"):
+    with pytest.raises(ConfigurationError, match="is not running"):
         double(1) >> pool
     assert "not running" in repr(pool)
 
