@@ -52,10 +52,12 @@ RUN: dict[str, Needs] = {
     "docs/reference/plugins.md": Needs(),
     "docs/reference/torch-sky.md": Needs(),
     "docs/topics/distributed.md": Needs(),
+    "docs/topics/performance.md": Needs(),
     "docs/topics/uploads.md": Needs(),
 }
 NOT_RUN: dict[str, str] = {
     "docs/howto/hugging-face.md": "loads models from a hub; tests/integrations runs the same calls with tiny models",
+    "docs/howto/torchrun.md": "runs a script of the reader's; tests of pool.torchrun and of scripts have theirs",
 }
 """Pages whose Python blocks are compiled only, and why."""
 COMMANDS_NOT_RUN: dict[str, str] = {
