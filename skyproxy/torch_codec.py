@@ -53,7 +53,7 @@ _SHAPING_TYPES = frozenset({"int", "SymInt", "List[int]", "List[SymInt]", "List[
 _SHAPED_BY_ALL_NUMBERS = ("aten::arange", "aten::range", "aten::linspace", "aten::logspace")
 
 
-def shapes_results(argument_type: Any, op: str) -> bool:
+def shapes_results(argument_type: object, op: str) -> bool:
     """Return whether the value of a number argument, and not its type alone, can change what the results look like.
 
     Args:
@@ -66,7 +66,7 @@ def shapes_results(argument_type: Any, op: str) -> bool:
     return text in ("number", "float", "complex") and op.startswith(_SHAPED_BY_ALL_NUMBERS)
 
 
-def bare_type(argument_type: Any) -> str:
+def bare_type(argument_type: object) -> str:
     """A schema's type without its "Optional"."""
     text = str(argument_type)
     while text.startswith("Optional[") and text.endswith("]"):
@@ -115,13 +115,13 @@ NESTED = "nested"
 """Stands first in what describes a strided nested tensor; its dtype, and its components' places follow."""
 
 
-def encode_nested(tensor: torch.Tensor) -> list[Any]:
+def encode_nested(tensor: torch.Tensor) -> list[object]:
     """Describe a strided nested tensor."""
     parts = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
     return [NESTED, DTYPE_NAMES[tensor.dtype], *(part.tolist() for part in parts)]
 
 
-def encode_description(d: Description) -> list[Any]:
+def encode_description(d: Description) -> list[object]:
     """A description as msgpack can carry it: `[dtype, size, stride, offset]`, and three more fields where unusual."""
     head = [DTYPE_NAMES[d.dtype], list(d.size), list(d.stride), d.offset]
     if d.layout is torch.strided and not d.conjugate and not d.negative:
@@ -143,7 +143,7 @@ def decode_description(fields: Sequence[Any]) -> Description:
     return Description(tuple(size), tuple(stride), offset, DTYPES[dtype], LAYOUTS[fields[4]], fields[5], fields[6])
 
 
-def encode_constant(value: Any) -> list[Any]:
+def encode_constant(value: object) -> list[object]:
     """A non-tensor argument as `[tag, value]`.
 
     Raises:
@@ -193,7 +193,7 @@ def decode_constant(tag: str, value: Any) -> Any:
 NODE = "node"
 LIST = "list"
 
-GRAPH_FUNCTIONS: dict[str, Any] = {
+GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"python::{function.__name__}": function
     for function in (
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.neg),
@@ -205,7 +205,7 @@ GRAPH_FUNCTIONS: dict[str, Any] = {
 """The Python functions that a compiled graph may call, on numbers and on tuples of results, beside the allowed ops."""
 
 
-def encode_graph_argument(value: Any, number_of: Callable[[Any], int | None]) -> list[Any]:
+def encode_graph_argument(value: object, number_of: Callable[[object], int | None]) -> list[object]:
     """An argument of a node in a compiled graph, as `[tag, value]`.
 
     Args:
@@ -223,7 +223,7 @@ def encode_graph_argument(value: Any, number_of: Callable[[Any], int | None]) ->
     return encode_constant(value)
 
 
-def decode_graph_argument(fields: Any, node: Callable[[int], Any]) -> Any:
+def decode_graph_argument(fields: Any, node: Callable[[int], object]) -> Any:
     """The reverse of `encode_graph_argument`.
 
     Raises:

@@ -51,7 +51,7 @@ class Mode(NamedTuple):
     """
 
     name: str
-    usual: Any
+    usual: object
     accepts: Callable[[Any], bool]
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -84,23 +84,23 @@ def note_flush_denormal(value: bool) -> None:
     _FlushDenormal.value = value
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return type(value) is bool
 
 
-def _one_of(*choices: Any) -> Callable[[Any], bool]:
+def _one_of(*choices: object) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and value in choices
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _two_bools(value: Any) -> bool:
+def _two_bools(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is bool for item in value)
 
 
-def _backend_order(value: Any) -> bool:
+def _backend_order(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) <= 16 and all(map(_whole, value)) and len(set(value)) > 0
 
 
@@ -110,7 +110,13 @@ def _of(name: str) -> Callable[..., Any]:
 
 
 def _plain(
-    name: str, getter: str, setter: str, usual: Any, accepts: Callable[[Any], bool] = _is_bool, *, cuda: bool = False
+    name: str,
+    getter: str,
+    setter: str,
+    usual: object,
+    accepts: Callable[[object], bool] = _is_bool,
+    *,
+    cuda: bool = False,
 ) -> Mode | None:
     """A mode with one getter and one setter in `torch._C`; None where this torch does not have it."""
     if not hasattr(torch._C, getter) or not hasattr(torch._C, setter):
@@ -164,7 +170,7 @@ def _cell(library: str, kind: str) -> Mode:
 def _unless_overruled(getter: str) -> Callable[[], Any]:
     """Reads a mode that `fp32_precision` may overrule: then PyTorch's getter raises, and there is nothing to tell."""
 
-    def read() -> Any:
+    def read() -> object:
         try:
             return getattr(torch._C, getter)()
         except RuntimeError:
@@ -296,12 +302,12 @@ MODES: dict[str, Mode] = {mode.name: mode for mode in _table() if mode is not No
 """All modes that travel, by name, in the order in which they must be put in force."""
 
 
-def values_in_force() -> dict[str, Any]:
+def values_in_force() -> dict[str, object]:
     """The values of all modes in this process."""
     return {name: mode.read() for name, mode in MODES.items()}
 
 
-def put_in_force(values: Mapping[str, Any]) -> None:
+def put_in_force(values: Mapping[str, object]) -> None:
     """Puts the values of all modes in force that are not, but for those that each thread has for itself.
 
     Raises:
@@ -319,12 +325,12 @@ def put_in_force(values: Mapping[str, Any]) -> None:
         raise refused
 
 
-def record_of(values: Mapping[str, Any]) -> Record:
+def record_of(values: Mapping[str, object]) -> Record:
     """The modes whose values are not the usual ones."""
     return tuple((name, values[name]) for name, mode in MODES.items() if values[name] not in (mode.usual, None))
 
 
-def decode(fields: Any, *, cuda: bool) -> Record:
+def decode(fields: object, *, cuda: bool) -> Record:
     """A record from the wire.
 
     Args:

@@ -387,7 +387,7 @@ def record_event(session: SessionState, slot: int, device: list[object], timing:
     kind, index = device
     if kind == "cuda":
         with torch.cuda.device(index):
-            event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=timing)
             event.record()
         session.values.slots[slot] = event
     else:

@@ -109,7 +109,7 @@ class CudaDriver:
     def __init__(self, index: int, random: RandomState) -> None:
         self._index = index
         self._random = random
-        self._side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(index)
         self._pool = torch.cuda.graph_pool_handle()
 
     def addresses(self, inputs: list[object]) -> list[int]:

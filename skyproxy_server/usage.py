@@ -25,7 +25,7 @@ def usage(row: DeviceRow) -> dict[str, int]:
     """
     if row["type"] != "cuda":
         return {"used_memory_bytes": int(psutil.Process().memory_info().rss)}
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return {}
     free, total = torch.cuda.mem_get_info(row["index"])
     found = {"used_memory_bytes": total - free}

@@ -111,7 +111,7 @@ class Adopter:
             handle = self._devices[kind, index].new_handle(meta, root)
             if root is None and group >= 0:
                 roots[group] = handle
-                handle.memory = Memory(storage_bytes)  # type: ignore[attr-defined]
+                handle.memory = Memory(storage_bytes)
             slots.append(handle.slot)
             tensors.append(dressed(make_tensor(meta, handle), row))
         self._session.do("adopt_results", self._call, number, slots)

@@ -29,7 +29,7 @@ def main(report: Path, parent: int, arguments: list[str]) -> int:
     """
     _end_with(parent)
     try:
-        run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
+        run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         rows = [

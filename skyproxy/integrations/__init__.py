@@ -9,7 +9,7 @@ with `sky.plugins.torch()`: with both, the process group is joined once. `sky.in
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyproxy.integrations.torch_integration import torch as torch
@@ -19,7 +19,7 @@ _MODULES = {"huggingface", "lightning"}
 __all__ = sorted([*_PUBLIC, *_MODULES])
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"skyproxy.integrations.{name}")
     if name not in _PUBLIC:

@@ -75,7 +75,12 @@ class _LateStopCheck:
     """
 
     def __init__(
-        self, input_ids: torch.Tensor, max_length: int | None, cache: Any, cache_is_returned: bool, streamer: Any = None
+        self,
+        input_ids: torch.Tensor,
+        max_length: int | None,
+        cache: Any,
+        cache_is_returned: bool,
+        streamer: Any = None,
     ) -> None:
         call = _current.get()
         assert call is not None
@@ -165,9 +170,9 @@ def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
     return _Call(bool(options.do_sample), getattr(config, "max_position_embeddings", None))
 
 
-def _described(sample: Callable[..., Any]) -> Callable[..., Any]:
+def _described(sample: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(sample)
-    def described(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def described(self: object, input_ids: object, *args: object, **kwargs: object) -> object:
         remote = isinstance(input_ids, torch.Tensor) and input_ids.device.type == "sky" and not args
         token = _current.set(_describe(self, kwargs) if remote else None)
         try:

@@ -32,7 +32,7 @@ def _complete(name: str, layer: Any) -> Any:
     return layer
 
 
-def install(module: Any) -> None:
+def install(module: object) -> None:
     """Completes `transformers.integrations.hub_kernels`, and the models that were imported before.
 
     Where the package `kernels` is installed, the layers are its to replace, and stay as they are.
@@ -41,7 +41,7 @@ def install(module: Any) -> None:
     if decorate is None or hasattr(decorate, "_sky") or importlib.util.find_spec("kernels") is not None:
         return
 
-    def use_kernel_forward_from_hub(name: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    def use_kernel_forward_from_hub(name: str, *args: object, **kwargs: object) -> Callable[[Any], Any]:
         plain = decorate(name, *args, **kwargs)
         return lambda layer: _complete(name, plain(layer))
 

@@ -38,10 +38,10 @@ class _SkyDevices:
             raise ConfigurationError(f"SkyAccelerator was given {device}. Give it a sky device: devices=[0]")
         DEVICES.current = DEVICES.of(device).index
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
+    def get_device_stats(self, device: torch.device | str | int | None) -> dict[str, object]:
         """The worker's memory statistics in bytes; one round trip."""
         chosen = DEVICES.of(device)
-        stats: dict[str, Any] = chosen.session.call("memory_stats", chosen.place)
+        stats: dict[str, object] = chosen.session.call("memory_stats", chosen.place)
         return stats
 
     def teardown(self) -> None:
@@ -88,7 +88,7 @@ class _SkyDevices:
         return "sky"
 
 
-def _placed(choose: Callable[[Any], Any], single_device: Any) -> Callable[[Any], Any]:
+def _placed(choose: Callable[[object], object], single_device: Callable[..., object]) -> Callable[[Any], Any]:
     """The strategy for one of our devices; Lightning knows only "cuda" and "mps" by name, and takes the CPU."""
 
     @functools.wraps(choose)
@@ -100,7 +100,7 @@ def _placed(choose: Callable[[Any], Any], single_device: Any) -> Callable[[Any],
     return choose_strategy
 
 
-def _cast(check: Callable[[Any], Any], mixed: Any) -> Callable[[Any], Any]:
+def _cast(check: Callable[[object], Any], mixed: object) -> Callable[[Any], Any]:
     """Mixed precision with autocast and gradient scaler of our device, where Lightning takes those of CUDA."""
 
     @functools.wraps(check)
@@ -113,7 +113,7 @@ def _cast(check: Callable[[Any], Any], mixed: Any) -> Callable[[Any], Any]:
     return check_and_init_precision
 
 
-def _complete(connector: Any, single_device: Any, mixed: Any, trains: str) -> None:
+def _complete(connector: object, single_device: Callable[..., object], mixed: object, trains: str) -> None:
     """Complete a connector's two decisions.
 
     Args:
@@ -180,7 +180,7 @@ def _register(trainer: str, fabric: str) -> Any:
     return accelerator
 
 
-def _register_all() -> Any:
+def _register_all() -> object:
     """Registers with the distributions that were imported already, or else with the first that is installed.
 
     Raises:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS, abort_process_group, process_group
 from skyproxy.runtime import instance_info
 from skyproxy.runtime.lifecycle import LIFECYCLE, on_abort
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @overload
@@ -42,7 +42,7 @@ def torch(
 
         # It travels to workers by value, so it names the initializer by import alone.
         @functools.wraps(inner)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             from skyproxy.integrations.torch_integration import join
 
             join(backend, join_timeout_seconds)

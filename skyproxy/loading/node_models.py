@@ -17,7 +17,7 @@ class NodeModels(NodeFunctions):
     """Loads, saves and runs models on a worker."""
 
     def from_pretrained(
-        self, kind: Any, name: str | os.PathLike[str], *, device: torch.device | str | None = None, **options: Any
+        self, kind: object, name: str | os.PathLike[str], *, device: torch.device | str | None = None, **options: object
     ) -> Any:
         """A pretrained model whose weights the worker downloads, or reads, and keeps; here is all but those.
 
@@ -32,7 +32,9 @@ class NodeModels(NodeFunctions):
         """
         return self.run(worker_side.from_pretrained, kind, os.fspath(name), self._place(device), options)
 
-    def from_config(self, kind: Any, config: Any, *, device: torch.device | str | None = None, **options: Any) -> Any:
+    def from_config(
+        self, kind: object, config: object, *, device: torch.device | str | None = None, **options: object
+    ) -> Any:
         """A fresh model, made on the worker; otherwise as `from_pretrained`."""
         return self.run(worker_side.from_config, kind, config, self._place(device), options)
 
@@ -44,7 +46,7 @@ class NodeModels(NodeFunctions):
         """
         return self.run(worker_side.load_safetensors, os.fspath(path), self._place(device))
 
-    def save(self, value: Any, path: str | os.PathLike[str]) -> str:
+    def save(self, value: object, path: str | os.PathLike[str]) -> str:
         """Writes remote tensors, and containers of them, to the worker's disk, as `torch.save` does.
 
         No byte comes here.
@@ -76,7 +78,7 @@ class NodeModels(NodeFunctions):
         """
         return self.run(worker_side.load, os.fspath(path), self._place(device), weights_only)
 
-    def generate(self, model: Any, inputs: Any, *, streamer: Any = None, **options: Any) -> Any:
+    def generate(self, model: object, inputs: object, *, streamer: Any = None, **options: object) -> Any:
         """`model.generate(**inputs, **options)` with its loop on the worker: one wait in place of one a token.
 
         Args:

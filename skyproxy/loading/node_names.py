@@ -109,7 +109,7 @@ class NodeNames:
                 'skyproxy.connect(url, session="exp1")'
             )
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Keeps a value under a name, where a later program finds it: `skyproxy.connect(url, session=...).get(name)`.
 
         Tensors stay where they are, and no bytes of them move; later operations in place change what is kept as well.
@@ -142,8 +142,8 @@ class NodeNames:
         numbers = self._session.call("put_named", name, document, [tensor._sky.slot for tensor in tensors])
         self._known.note(numbers, tensors)
 
-    def _written(self, name: str, value: Any) -> Pickled:
-        def refer(tensor: torch.Tensor) -> list[Any] | None:
+    def _written(self, name: str, value: object) -> Pickled:
+        def refer(tensor: torch.Tensor) -> list[object] | None:
             if type(tensor) is not RemoteTensor:
                 return None
             if tensor._sky.device.session is not self._session:
@@ -153,7 +153,7 @@ class NodeNames:
                 )
             return []
 
-        def refer_device(device: torch.device) -> list[Any] | None:
+        def refer_device(device: torch.device) -> list[object] | None:
             return DEVICES.of(device).place if device.type == "sky" else None
 
         try:
@@ -218,7 +218,7 @@ class NodeNames:
                 return device.torch_device
         raise ProtocolError(f"this worker has no device {place!r:.80}")
 
-    def _adopted(self, name: str, answer: dict[str, Any], tables: dict[str, Any]) -> list[torch.Tensor]:
+    def _adopted(self, name: str, answer: dict[str, object], tables: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a named value refers to, in their order."""
         try:
             looks: list[Row] = [row for row in tables["tensors"] if row[0] == REFERENCE]
@@ -266,7 +266,7 @@ class NodeNames:
         return bool(self._session.call("forget_named", name))
 
 
-def _checked(name: Any) -> str:
+def _checked(name: object) -> str:
     """The name, if it may be one.
 
     Raises:
@@ -279,7 +279,7 @@ def _checked(name: Any) -> str:
     return name
 
 
-def _opened(document: bytes) -> tuple[str, dict[str, Any], list[Any]]:
+def _opened(document: bytes) -> tuple[str, dict[str, object], list[object]]:
     """The form, the tables and the pieces of a document: those with the bytes of storages as tensors.
 
     Raises:
@@ -353,7 +353,7 @@ class _Adoption:
         handle = self._devices[kind, index].new_handle(meta, root)
         if root is None and kin:
             self._roots[min(kin)] = handle
-            handle.memory = Memory(int(storage_bytes))  # type: ignore[attr-defined]
+            handle.memory = Memory(int(storage_bytes))
         self.slots.append(handle.slot)
         return dressed(make_tensor(meta, handle), look)
 

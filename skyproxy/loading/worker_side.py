@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 
-def from_pretrained(kind: Any, name: str, device: Any, options: dict[str, Any]) -> Any:
+def from_pretrained(kind: Any, name: str, device: object, options: dict[str, object]) -> Any:
     """A pretrained model on a device of this worker, in evaluation mode."""
     model = kind.from_pretrained(name, **options)
     return model if "device_map" in options else model.to(device)
 
 
-def from_config(kind: Any, config: Any, device: Any, options: dict[str, Any]) -> Any:
+def from_config(kind: Any, config: object, device: object, options: dict[str, object]) -> Any:
     """A fresh model on a device of this worker."""
     make = getattr(kind, "from_config", None) or getattr(kind, "_from_config", None) or kind
     return make(config, **options).to(device)
 
 
-def load_safetensors(path: str, device: Any) -> dict[str, Any]:
+def load_safetensors(path: str, device: object) -> dict[str, Any]:
     """The tensors of a file, or of all files in a folder."""
     from safetensors.torch import load_file
 
@@ -31,7 +31,7 @@ def load_safetensors(path: str, device: Any) -> dict[str, Any]:
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     if not files:
         raise FileNotFoundError(f"there is no *.safetensors in {place} on the worker")
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, object] = {}
     for file in files:
         for name, tensor in load_file(file, device=str(device)).items():
             if name in tensors:
@@ -90,7 +90,7 @@ class _Relay:
         pass
 
 
-def generate(model: Any, inputs: Mapping[str, Any], options: dict[str, Any]) -> Any:
+def generate(model: Any, inputs: Mapping[str, object], options: dict[str, object]) -> Any:
     """`model.generate` on this worker."""
     import torch
 
@@ -98,7 +98,9 @@ def generate(model: Any, inputs: Mapping[str, Any], options: dict[str, Any]) -> 
         return model.generate(**_placed(model, inputs), **options)
 
 
-def stream_generate(model: Any, inputs: Mapping[str, Any], options: dict[str, Any]) -> Generator[Any, None, Any]:
+def stream_generate(
+    model: object, inputs: Mapping[str, object], options: dict[str, object]
+) -> Generator[Any, None, Any]:
     """The same, with what a streamer is given as items; returns what `generate` returns."""
     import torch
 
@@ -129,7 +131,7 @@ def stream_generate(model: Any, inputs: Mapping[str, Any], options: dict[str, An
     return outcome["value"]
 
 
-def _placed(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _placed(model: Any, inputs: Mapping[str, object]) -> dict[str, Any]:
     import torch
 
     return {

@@ -44,7 +44,7 @@ class Side:
     clock: Clock
 
 
-def merge(own: dict[str, Any], sides: list[Side], started_ns: int, ended_ns: int) -> Timeline:
+def merge(own: dict[str, object], sides: list[Side], started_ns: int, ended_ns: int) -> Timeline:
     """One trace of all; zero is the beginning of the block.
 
     Args:

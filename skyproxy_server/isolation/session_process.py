@@ -346,4 +346,4 @@ def _bound(start: dict[str, Any]) -> None:
             for index in indices:
                 torch.cuda.set_per_process_memory_fraction(fraction, index)
 
-        torch.cuda._lazy_call(bound)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(bound)

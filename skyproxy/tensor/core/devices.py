@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,6 +14,8 @@ from skyproxy.interrupts import shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.addresses import Memory
+from skyproxy.tensor.core.metadata import Meta
 from skyproxy.torch_modes import USUAL, Record
 
 _REMEMBERED_MODES = 16
@@ -25,7 +27,7 @@ class Handle:
 
     Attributes:
         slot: where the value lives.
-        meta: what it looks like; None for generators and events.
+        meta: what it looks like. Generators and events look like nothing, and their handles have None: nobody asks.
         root: for a view, the handle of the tensor whose storage it shares; else None.
         memory: the storage's address and size, once somebody asked; see `core.memory.memory_of`.
         is_shared: set once several tensors hold this very handle, as detached ones do.
@@ -33,8 +35,10 @@ class Handle:
 
     __slots__ = ("is_shared", "memory", "meta", "root", "slot")
     device: SkyDevice
+    is_shared: bool
+    memory: Memory
     slot: int
-    meta: Any
+    meta: Meta
     root: Handle | None
 
     # Libraries copy the attributes of tensors that they do not know. A second handle would give the slot back while
@@ -42,10 +46,10 @@ class Handle:
     def __copy__(self) -> Handle:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+    def __deepcopy__(self, memo: dict[int, object]) -> Handle:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a slot of a worker cannot be pickled: it belongs to this process. Pickle the tensor itself")
 
 
@@ -71,9 +75,9 @@ class SkyDevice:
         self.row = row
         self.place = [row["type"], row["index"] if row["type"] != "cpu" else None]
         self.modes: Record = USUAL
-        self.cache: dict[Any, Any] = {}
-        self.replays: dict[Any, Any] = {}
-        self._memories: dict[Record, tuple[dict[Any, Any], dict[Any, Any]]] = {USUAL: (self.cache, self.replays)}
+        self.cache: dict[object, Any] = {}
+        self.replays: dict[object, Any] = {}
+        self._memories = {USUAL: (self.cache, self.replays)}
         self._proven = self._memories
         self.misses = 0
         self.handle_type: Callable[[], Handle] = _handle_type(self)
@@ -95,10 +99,10 @@ class SkyDevice:
         self._memories = self._proven
         self.use_modes(self.modes)
 
-    def new_handle(self, meta: Any, root: Handle | None = None) -> Handle:
+    def new_handle(self, meta: Meta | None, root: Handle | None = None) -> Handle:
         """A handle with a fresh slot."""
         handle = self.handle_type()
-        handle.meta = meta
+        handle.meta = meta  # type: ignore[assignment]
         handle.root = root
         self.recorder.take_slot(handle)
         return handle
@@ -116,7 +120,7 @@ class SkyDevice:
         kind, index = self.place
         return torch.device(kind, index) if index is not None else torch.device(kind)
 
-    def remember(self, key: Any, entry: Any) -> None:
+    def remember(self, key: object, entry: object) -> None:
         """Caches inferred metadata; when the cache is full, the oldest quarter goes."""
         cache = self.cache
         if len(cache) >= SETTINGS.max_cached_shapes:
@@ -143,7 +147,7 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
                 slot, meta = self.slot, self.meta
             except AttributeError:
                 return
-            if meta is not None and meta.large:
+            if meta is not None and meta.large:  # type: ignore[redundant-expr]
                 release_now(slot)
             else:
                 drop_slot(slot)

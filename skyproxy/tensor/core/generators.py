@@ -24,14 +24,15 @@ class SkyGenerator(PlainGenerator):
     """
 
     sky_device: SkyDevice
+    _cdata: int
     _handle: Handle
     _seed: int | None
 
-    def __new__(cls, device: Any = "sky") -> SkyGenerator:
+    def __new__(cls, device: torch.device | str | int | None = "sky") -> SkyGenerator:
         generator: SkyGenerator = _plain_generator.__new__(cls, "cpu")  # type: ignore[call-arg]
         return generator
 
-    def __init__(self, device: Any = "sky") -> None:
+    def __init__(self, device: torch.device | str | int | None = "sky") -> None:
         self.sky_device = DEVICES.of(device)
         self._handle = self.sky_device.new_handle(None)
         self._seed = _DEFAULT_SEED
@@ -42,7 +43,7 @@ class SkyGenerator(PlainGenerator):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.sky_device.torch_device
 
-    def _do(self, name: str, *arguments: Any) -> None:
+    def _do(self, name: str, *arguments: object) -> None:
         self.sky_device.session.do(name, self._handle.slot, *arguments)
 
     def manual_seed(self, seed: int) -> SkyGenerator:
@@ -68,7 +69,7 @@ class SkyGenerator(PlainGenerator):
         state = self.sky_device.session.call("generator_state", self._handle.slot)
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
-    def set_state(self, new_state: torch.Tensor) -> SkyGenerator:  # type: ignore[override]
+    def set_state(self, new_state: torch.Tensor) -> SkyGenerator:
         self._do("set_generator_state", _bytes_of(new_state))
         self._seed = None
         return self
@@ -83,13 +84,13 @@ class SkyGenerator(PlainGenerator):
     def graphsafe_get_state(self) -> NoReturn:
         raise NotImplementedError(f"graphsafe_get_state is for CUDA graphs; a generator on {self.device} has get_state")
 
-    def graphsafe_set_state(self, state: Any) -> NoReturn:
+    def graphsafe_set_state(self, state: object) -> NoReturn:
         raise NotImplementedError(f"graphsafe_set_state is for CUDA graphs; a generator on {self.device} has set_state")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:  # type: ignore[override]
         return _rebuild, (str(self.device), self.get_state())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SkyGenerator:
+    def __deepcopy__(self, memo: dict[int, object]) -> SkyGenerator:
         return self.clone_state()
 
     def __repr__(self) -> str:
@@ -102,7 +103,7 @@ class DefaultGenerator(SkyGenerator):
     On the worker it is the session's own state and no value, so an operation that is given it is given none.
     """
 
-    def __init__(self, device: Any = "sky") -> None:
+    def __init__(self, device: torch.device | str | int | None = "sky") -> None:
         self.sky_device = DEVICES.of(device)
         _by_address[self._cdata] = self
 
@@ -119,7 +120,7 @@ class DefaultGenerator(SkyGenerator):
         state = self.sky_device.session.call("random_state", self.sky_device.place)
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
-    def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:  # type: ignore[override]
+    def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:
         self.sky_device.session.do("set_random_state", self.sky_device.place, _bytes_of(new_state))
         return self
 
@@ -153,7 +154,7 @@ def as_seed(seed: int) -> int:
     return seed if seed < 1 << 63 else seed - (1 << 64)
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
+def _bytes_of(state: object) -> bytes:
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
         raise TypeError("RNG state must be a torch.ByteTensor")
     return bytes(state.cpu().contiguous().numpy())
@@ -173,7 +174,7 @@ def slot_of(generator: torch.Generator, device: SkyDevice) -> int:
     Raises:
         RuntimeError: the generator is on another device.
     """
-    known = _by_address.get(generator._cdata)
+    known = _by_address.get(generator._cdata)  # type: ignore[attr-defined]
     if known is None or known.sky_device is not device:
         raise _wrong_device(device, known or generator)
     return 0 if isinstance(known, DefaultGenerator) else known._handle.slot
@@ -181,7 +182,7 @@ def slot_of(generator: torch.Generator, device: SkyDevice) -> int:
 
 def device_of(generator: torch.Generator) -> SkyDevice | None:
     """The device of a generator; None if it is not ours."""
-    known = _by_address.get(generator._cdata)
+    known = _by_address.get(generator._cdata)  # type: ignore[attr-defined]
     return known.sky_device if known is not None else None
 
 
@@ -204,7 +205,7 @@ class _GeneratorMeta(type):
 class Generator(metaclass=_GeneratorMeta):
     """Stands in for `torch.Generator`, which a Python class cannot extend to a new device by itself."""
 
-    def __new__(cls, device: Any = "cpu") -> Any:
+    def __new__(cls, device: torch.device | str | int = "cpu") -> Any:
         if torch.device(device).type == "sky":
             return SkyGenerator(device)
         return _plain_generator(device)

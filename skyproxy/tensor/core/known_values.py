@@ -12,7 +12,7 @@ operations of `dispatch.known_results` let it be known again. What writes withou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,7 +48,7 @@ class KnownMeta(Meta):
     __slots__ = ("base", "epoch", "heir", "recorder", "sources", "unasked", "value")
     known = True
 
-    def __init__(self, base: Meta, value: torch.Tensor, recorder: Any, unasked: int = 0) -> None:
+    def __init__(self, base: Meta, value: torch.Tensor, recorder: Recorder, unasked: int = 0) -> None:
         self.description, self.size, self.stride, self.offset = base.description, base.size, base.stride, base.offset
         self.dtype, self.layout, self.plain, self.large = base.dtype, base.layout, base.plain, base.large
         self.conjugate, self.negative, self.encoded = base.conjugate, base.negative, base.encoded
@@ -82,11 +82,11 @@ def know(handle: Handle, value: torch.Tensor) -> None:
 
 def forget(handle: Handle) -> torch.Tensor | None:
     """Makes a tensor's value unknown, and that of the tensor made of its bytes; the value that was known, if any."""
-    meta = handle.meta
+    meta: KnownMeta = handle.meta  # type: ignore[assignment]  # if it is `known`
     if not meta.known:
         return None
     handle.meta = meta.base
-    value: torch.Tensor | None = meta.value if meta.epoch == meta.recorder.hidden_writes else None
+    value = meta.value if meta.epoch == meta.recorder.hidden_writes else None
     meta.value = None
     if meta.heir is not None:
         meta.heir.value = None
@@ -95,20 +95,19 @@ def forget(handle: Handle) -> torch.Tensor | None:
 
 def value_of(handle: Handle) -> torch.Tensor | None:
     """The value of a tensor, where it is known; not to be changed."""
-    meta = handle.meta
+    meta: KnownMeta = handle.meta  # type: ignore[assignment]  # if it is `known`
     if not meta.known or meta.epoch != meta.recorder.hidden_writes or type(handle.device.recorder) is not Recorder:
         return None
     meta.asked()
-    value: torch.Tensor | None = meta.value
-    return value
+    return meta.value
 
 
 def inherit(root: Handle, handle: Handle) -> None:
     """Lets a tensor that was just made of a storage's bytes be known as they are, if it is the first and takes all."""
-    lender = root.meta
+    lender: KnownMeta = root.meta  # type: ignore[assignment]  # if it is `known`
     if not lender.known:
         return
-    meta: Meta = handle.meta
+    meta = handle.meta
     fits = lender.heir is None and meta.size == () and meta.plain and meta.offset == 0
     value = value_of(root)
     if not fits or value is None or value.numel() != meta.dtype.itemsize or meta.dtype not in DTYPES:
@@ -116,7 +115,7 @@ def inherit(root: Handle, handle: Handle) -> None:
         return
     know(handle, value.clone().view(meta.dtype).reshape(()))
     if handle.meta.known:
-        lender.heir = handle.meta
+        lender.heir = handle.meta  # type: ignore[assignment]
 
 
 __all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "value_of"]

@@ -5,47 +5,16 @@ The bytes are on the worker; here a memory is an address and a size, kept on the
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from skyproxy import torch_codec
+from skyproxy.tensor.core.addresses import Memory
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
-
-
-_ALIGNMENT_BYTES = 512
-_next_address = 1 << 40
-_lock = threading.Lock()
-
-
-class Memory:
-    """Address and size of one storage.
-
-    Attributes:
-        key: unique for the life of the process; what PyTorch calls `_cdata`.
-        address: where it would lie, aligned as CUDA aligns; moves when the storage grows. Never given twice.
-        byte_count: its size.
-        face: a weak reference to the storage object that stands for it, or None.
-    """
-
-    __slots__ = ("address", "byte_count", "face", "key")
-
-    def __init__(self, byte_count: int) -> None:
-        self.face: weakref.ref[torch.UntypedStorage] | None = None
-        self.resize(byte_count)
-        self.key = self.address
-
-    def resize(self, byte_count: int) -> None:
-        global _next_address
-        with _lock:
-            self.address = _next_address
-            _next_address += (byte_count // _ALIGNMENT_BYTES + 1) * _ALIGNMENT_BYTES
-        self.byte_count = byte_count
 
 
 def bytes_needed(meta: Meta) -> int:
@@ -71,7 +40,7 @@ def memory_of(handle: Handle) -> Memory:
 
 def note_change(handle: Handle, meta: Meta) -> None:
     """A tensor is about to look like `meta`: its storage grows if it must, and never shrinks, as in PyTorch."""
-    if meta.layout is torch.strided and handle.meta is not None and handle.meta.layout is torch.strided:
+    if meta.layout is torch.strided and handle.meta is not None and handle.meta.layout is torch.strided:  # type: ignore[redundant-expr]
         memory, needed = memory_of(handle), bytes_needed(meta)
         if needed > memory.byte_count:
             memory.resize(needed)
@@ -101,3 +70,6 @@ class MemorySlice(Memory):
         if bytes_needed(meta) > self.byte_count:
             raise RuntimeError("Trying to resize storage that is not resizable")
         return plain_meta(meta.size, meta.dtype, meta.stride, meta.offset + self.start // meta.dtype.itemsize)
+
+
+__all__ = ["Memory", "MemorySlice", "bytes_needed", "memory_of", "note_change"]

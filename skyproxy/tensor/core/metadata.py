@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from _weakref import _remove_dead_weakref  # removes it only if it is dead, in one step
+from _weakref import _remove_dead_weakref  # type: ignore[attr-defined]  # removes it only if it is dead, in one step
 from functools import partial
 
 import torch

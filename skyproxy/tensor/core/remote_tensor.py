@@ -9,6 +9,7 @@ import torch
 from skyproxy.tensor.core.memory import note_change
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
+    OpOverload,
     TensorBase,
     disabled_torch_function,
     make_wrapper_subclass,
@@ -54,7 +55,9 @@ class RemoteTensor(torch.Tensor):
         return make(*args, **{name: value for name, value in kwargs.items() if name not in OWN_ATTRIBUTES})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         raise AssertionError("replaced by skyproxy.tensor.dispatch.recording")
 
 
@@ -99,7 +102,7 @@ def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
 
 def adopt(tensor: RemoteTensor, handle: Handle) -> None:
     """Makes a tensor hold `handle`, and look like it; its identity, version counter and history stay."""
-    meta: Meta = handle.meta
+    meta = handle.meta
     with torch.inference_mode(tensor.is_inference()):
         fresh = make_tensor(meta, handle)
     # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included.

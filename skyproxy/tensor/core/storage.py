@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ def _slice(root: Handle, start: int, stop: int) -> Handle:
         root, start, stop = memory.whole, memory.start + start, memory.start + stop
     part: Handle = view_of(root, plain_meta((stop - start,), torch.uint8, None, start))._sky
     part.root = None  # it holds its whole by its memory
-    part.memory = MemorySlice(root, start, stop)  # type: ignore[attr-defined]
+    part.memory = MemorySlice(root, start, stop)
     return part
 
 
@@ -52,15 +52,15 @@ class SkyStorage(torch.UntypedStorage):
     _root: Handle
 
     @staticmethod
-    def __new__(cls: type[SkyStorage], *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: type[SkyStorage], *args: object, **kwargs: object) -> SkyStorage:
         if len(args) != 1 or kwargs or not isinstance(args[0], Handle):
-            return torch.UntypedStorage(*args, **kwargs)
-        (root,) = args
+            return torch.UntypedStorage(*args, **kwargs)  # type: ignore[return-value]
+        root = args[0]
         byte_count = memory_of(root).byte_count
         storage = construct_storage(0, root.device.torch_device, byte_count)
-        storage.__class__ = cls
-        storage._root = root
-        return storage
+        storage.__class__ = cls  # type: ignore[assignment]
+        storage._root = root  # type: ignore[attr-defined]
+        return storage  # type: ignore[return-value]
 
     def _memory(self) -> Memory:
         return memory_of(self._root)
@@ -74,7 +74,7 @@ class SkyStorage(torch.UntypedStorage):
         return self._root.device.torch_device
 
     @property
-    def _cdata(self) -> int:  # type: ignore[override]
+    def _cdata(self) -> int:
         return self._memory().key
 
     def data_ptr(self) -> int:
@@ -99,7 +99,7 @@ class SkyStorage(torch.UntypedStorage):
     def resizable(self) -> bool:
         return not isinstance(self._memory(), MemorySlice)
 
-    def resize_(self, size: int) -> SkyStorage:  # type: ignore[override]
+    def resize_(self, size: int) -> SkyStorage:
         if not self.resizable():
             raise RuntimeError("Trying to resize storage that is not resizable")
         if size < 0:
@@ -121,7 +121,7 @@ class SkyStorage(torch.UntypedStorage):
     def clone(self) -> SkyStorage:
         return SkyStorage(self.as_bytes().clone()._sky)  # type: ignore[attr-defined]
 
-    def copy_(self, source: Any, non_blocking: bool | None = None) -> SkyStorage:  # type: ignore[override]
+    def copy_(self, source: torch.UntypedStorage | torch.TypedStorage, non_blocking: bool | None = None) -> SkyStorage:  # type: ignore[override]
         if isinstance(source, torch.TypedStorage):
             source = source._untyped_storage
         if source.nbytes() != self.nbytes():
@@ -136,7 +136,7 @@ class SkyStorage(torch.UntypedStorage):
         self.as_bytes().fill_(value)
         return self
 
-    def to(self, *, device: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+    def to(self, *, device: torch.device | str | int, non_blocking: bool = False) -> object:
         device = torch.device(device)
         if device.type != "sky":
             return self.cpu() if device.type == "cpu" else self.cpu().to(device=device)
@@ -145,7 +145,7 @@ class SkyStorage(torch.UntypedStorage):
     def tolist(self) -> list[int]:
         return list(self.cpu())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> SkyStorage | float:
         if isinstance(index, slice):
             start, stop, step = index.indices(self.nbytes())
             if step != 1:
@@ -153,10 +153,10 @@ class SkyStorage(torch.UntypedStorage):
             return SkyStorage(_slice(self._root, start, max(start, stop)))
         return self.as_bytes()[self._position(index)].item()
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: int | slice, value: int) -> None:
         self.as_bytes()[index if isinstance(index, slice) else self._position(index)] = value
 
-    def __delitem__(self, index: Any) -> NoReturn:
+    def __delitem__(self, index: object) -> NoReturn:
         raise TypeError("bytes of a storage cannot be deleted")
 
     def _position(self, index: int) -> int:
@@ -165,7 +165,7 @@ class SkyStorage(torch.UntypedStorage):
             raise IndexError(f"index {index} out of range for storage of size {size}")
         return index
 
-    def new(self) -> SkyStorage:  # type: ignore[override]
+    def new(self) -> SkyStorage:
         return SkyStorage(torch.empty(0, dtype=torch.uint8, device=self.device)._sky)  # type: ignore[attr-defined]
 
     def _byteswap(self, element_size: int) -> None:
@@ -173,7 +173,7 @@ class SkyStorage(torch.UntypedStorage):
         elements = self.as_bytes()[: self.nbytes() // element_size * element_size].view(-1, element_size)
         elements.copy_(elements.flip(1))
 
-    def _set_cdata(self, *unused: Any) -> NoReturn:
+    def _set_cdata(self, *unused: object) -> NoReturn:
         raise RuntimeError(
             f"a storage on {self.device} is no memory of this process, and cannot be exchanged by address"
         )
@@ -188,24 +188,24 @@ class SkyStorage(torch.UntypedStorage):
     def __copy__(self) -> SkyStorage:
         return self.clone()
 
-    def _write_file(self, *args: Any) -> None:
+    def _write_file(self, *args: object) -> None:
         self.cpu()._write_file(*args)
 
-    def _set_from_file(self, file: Any, offset: Any, is_real_file: bool, element_size: int) -> None:
+    def _set_from_file(self, file: object, offset: object, is_real_file: bool, element_size: int) -> None:
         values = torch.UntypedStorage(self.nbytes())
-        values._set_from_file(file, offset, is_real_file, element_size)  # type: ignore[attr-defined]
+        values._set_from_file(file, offset, is_real_file, element_size)
         self.copy_(values)
 
-    def is_pinned(self, device: Any = "cuda") -> bool:
+    def is_pinned(self, device: torch.device | str | int | None = "cuda") -> bool:
         return False
 
-    def pin_memory(self, device: Any = "cuda") -> Any:
+    def pin_memory(self, device: torch.device | str | int | None = "cuda") -> object:
         raise TypeError(f"cannot pin storages on {self.device}; only CPU memory can be pinned")
 
     def is_shared(self) -> bool:
         return False
 
-    def share_memory_(self, *args: Any, **kwargs: Any) -> Any:
+    def share_memory_(self, *args: object, **kwargs: object) -> object:
         raise RuntimeError(
             f"memory on {self.device} belongs to this process's session and cannot be shared with others. Share a copy "
             "on the CPU: x.cpu().share_memory_()"
@@ -213,7 +213,7 @@ class SkyStorage(torch.UntypedStorage):
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, uninitialized: bool = False) -> SkyStorage:

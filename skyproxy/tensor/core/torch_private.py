@@ -7,13 +7,16 @@ replaces a behaviour of PyTorch names the private parts that it replaces itself,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from skyproxy import torch_versions
 from skyproxy.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.utils._sympy.printers import PythonPrinter
 
 
 @contextlib.contextmanager
@@ -83,14 +86,14 @@ def is_forward_ad_active() -> bool:
     return _forward_ad._current_level >= 0
 
 
-def load_aot_autograd() -> Any:
+def load_aot_autograd() -> Callable[..., Callable[..., Any]]:
     """Return `aot_autograd` of PyTorch's compiler, which takes long to load."""
     with needed():
         from torch._dynamo.backends.common import aot_autograd
     return aot_autograd
 
 
-def load_expression_printer() -> Any:
+def load_expression_printer() -> type[PythonPrinter]:
     """Return the class that prints expressions of sizes as Python; it loads sympy."""
     with needed():
         from torch.utils._sympy.printers import PythonPrinter
@@ -99,7 +102,7 @@ def load_expression_printer() -> Any:
 
 def is_plain_convolution(*arguments: Any) -> bool:
     """Return True if PyTorch's own kernel for images computes a convolution, and no library that it has for them."""
-    return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Slow2d)
+    return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Slow2d)  # type: ignore[attr-defined]
 
 
 __all__ = [

@@ -65,13 +65,13 @@ def _upload_sparse(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
         result = torch.sparse_coo_tensor(
             tensor._indices().to(place), tensor._values().to(place), tensor.shape, check_invariants=False
         )
-        return result._coalesced_(tensor.is_coalesced())
+        return result._coalesced_(tensor.is_coalesced())  # type: ignore[return-value]
     parts = (
         (tensor.crow_indices(), tensor.col_indices())
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         else (tensor.ccol_indices(), tensor.row_indices())
     )
-    return torch.sparse_compressed_tensor(
+    return torch.sparse_compressed_tensor(  # type: ignore[return-value]
         parts[0].to(place),
         parts[1].to(place),
         tensor.values().to(place),

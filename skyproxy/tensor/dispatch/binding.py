@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan
 
+Number = bool | int | float | complex | None
 _MOST_MASKED = 1 << 14
 """Elements of a mask of the CPU that travels as positions: those of larger ones cost more than a round trip."""
 
@@ -61,11 +63,11 @@ class Call:
         self.device = self._find_device()
         if plan.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
             self.args = args = (args[0], self._placed_indices(*args[:2]), *args[2:])
-        self.key: list[Any] = [plan]
-        self.wire: list[Any] = []
+        self.key: list[object] = [plan]
+        self.wire: list[object] = []
         writes = plan.writes
         self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
-        self.keyword_templates: dict[str, Any] = {}
+        self.keyword_templates: dict[str, object] = {}
         for name, a in kwargs.items():
             if name == "pin_memory":
                 refuse_to_pin(a)
@@ -92,7 +94,7 @@ class Call:
             return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
         return found
 
-    def _take(self, a: Any, how: int, is_written: bool) -> Any:
+    def _take(self, a: Any, how: int, is_written: bool) -> object:
         """Adds one argument to key and operands; its template."""
         kind = type(a)
         if kind is RemoteTensor:
@@ -135,13 +137,13 @@ class Call:
         self.wire.append(_number(a))
         return commands.VALUE
 
-    def _placed_indices(self, indexed: Any, indices: Any) -> list[Any]:
+    def _placed_indices(self, indexed: object, indices: Sequence[torch.Tensor | None]) -> list[object]:
         """Indices with those of the CPU on the device, masks of the CPU as the positions that they choose.
 
         So shapes can be inferred, from remote tensors alone, and the call does not wait.
         """
         size = indexed._sky.meta.size if type(indexed) is RemoteTensor else ()
-        placed: list[Any] = []
+        placed: list[object] = []
         at = 0
         for a in indices:
             is_mask = isinstance(a, torch.Tensor) and a.dtype in (torch.bool, torch.uint8)
@@ -156,21 +158,21 @@ class Call:
                 placed += [upload(positions, self.device) for positions in a.nonzero(as_tuple=True)]
             else:
                 placed.append(upload(a, self.device))
-            at += a.dim() if is_mask else 1
+            at += a.dim() if is_mask else 1  # type: ignore[union-attr]
         return placed
 
     def _forget(self, handle: Handle) -> None:
-        meta: Any = handle.meta
+        meta: KnownMeta = handle.meta  # type: ignore[assignment]  # it is `known`
         value = known_values.forget(handle)
         if value is not None:
             self.known.append((handle, meta, value))
 
-    def _constant(self, a: Any) -> list[Any]:
+    def _constant(self, a: object) -> list[object]:
         if isinstance(a, torch.device):
             a = DEVICES.of(a).worker_device if a.type == "sky" else a
         return torch_codec.encode_constant(a)
 
-    def _take_host(self, a: torch.Tensor, is_written: bool) -> Any:
+    def _take_host(self, a: torch.Tensor, is_written: bool) -> object:
         """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
 
         What the op writes is no value: the worker would change a copy.
@@ -187,7 +189,7 @@ class Call:
         self.wire.append(a.item())
         return (commands.HOST_SCALAR, name)
 
-    def _take_list(self, items: Any, is_written: bool) -> Any:
+    def _take_list(self, items: Sequence[RemoteTensor | torch.Tensor | None], is_written: bool) -> object:
         slots: list[int] = []
         looks: list[Meta | None] = []
         for item in items:
@@ -206,7 +208,7 @@ class Call:
         self.wire.append(slots)
         return commands.TENSORS
 
-    def _place_in_list(self, item: Any, is_written: bool) -> RemoteTensor:
+    def _place_in_list(self, item: object, is_written: bool) -> RemoteTensor:
         """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""
         if (
             not is_written
@@ -227,7 +229,7 @@ class Call:
         return self.args[position] if position < len(self.args) else None
 
 
-def refuse_to_pin(wanted: Any) -> None:
+def refuse_to_pin(wanted: object) -> None:
     """Raise what CUDA raises of `pin_memory=True`, without asking the worker.
 
     Raises:
@@ -237,11 +239,14 @@ def refuse_to_pin(wanted: Any) -> None:
         raise RuntimeError("Only dense CPU tensors can be pinned")
 
 
-def _number(a: Any) -> Any:
+def _number(a: object) -> Number:
     if a is None or isinstance(a, bool | int | float | complex):
         return a
-    if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return a.node.maybe_as_int() if isinstance(a, torch.SymInt) else float(a)
+    if isinstance(a, torch.SymInt):
+        number: int | None = a.node.maybe_as_int()
+        return number
+    if isinstance(a, torch.SymFloat | torch.SymBool):
+        return float(a) if isinstance(a, torch.SymFloat) else bool(a)
     raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")
 
 

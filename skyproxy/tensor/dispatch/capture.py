@@ -14,13 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from typing import Any
 
 from skyproxy import torch_codec
 from skyproxy.errors import CaptureError, SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Sequence
+from skyproxy.protocol.messages import Buffer, Sequence
 from skyproxy.session.recorder import Recorder, SentBatch
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
@@ -47,7 +46,7 @@ _HINT = (
 )
 
 
-class RecordedStream(list[Any]):
+class RecordedStream(list[object]):
     """The stream that the capturing thread writes to. Lets through what can be replayed.
 
     Attributes:
@@ -59,7 +58,7 @@ class RecordedStream(list[Any]):
         self._capture = capture
         self.is_empty = True
 
-    def extend(self, command: Any) -> None:
+    def extend(self, command: Iterable[object]) -> None:
         command = list(command)
         number = command[0]
         if number == commands.DEFINE or (number == commands.DO and command[1] in _APART):
@@ -81,7 +80,7 @@ class StandIn:
         self._device = device
 
     @property
-    def stream(self) -> list[Any]:
+    def stream(self) -> list[object]:
         capture = self._capture
         if not capture.is_mine:
             return capture.recorder.stream
@@ -90,7 +89,7 @@ class StandIn:
         return capture.stream
 
     @property
-    def lines(self) -> list[Any]:
+    def lines(self) -> list[object]:
         return self._capture.lines if self._capture.is_mine else self._capture.recorder.lines
 
     # Other threads get fresh slots only: the recording may read what they give back meanwhile.
@@ -99,11 +98,11 @@ class StandIn:
         return self._capture.free if self._capture.is_mine else self._capture.pool_of_others
 
     @property
-    def emit(self) -> Callable[[Iterable[Any]], None]:
+    def emit(self) -> Callable[[Iterable[object]], None]:
         return self.stream.extend
 
     @property
-    def emit_line(self) -> Callable[[Iterable[Any]], None]:
+    def emit_line(self) -> Callable[[Iterable[object]], None]:
         return self.lines.extend
 
     @property
@@ -117,13 +116,13 @@ class StandIn:
     def take_slot(self, handle: Handle) -> None:
         self._capture.take_slot(handle)
 
-    def append(self, *command: Any) -> None:
+    def append(self, *command: object) -> None:
         if self._capture.is_mine:
             self._capture.stream.extend(command)
         else:
             self._capture.recorder.append(*command)
 
-    def append_with_buffer(self, buffer: Any, *command: Any) -> None:
+    def append_with_buffer(self, buffer: Buffer, *command: object) -> None:
         if self._capture.is_mine:
             self._capture.stream.extend(command)  # raises: bytes cannot be captured
         else:
@@ -137,7 +136,7 @@ class StandIn:
         if not self._capture.is_mine:
             self._capture.recorder.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._capture.recorder, name)
 
 
@@ -162,7 +161,7 @@ class SessionCapture:
         self.session = session
         self.recorder: Recorder = session.recorder
         self.stream = RecordedStream(self)
-        self.lines: list[Any] = []
+        self.lines: list[object] = []
         self.free: list[int] = []
         self.pool_of_others: list[int] = []
         self.used: dict[int, SkyDevice] = {}
@@ -193,7 +192,7 @@ class SessionCapture:
             self.recorder.take_unused_slot(handle)
             self._slots.append(handle.slot)
 
-    def _handles_of(self, sky_device: SkyDevice, ordinary: Callable[[], Handle]) -> Any:
+    def _handles_of(self, sky_device: SkyDevice, ordinary: Callable[[], Handle]) -> Callable[[], Handle]:
         died = self.died
 
         class CapturedHandle(Handle):
@@ -206,7 +205,7 @@ class SessionCapture:
                     slot, meta = self.slot, self.meta
                 except AttributeError:
                     return
-                died(slot, meta is not None and meta.large)
+                died(slot, meta is not None and meta.large)  # type: ignore[redundant-expr]
 
         def make() -> Handle:
             if not self.is_mine:
@@ -240,11 +239,9 @@ class SessionCapture:
         """From now on, the calling thread's operations are recorded here."""
         self.session.check()
         self.session.do("graph_begin")
-        stand_in: Any = StandIn(self)
-        self.session.divert(stand_in)
+        self.session.divert(StandIn(self))  # type: ignore[arg-type]
         for device in self._devices:
-            per_device: Any = StandIn(self, device)
-            device.divert(per_device, self._handles_of(device, device.handle_type))
+            device.divert(StandIn(self, device), self._handles_of(device, device.handle_type))  # type: ignore[arg-type]
 
     def end(self, *, kept: bool) -> None:
         """Puts the real recorder back. Tells the worker nothing yet, so that it cannot fail."""

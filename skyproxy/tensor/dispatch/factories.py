@@ -10,8 +10,10 @@ from typing import Any
 
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import make_tensor
-from skyproxy.tensor.dispatch.inference import expectation
+from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.dispatch.inference import Entry, expectation
 from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, Plan
 from skyproxy.tensor.dispatch.recording import learn, record, remember_line
 
@@ -19,14 +21,14 @@ _getframe = sys._getframe
 _PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-def create(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Record an op that makes a tensor of sizes and options, and wrap its result."""
     asked = kwargs.get("device")
     if asked is None or asked.type != "sky" or plan.rule is None or plan.special is not None:
         return record(plan, func, args, kwargs)
     # None of these keys is one of `binding.Call`, which has an argument where there is the number of arguments here.
-    key: list[Any] = [plan, len(args)]
-    wire: list[Any] = [0]
+    key: list[object] = [plan, len(args)]
+    wire: list[object] = [0]
     for a, how in zip(args, plan.kinds):  # the schema may have more
         kind = type(a)
         if kind is list and how == NUMBER:
@@ -49,7 +51,7 @@ def create(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             wire.append(a)
     device = DEVICES.at(asked.index)
     signature = (*key, *kwargs)
-    entry = device.cache.get(signature)
+    entry: Entry | None = device.cache.get(signature)
     if entry is None:
         entry = learn(plan, device, signature, args, kwargs)
         if entry is None or not entry.simple or entry.meta is None:
@@ -58,7 +60,7 @@ def create(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         wire[0:0] = (EXPECT, expectation(entry, ()))
     else:
         wire[0] = entry.number
-    meta = entry.meta
+    meta: Meta = entry.meta  # type: ignore[assignment]  # what has none is not remembered under such a key
     if plan.followed and not meta.size:
         return record(plan, func, args, kwargs)  # a number whose value is known from now on
     handle = device.new_handle(meta)

@@ -17,7 +17,7 @@ import torch
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.core.torch_private import make_wrapper_subclass
+from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import expectation
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
@@ -26,6 +26,7 @@ from skyproxy.tensor.dispatch.recording import learn, new_tensors, record
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.core.metadata import Meta
+    from skyproxy.tensor.dispatch.inference import Entry
 
 _make_wrapper = make_wrapper_subclass
 _getframe = sys._getframe
@@ -61,7 +62,7 @@ _slot_of_handle = attrgetter("slot")
 _ONLY_REMOTE = {RemoteTensor}
 
 
-def taken_at_once(items: list[Any]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
+def taken_at_once(items: list[object]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
     """The first handle, the looks and the slots of many tensors; None if they are not all remote and of one device."""
     if set(map(type, items)) != _ONLY_REMOTE:
         return None
@@ -71,10 +72,12 @@ def taken_at_once(items: list[Any]) -> tuple[Handle, tuple[Meta, ...], list[int]
     return handles[0], tuple(map(_meta_of_handle, handles)), list(map(_slot_of_handle, handles))
 
 
-def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def dispatch_remote(
+    cls: object, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> object:
     """`__torch_dispatch__` of remote tensors."""
     try:
-        plan = func._sky_plan
+        plan = func._sky_plan  # type: ignore[attr-defined]
     except AttributeError:
         plan = plan_of(func)
     if plan.special is not None:
@@ -85,9 +88,9 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         product = one_product(args[0], args[1].t())
         return product if len(args) < 3 or args[2] is None else product.add_(args[2])
     device = None
-    key = [plan]
-    wire = [0]
-    root = None
+    key: list[object] = [plan]
+    wire: list[object] = [0]
+    root: Handle = None  # type: ignore[assignment]  # set together with the device
     for a in args:
         kind = type(a)
         if kind is RemoteTensor:
@@ -109,14 +112,14 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                     taken = taken_at_once(a)
                     if taken is None or (device is not None and taken[0].device is not device):
                         return record(plan, func, args, kwargs or {})
-                    handle, looks, slots = taken
+                    handle, metas, slots = taken
                     if device is None:
                         device = handle.device
                         root = handle
-                    key.append(looks)
+                    key.append(metas)
                     wire.append(slots)
                     continue
-                looks = []
+                looks: list[Meta | None] = []
                 slots = []
                 for item in a:
                     if type(item) is not RemoteTensor:
@@ -186,21 +189,22 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 wire.append(0)
             else:
                 return record(plan, func, args, kwargs)
-    key = tuple(key)
-    entry = device.cache.get(key)
+    signature = tuple(key)
+    entry: Entry | None = device.cache.get(signature)
     if entry is None:
-        entry = learn(plan, device, key, args, kwargs) if plan.rule is not None else None
+        entry = learn(plan, device, signature, args, kwargs) if plan.rule is not None else None
         if entry is None:
             return record(plan, func, args, kwargs or {})
         wire[0] = entry.number
         if entry.made:
-            wire[0:0] = (EXPECT, expectation(entry, key))
+            wire[0:0] = (EXPECT, expectation(entry, signature))
     else:
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
     if entry.shares_first and _in_inference_mode() != args[0].is_inference():
         return record(plan, func, args, kwargs or {})
     recorder = device.recorder
+    result: object
     if entry.simple:
         if entry.meta is not None:
             meta = entry.meta
@@ -221,18 +225,19 @@ def dispatch_remote(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         else:
             result = args[0]
     elif entry.several:
-        result = []
+        several: list[RemoteTensor] = []
         for output in entry.outputs:
-            handle = device.new_handle(output.meta, (root.root or root) if output.shares == 0 else None)
+            meta = output.meta  # type: ignore[assignment]  # each is a fresh tensor
+            handle = device.new_handle(meta, (root.root or root) if output.shares == 0 else None)
             wire.append(handle.slot)
-            result.append(make_tensor(output.meta, handle))
-        result = tuple(result)
+            several.append(make_tensor(meta, handle))
+        result = tuple(several)
     elif entry.nothing:
         result = None
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
-        result = new_tensors(device, entry.listed, owner)
-        wire.append([made._sky.slot for made in result])
+        result = listed = new_tensors(device, entry.listed, owner)
+        wire.append([made._sky.slot for made in listed])
     else:
         return record(plan, func, args, kwargs or {})
     stream = recorder.stream

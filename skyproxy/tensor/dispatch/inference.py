@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,7 +60,7 @@ class Output:
     items: list[tuple[Meta, int | None]] | None = None
     argument: str | None = None
     tensor: int | None = None
-    value: Any = None
+    value: object = None
 
     @property
     def template(self) -> str:
@@ -116,8 +116,8 @@ class Entry:
                 if has_tensors and only.plain and not shares:
                     entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
                 return entry
-        outputs = [Output(items=item) if type(item) is list else Output(*item) for item in found]
-        looks = [look for item in found for look in (item if type(item) is list else (item,))]
+        outputs = [Output(items=item) if isinstance(item, list) else Output(*item) for item in found]
+        looks = [look for item in found for look in (item if isinstance(item, list) else (item,))]
         entry = Entry(outputs, [])
         entry.made = [meta for meta, _ in looks if meta is not None]
         entry.output_templates = [output.template for output in outputs]
@@ -167,17 +167,17 @@ class Entry:
 
 
 _MOST_REFUSED = 4096
-_refused: set[tuple[Any, ...]] = set()
+_refused: set[tuple[object, ...]] = set()
 """Keys of calls whose fakes changed what the op may not change. PyTorch caches what fake tensors do, but not this."""
 
 
-def _refuse(key: tuple[Any, ...]) -> None:
+def _refuse(key: tuple[object, ...]) -> None:
     if len(_refused) >= _MOST_REFUSED:
         _refused.clear()
     _refused.add(key)
 
 
-def expectation(entry: Entry, key: Iterable[Any]) -> list[Any]:
+def expectation(entry: Entry, key: Iterable[object]) -> list[list[object]]:
     """The operand of EXPECT: what the results shall look like, and the tensors that they were inferred from.
 
     Args:
@@ -240,7 +240,7 @@ def _infer_columns(call: Call) -> Entry | None:
     named = any(type(a) in (list, tuple) for a in call.kwargs.values())
     if named or length == 0 or any(len(a) not in (0, length) for a in lists):
         return _infer_by_fake(call)
-    first: dict[Any, int] = {}
+    first: dict[tuple[object, ...], int] = {}
     column_of = [
         first.setdefault(column, len(first))
         for column in zip(*([_column_key(item) for item in a] for a in lists if len(a)), strict=True)
@@ -249,11 +249,12 @@ def _infer_columns(call: Call) -> Entry | None:
         return _infer_by_fake(call)
     chosen = [column_of.index(number) for number in range(len(first))]
 
-    def reduced(a: Any) -> Any:
-        if type(a) in (list, tuple) and len(a):
+    def reduced(a: object) -> object:
+        if (type(a) is list or type(a) is tuple) and len(a):
             return [a[at] for at in chosen]
-        one_each = isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1
-        return a[torch.tensor(chosen)] if one_each else a
+        if isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1:
+            return a[torch.tensor(chosen)]
+        return a
 
     entry = _infer_by_fake(type(call)(call.plan, tuple(map(reduced, call.args)), call.kwargs))
     if entry is None:
@@ -265,7 +266,7 @@ def _infer_columns(call: Call) -> Entry | None:
     return Entry(entry.outputs, []).settle(call)
 
 
-def _column_key(item: Any) -> Any:
+def _column_key(item: object) -> object:
     return item._sky.meta if type(item) is RemoteTensor else type(item)
 
 
@@ -293,11 +294,11 @@ def numbers_of(call: Call, arguments: Collection[str]) -> list[int]:
     return found
 
 
-def _looks(args: Any) -> list[Any]:
+def _looks(args: tuple[object, ...]) -> list[object]:
     return [_look(a) for a in args]
 
 
-def _look(a: Any) -> Any:
+def _look(a: object) -> object:
     if type(a) is RemoteTensor:
         return a._sky.meta
     if isinstance(a, list | tuple) and any(type(item) is RemoteTensor for item in a):
@@ -397,11 +398,11 @@ def _is_plain_view(call: Call) -> bool:
 
 
 def _infer_by_fake(call: Call) -> Entry | None:
-    """Runs the op on tensors without values. Any failure means: ask the worker, whose error is the true one."""
+    """Runs the op on tensors without values. Whatever fails means: ask the worker, whose error is the true one."""
     fakes: list[torch.Tensor] = []
     view = _is_plain_view(call)
 
-    def stand_in(a: Any) -> Any:
+    def stand_in(a: object) -> object:
         if type(a) is RemoteTensor:
             fakes.append(fake_tensor(a._sky.meta, "meta" if view else "cpu"))
             return fakes[-1]
@@ -429,7 +430,7 @@ def _infer_by_fake(call: Call) -> Entry | None:
         _quiet.state.inferring = False
 
 
-def _entry_of(call: Call, result: Any, fakes: list[torch.Tensor]) -> Entry | None:
+def _entry_of(call: Call, result: object, fakes: list[torch.Tensor]) -> Entry | None:
     if len(fakes) != len(call.tensors):
         return None
     results = result if isinstance(result, tuple) else (result,)
@@ -479,7 +480,7 @@ def _correct_strides(call: Call, outputs: list[Output]) -> None:
             output.meta = output.meta if meta is None else meta
 
 
-def _operands(plan: Plan, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _operands(plan: Plan, args: list[object], kwargs: dict[str, object]) -> list[object]:
     """The looks of a call's tensors and lists of tensors, and the numbers that stand in the place of tensors."""
     named = [*zip(plan.kinds, args, strict=False), *((plan.keyword_kinds[name], a) for name, a in kwargs.items())]
     return [
@@ -491,7 +492,7 @@ def _operands(plan: Plan, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
+def _output_of(item: object, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
     if name is not None:
         return Output(argument=name)
     if isinstance(item, torch.Tensor):
@@ -508,7 +509,7 @@ def _output_of(item: Any, name: str | None, fakes: list[torch.Tensor], storages:
     return Output(value=item)
 
 
-def _describe_fake(item: Any, storages: dict[int, int]) -> tuple[Meta, int | None] | None:
+def _describe_fake(item: torch.Tensor, storages: dict[int, int]) -> tuple[Meta, int | None] | None:
     if not (isinstance(item, FakeTensor) or item.device.type == "meta") or any(
         isinstance(n, torch.SymInt) for n in item.shape
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -12,12 +11,12 @@ from skyproxy.tensor.dispatch.op_info import Plan, plan_of
 from skyproxy.tensor.dispatch.recording import record
 
 
-def kernel(name: str) -> Callable[..., Any]:
+def kernel(name: str) -> Callable[..., object]:
     """A kernel for the op of this name that records it."""
     packet_name, _, overload_name = name[len("aten::") :].partition(".")
     plans: list[Plan] = []
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if not plans:
             plans.append(plan_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
         plan = plans[0]

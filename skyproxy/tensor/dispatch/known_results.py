@@ -31,7 +31,7 @@ _modes = count_dispatch_modes
 _transforms = function_transform_level
 
 
-def follow(call: Call, record: Callable[[], Any]) -> Any:
+def follow(call: Call, record: Callable[[], object]) -> object:
     """Records an operation of `FOLLOWED`, and does it here too if the values of all its operands are known.
 
     Args:
@@ -94,7 +94,7 @@ def _written(call: Call) -> list[Any]:
 def _computed(call: Call, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """Compute what the targets of a call hold, by the values of its operands, which it may change."""
 
-    def local(a: Any) -> Any:
+    def local(a: object) -> Any:
         if type(a) is RemoteTensor:
             return values[id(a._sky)]
         return [local(item) for item in a] if isinstance(a, list | tuple) else a

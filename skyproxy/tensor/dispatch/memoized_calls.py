@@ -25,7 +25,12 @@ from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.core.torch_private import count_dispatch_modes, count_function_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import (
+    OpOverload,
+    count_dispatch_modes,
+    count_function_modes,
+    function_transform_level,
+)
 from skyproxy.tensor.dispatch.op_info import plan_of
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
@@ -57,15 +62,15 @@ class Replay(NamedTuple):
     """
 
     places: int
-    commands: Callable[[Sequence[int], Sequence[int]], tuple[Any, ...]]
-    lines: tuple[Any, ...]
+    commands: Callable[[Sequence[int], Sequence[int]], tuple[object, ...]]
+    lines: tuple[object, ...]
     results: tuple[tuple[Meta, int], ...]
     left_over: tuple[int, ...]
     several: bool
 
 
 @shielded
-def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> Any:
+def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> object:
     """Records the operations; the result, or None if there are too few free slots."""
     recorder = device.recorder
     slots = recorder.take_free_slots(replay.places)
@@ -119,7 +124,14 @@ class _CallWatcher:
             RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
             _CallWatcher._in_use.release()
 
-    def _watch(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _watch(
+        self,
+        cls: object,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if threading.get_ident() != self._thread:
             return self._dispatch(cls, func, types, args, kwargs)
         plan = plan_of(func)
@@ -130,7 +142,7 @@ class _CallWatcher:
         return result
 
 
-def _build_replay(device: SkyDevice, notes: _CallWatcher, inputs: Sequence[int], result: Any) -> Replay:
+def _build_replay(device: SkyDevice, notes: _CallWatcher, inputs: Sequence[int], result: object) -> Replay:
     """Build the replay of what was just recorded.
 
     Raises:
@@ -175,7 +187,7 @@ def _build_replay(device: SkyDevice, notes: _CallWatcher, inputs: Sequence[int],
     return Replay(len(places), make, tuple(lines), tuple(filled), left_over, isinstance(result, tuple))
 
 
-def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[int, int]) -> str:
+def _operand(template: object, operand: Any, sources: dict[int, str], places: dict[int, int]) -> str:
     """The source text of an operand; a place for every slot that is filled."""
     if template == commands.VALUE:
         return repr(operand)
@@ -196,7 +208,7 @@ def _operand(template: Any, operand: Any, sources: dict[int, str], places: dict[
 class MemoizedCall:
     """A function of tensors and constants that is run until its operations are known."""
 
-    def call(self, run: Callable[[], Any], arguments: Sequence[Any], kind: Any) -> Any:
+    def call(self, run: Callable[[], object], arguments: Sequence[object], kind: object) -> object:
         """Return what `run()` gives, a fresh tensor or a tuple of them.
 
         Args:
@@ -233,7 +245,9 @@ class MemoizedCall:
         return result
 
 
-def _run_and_memoize(place: Any, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], Any]) -> Any:
+def _run_and_memoize(
+    place: object, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], object]
+) -> object:
     """Runs a call that has no replay, and tries to make one of it if it came often enough."""
     replays = device.replays
     if len(replays) >= _MAX_REPLAYS:
@@ -253,18 +267,18 @@ def _is_watched() -> bool:
     return bool(_modes() or _function_modes() or _transforms() is not None or torch.is_autocast_enabled("sky"))
 
 
-def _applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _applies(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     if torch.compiler.is_compiling():  # first, so that nothing else of this is traced
         return False
     return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
 
 
-def memoized_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def memoized_function(function: Callable[..., object]) -> Callable[..., object]:
     """The same function; on remote tensors, where nothing is differentiated, its operations are noted once."""
     memoized = MemoizedCall()
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if not _applies(args, kwargs):
             return function(*args, **kwargs)
         return memoized.call(lambda: function(*args), args, None)
@@ -272,13 +286,13 @@ def memoized_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def memoized_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def memoized_method(method: Callable[..., object]) -> Callable[..., object]:
     """The same for the `forward` of modules, which depend on their parameters, buffers, and attributes too."""
     memoized = MemoizedCall()
     names: dict[type, tuple[str, ...] | None] = {}
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
         if not _applies(args, kwargs) or self._modules:
             return method(self, *args, **kwargs)
         kind = type(self)

@@ -7,10 +7,8 @@ on fewer tensors each, and those that take one of their tensors for a number.
 
 from __future__ import annotations
 
-from typing import Any
-
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import DispatchKey
+from skyproxy.tensor.core.torch_private import DispatchKey, OpOverload
 from skyproxy.tensor.core.transfers import download
 from skyproxy.tensor.dispatch.op_info import Plan
 
@@ -48,8 +46,8 @@ def mixed_devices_error(op: str, first: object, second: object) -> MixedDevicesE
 
 
 def run_across_devices(
-    plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: MixedDevicesError
-) -> Any:
+    plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], error: MixedDevicesError
+) -> object:
     """Run an op that cannot be recorded, because its tensors are on several devices, as CUDA would.
 
     Args:
@@ -69,8 +67,8 @@ def run_across_devices(
 
 
 def _with_number_here(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    plan: Plan, args: tuple[object, ...], kwargs: dict[str, object], name: str
+) -> tuple[tuple[object, ...], dict[str, object], bool]:
     """The arguments with the one called `name` fetched, if it is a remote number; and whether it is."""
     position = plan.names.index(name)
     value = kwargs[name] if name in kwargs else args[position]

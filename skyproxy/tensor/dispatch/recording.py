@@ -19,6 +19,7 @@ from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
+from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import Call, frozen, refuse_to_pin
@@ -32,9 +33,11 @@ _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
 _record_lines = SETTINGS.record_lines
+Templates = tuple[object, ...]
+Keywords = tuple[tuple[str, object], ...]
 
 
-def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """Records a call of any op, whatever its arguments, and wraps its results."""
     if plan.special is not None:
         return plan.special(plan, func, args, kwargs)
@@ -55,7 +58,7 @@ def record(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _example_on(asked: torch.device, plan: Plan, tensor: RemoteTensor) -> torch.Tensor:
     """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: what looks like x, on that device."""
     meta, own = tensor._sky.meta, tensor._sky.device
-    index = DEVICES.current if asked.index is None else asked.index
+    index = DEVICES.current if asked.index is None else asked.index  # type: ignore[redundant-expr]
     name = plan.name.partition(".")[0]
     if (asked.type == "sky" and index == own.index) or meta.layout is not torch.strided:
         return tensor
@@ -100,7 +103,7 @@ def run(call: Call) -> Any:
     return _finish(call, entry, expected)
 
 
-def record_as(call: Call, looks: Sequence[Meta | None]) -> list[Any]:
+def record_as(call: Call, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
     """Records a call whose results are known to look so; the worker does not check it. None: that result is None."""
     entry = Entry([inference.Output(meta) for meta in looks], [])
     entry.output_templates = [output.template for output in entry.outputs]
@@ -110,21 +113,21 @@ def record_as(call: Call, looks: Sequence[Meta | None]) -> list[Any]:
 
 
 def learn(
-    plan: Plan, device: SkyDevice, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    plan: Plan, device: SkyDevice, key: object, args: tuple[Any, ...], kwargs: dict[str, object] | None
 ) -> Entry | None:
     """Infer a call that never came before by its shape rule, and remember it under `key`; None: ask `record`.
 
     The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """
     looks: list[Any] = []
-    templates: list[Any] = []
+    templates: list[object] = []
     for a, how in zip(args, plan.kinds, strict=False):
         if type(a) is RemoteTensor:
             looks.append(a._sky.meta)
             templates.append(commands.TENSOR)
         else:
             looks.append(_look_and_template(a, how, templates, device))
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
         kinds = plan.keyword_kinds
@@ -153,7 +156,7 @@ def learn(
     return entry
 
 
-def _look_and_template(a: Any, how: int, templates: list[Any], device: SkyDevice) -> Any:
+def _look_and_template(a: Any, how: int, templates: list[object], device: SkyDevice) -> object:
     kind = type(a)
     if kind is RemoteTensor:
         templates.append(commands.TENSOR)
@@ -188,7 +191,7 @@ def _signature(call: Call, entry: Entry) -> int:
     return _number_of(call.device, call.plan.name, call.templates, keywords, outputs)
 
 
-def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outputs: Any) -> int:
+def _number_of(device: SkyDevice, name: str, arguments: Templates, keywords: Keywords, outputs: Templates) -> int:
     """The op's number on the wire."""
     structure = (name, arguments, keywords, outputs)
     number = device.session.known_signature(structure)
@@ -201,7 +204,7 @@ def _number_of(device: SkyDevice, name: str, arguments: Any, keywords: Any, outp
     )
 
 
-def _as_lists(template: Any) -> Any:
+def _as_lists(template: object) -> object:
     return [_as_lists(item) for item in template] if isinstance(template, tuple) else template
 
 
@@ -218,7 +221,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
     wire = [entry.number, *call.wire]
     if expected:
         wire = [commands.EXPECT, inference.expectation(entry, call.key), *wire]
-    results: list[Any] = []
+    results: list[object] = []
     for output in entry.outputs:
         if output.argument is not None:
             results.append(call.argument(output.argument))
@@ -248,7 +251,7 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
 
 
 @shielded
-def _record_change(call: Call, entry: Entry, wire: list[Any]) -> None:
+def _record_change(call: Call, entry: Entry, wire: list[object]) -> None:
     """Both or neither: the worker changes what a tensor looks like, and so do we."""
     call.device.recorder.emit(wire)
     for position, meta in entry.changed:
@@ -275,7 +278,7 @@ def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:
     return make_tensor(meta, device.new_handle(meta))
 
 
-def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None = None) -> Any:
+def ask(call: Call, key: object = None, record: Callable[[list[object]], None] | None = None) -> Any:
     """Runs an op whose results only the worker knows: their sizes depend on values, or nothing here can infer them.
 
     Costs one round trip. Errors are the worker's, raised here and now.
@@ -329,7 +332,7 @@ def ask(call: Call, key: Any = None, record: Callable[[list[Any]], None] | None 
     return tuple(results) if results else None
 
 
-def _wrap_reply(call: Call, handle: Handle, row: Any) -> tuple[inference.Output, Any]:
+def _wrap_reply(call: Call, handle: Handle, row: Sequence[Any]) -> tuple[inference.Output, Any]:
     """One result of an op that was asked for: what is known of it, and the result itself."""
     fields, alias = row
     if fields is None:
@@ -348,11 +351,11 @@ def _wrap_reply(call: Call, handle: Handle, row: Any) -> tuple[inference.Output,
     return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
 
 
-wrap_described: dict[str, Callable[[Handle, list[Any]], Any]] = {}
+wrap_described: dict[str, Callable[[Handle, list[Any]], torch.Tensor]] = {}
 """Makes tensors of what the worker describes otherwise than by sizes and strides, by the first of the fields."""
 
 
-def answered(handle: Handle, row: Any) -> Any:
+def answered(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
     """The tensor in a slot that the worker has described, with a memory of its own; None where there is none."""
     fields, _ = row
     if fields is None:
@@ -363,7 +366,7 @@ def answered(handle: Handle, row: Any) -> Any:
     return make_tensor(handle.meta, handle)
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
     were registered for the device.
     """

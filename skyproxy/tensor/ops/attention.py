@@ -20,6 +20,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     FakeTensor,
     FunctionalTensor,
+    OpOverload,
     choose_attention,
     disable_current_modes,
     flash_attention_enabled,
@@ -61,10 +62,8 @@ def _cpu_choice(
     Args:
         enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
     """
-    q, k, v, m = (
-        None if meta is None else torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
-        for meta in (query, key, value, mask)
-    )
+    q, k, v = (torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype) for meta in (query, key, value))
+    m = None if mask is None else torch.empty_strided(mask.size, mask.stride, dtype=mask.dtype)
     if m is not None and mask_grad:
         m.requires_grad_()
     return int(choose_attention(q, k, v, m, dropout, causal, enable_gqa=gqa))
@@ -86,7 +85,7 @@ def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
     return looks + [None] * (4 - len(looks))
 
 
-def _hint(n: Any) -> Any:
+def _hint(n: int | torch.SymInt) -> int:
     """The number that a symbolic size had when the graph was traced."""
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
@@ -127,14 +126,14 @@ def attention(
             return fused
     elif not enabled[0]:
         raise RuntimeError(_NO_BACKEND + _MATH_ONLY)
-    result = aten._scaled_dot_product_attention_math.default(
+    result: torch.Tensor = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return result
 
 
 @implements("aten::scaled_dot_product_attention")
-def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _whole(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """In inference mode the op arrives here undivided."""
     return attention(*args, **kwargs)
 

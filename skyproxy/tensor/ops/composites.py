@@ -29,10 +29,10 @@ _modes = count_dispatch_modes
 _function_transforms = function_transform_level
 
 
-def _kernel(op: OpOverload) -> Any:
+def _kernel(op: OpOverload) -> object:
     divide = op._op_dk
 
-    def kernel(*args: Any) -> Any:
+    def kernel(*args: Any) -> object:
         # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
         # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit. Those
         # of integers are so rare that they stay what they are locally, views of a part.

@@ -12,6 +12,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import download, move, upload
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
@@ -24,7 +25,7 @@ _DTYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, 
 
 
 @implements("aten::_to_copy")
-def _to_copy(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _to_copy(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """`Tensor.to`: within the device an ordinary op; across devices values move, and are converted on the side where
     they are smaller.
     """
@@ -72,16 +73,16 @@ def _look_alike(meta: Meta) -> torch.Tensor:
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")
 
 
-def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> Any:
+def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> object:
     return _within(aten._to_copy.default, tensor, {"dtype": dtype})
 
 
-def _within(func: Any, tensor: RemoteTensor, rest: dict[str, Any]) -> Any:
+def _within(func: OpOverload, tensor: RemoteTensor, rest: dict[str, object]) -> object:
     return run(Call(plan_of(func), (tensor,), rest))
 
 
 @implements("aten::copy_")
-def _copy_(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _copy_(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """`dst.copy_(src)` between any two places."""
     target, source = args[:2]
     if not isinstance(source, torch.Tensor):  # a number, which PyTorch wraps in a tensor for other devices
@@ -109,7 +110,7 @@ def _copy_within(plan: Plan, target: RemoteTensor, source: torch.Tensor) -> Remo
 
 
 @implements("aten::_copy_from", "aten::_copy_from_and_resize")
-def _copy_from(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _copy_from(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
     source, target = args[:2]
     if plan.name.endswith("resize") and target.shape != source.shape:
         target.resize_(source.shape)
@@ -117,7 +118,7 @@ def _copy_from(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("aten::_local_scalar_dense")
-def _item(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _item(plan: Plan, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> object:
     """The one place where a Python number is made of a remote tensor: never a guess, always the worker's value."""
     (tensor,) = args
     if tensor.numel() != 1:
@@ -140,7 +141,7 @@ def _item(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("aten::equal")
-def _equal(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+def _equal(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]) -> bool:
     a, b = args
     if type(a) is RemoteTensor and type(b) is RemoteTensor and a._sky.device is b._sky.device:
         device = a._sky.device

@@ -6,8 +6,6 @@ row-major elsewhere, for which the CPU has another kernel with other roundings. 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -20,29 +18,37 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _stock(*args: Any) -> Tensors:
+def _stock(*args: object) -> Tensors:
     """PyTorch's own autograd kernel, in whose place ours is registered."""
     result: Tensors = _op._op_dk(DispatchKey.Autograd, *args)
     return result
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """Tensors and numbers that a forward keeps for its backward."""
+
+    numbers: tuple[object, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _ChannelsLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, *numbers: Any) -> Any:
+    def forward(ctx: _Context, x: torch.Tensor, weight: object, bias: object, *numbers: object) -> Tensors:
         result, mean, deviation = _op(x, weight, bias, *numbers)
-        ctx.save_for_backward(x, weight, bias, mean, deviation)
+        ctx.save_for_backward(x, weight, bias, mean, deviation)  # type: ignore[arg-type]  # None is kept, too
         ctx.numbers = numbers
         ctx.mark_non_differentiable(mean, deviation)
         return result, mean, deviation
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *unused: Any) -> Any:
+    def backward(ctx: _Context, gradient: torch.Tensor, *unused: object) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # for gradients of gradients
             return (*_differentiable(ctx, gradient), *[None] * len(ctx.numbers))
         return _once(ctx, gradient)
 
 
-def _once(ctx: Any, gradient: torch.Tensor) -> Any:
+def _once(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, _, mean, deviation = ctx.saved_tensors
     kept = _FORMATS[x.dim()]
     batch, channels, area, groups, _ = ctx.numbers
@@ -61,21 +67,22 @@ def _once(ctx: Any, gradient: torch.Tensor) -> Any:
     return (*gradients, *[None] * len(ctx.numbers))
 
 
-def _differentiable(ctx: Any, gradient: torch.Tensor) -> list[Any]:
+def _differentiable(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
     inputs = ctx.saved_tensors[:3]
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
     found = iter(torch.autograd.grad(_stock(*inputs, *ctx.numbers)[0], wanted, gradient, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
-def group_norm(x: torch.Tensor, weight: Any, bias: Any, *numbers: Any) -> Tensors:
+def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) -> Tensors:
     """`aten::native_group_norm` where gradients may be wanted; see there."""
-    plain = type(x) is RemoteTensor and torch.is_grad_enabled() and function_transform_level() is None
-    if not plain or x._sky.device.place[0] != "cpu" or not suggests_channels_last(tuple(x.shape), x.stride()):
+    if type(x) is not RemoteTensor or not torch.is_grad_enabled() or function_transform_level() is not None:
+        return _stock(x, weight, bias, *numbers)
+    if x._sky.device.place[0] != "cpu" or not suggests_channels_last(tuple(x.shape), x.stride()):
         return _stock(x, weight, bias, *numbers)
     if is_forward_ad_active():
         return _stock(x, weight, bias, *numbers)
-    result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)
+    result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)  # type: ignore[no-untyped-call]
     return result
 
 

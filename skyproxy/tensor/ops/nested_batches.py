@@ -16,7 +16,7 @@ import torch
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import disabled_torch_function, make_wrapper_subclass, pytree
+from skyproxy.tensor.core.torch_private import OpOverload, disabled_torch_function, make_wrapper_subclass, pytree
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, is_decomposed, plan_of
 from skyproxy.tensor.dispatch.recording import record_as
@@ -34,7 +34,7 @@ class NestedBatch(torch.Tensor):
     held: RemoteTensor
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
-    is_nested = True  # type: ignore[assignment]
+    is_nested = True
 
     @staticmethod
     def holding(held: RemoteTensor) -> NestedBatch:
@@ -46,7 +46,9 @@ class NestedBatch(torch.Tensor):
         return batch
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         plan = plan_of(func)
         look = _LOOKS.get(plan.name)
         if look is None and is_decomposed(plan.name):
@@ -65,7 +67,7 @@ class NestedBatch(torch.Tensor):
         nested = tuple(NestedBatch.holding(result) if result is not None else None for result in results)
         return nested if len(nested) > 1 else nested[0]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"<nested batch of {list(self.shape)} on {self.device}>"
 
 
@@ -78,25 +80,25 @@ def _meta(tensor: Any) -> Meta:
     return meta
 
 
-def _as_first(x: Any, *rest: Any, **kwargs: Any) -> list[Meta | None]:
+def _as_first(x: torch.Tensor, *rest: object, **kwargs: object) -> list[Meta | None]:
     return [_meta(x)]
 
 
-def _padded(x: Any, padding: float, output_size: Any = None) -> list[Meta | None]:
+def _padded(x: object, padding: float, output_size: Any = None) -> list[Meta | None]:
     size = _meta(x).size if output_size is None else tuple(output_size)
     return [plain_meta(size, _meta(x).dtype)]
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> list[Meta | None]:
+def _linear(x: object, weight: object, bias: object = None) -> list[Meta | None]:
     return [plain_meta((*_meta(x).size[:-1], _meta(weight).size[0]), _meta(x).dtype)]
 
 
-def _normalized(x: Any, *rest: Any) -> list[Meta | None]:
+def _normalized(x: torch.Tensor, *rest: object) -> list[Meta | None]:
     statistics = plain_meta((*_meta(x).size[:-1], 1), _meta(x).dtype)
     return [_meta(x), statistics, statistics]
 
 
-def _attended(query: Any, *rest: Any) -> list[Meta | None]:
+def _attended(query: object, *rest: object) -> list[Meta | None]:
     need_weights = rest[9] if len(rest) > 9 else True
     if need_weights:
         raise UnsupportedOpError(
@@ -119,9 +121,12 @@ _LOOKS: dict[str, Look] = {
 
 
 @implements("aten::_nested_tensor_from_mask")
-def _from_mask(plan: Plan, func: Any, args: Any, kwargs: Any) -> NestedBatch:
+def _from_mask(
+    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+) -> NestedBatch:
     """A padded batch (N, T, D) and a mask (N, T) of what counts in it to a nested tensor, without a wait."""
     (batch,) = record_as(Call(plan, args, kwargs), [plain_meta(tuple(args[0].shape), args[0].dtype)])
+    assert batch is not None
     return NestedBatch.holding(batch)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from skyproxy import patching, torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy.tensor.core.devices import Handle
 from skyproxy.tensor.core.metadata import plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import (
@@ -26,6 +27,7 @@ from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     DispatchKeySet,
     ExcludedKeys,
+    OpOverload,
     make_wrapper_subclass,
     pytree,
 )
@@ -54,10 +56,10 @@ class RemoteNestedTensor(torch.Tensor):
     component_strides: Sizes
     component_offsets: list[int]
 
-    is_nested = True  # type: ignore[assignment]
+    is_nested = True
 
     @staticmethod
-    def holding(handle: Any, fields: list[Any]) -> RemoteNestedTensor:
+    def holding(handle: Handle, fields: list[Any]) -> RemoteNestedTensor:
         """The nested tensor in a slot, by the worker's description of it."""
         _, dtype, sizes, strides, offsets = fields
         rank = len(sizes[0]) if sizes else 0
@@ -65,15 +67,15 @@ class RemoteNestedTensor(torch.Tensor):
         handle.meta = plain_meta(padded, torch_codec.DTYPES[dtype])
         return _wrap(make_tensor(handle.meta, handle), sizes, strides, offsets)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: Any) -> Any:
         """`type(tensor)(values)`, as if it were of PyTorch's own class."""
         return torch.Tensor(*args, **kwargs)
 
     @property
-    def shape(self) -> Any:  # type: ignore[override]
+    def shape(self) -> object:  # type: ignore[override]
         raise RuntimeError("Internal error: NestedTensorImpl doesn't support sizes. Please file an issue.")
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         if dim is None:
             return self.shape
         rank = self.dim()
@@ -86,7 +88,7 @@ class RemoteNestedTensor(torch.Tensor):
             raise RuntimeError(f"Given dimension {dim % rank} is irregular and does not have a size.")
         return found.pop()
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> NoReturn:
         raise RuntimeError("Internal error: NestedTensorImpl doesn't support strides. Please file an issue.")
 
     def numel(self) -> int:
@@ -104,25 +106,25 @@ class RemoteNestedTensor(torch.Tensor):
             begin += math.prod(size)
         return memory_format is torch.contiguous_format
 
-    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:  # type: ignore[override]
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         return self if self.is_contiguous() else self.clone(memory_format=memory_format)
 
     def __len__(self) -> int:
         return len(self.component_sizes)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return iter(self.unbind())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         parts = ",\n".join(f"  {component!r}" for component in self.detach().unbind())
         graph = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
         leaf = ", requires_grad=True" if self.requires_grad and not graph else ""
         return f"nested_tensor([\n{parts}\n], device='{self.device}'{graph or leaf})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _rebuild, (list(self.detach().unbind()), self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy")
         if id(self) not in memo:
@@ -130,7 +132,9 @@ class RemoteNestedTensor(torch.Tensor):
         return memo[id(self)]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         with DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _NO_OPERATIONS:
                 return func(*args, **(kwargs or {}))
@@ -139,7 +143,9 @@ class RemoteNestedTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         plan = plan_of(func)
         answer = _ANSWERS.get(plan.name)
         if answer is not None:
@@ -157,7 +163,7 @@ class RemoteNestedTensor(torch.Tensor):
                 f"{plan.name}: strided nested tensors of a worker that require gradients are not changed in place. "
                 "Use the form without a trailing underscore"
             )
-        flat = _Differentiated.apply(plan, spec, *leaves)
+        flat = _Differentiated.apply(plan, spec, *leaves)  # type: ignore[no-untyped-call]
         return flat[0] if len(flat) == 1 and not _gives_list(plan) else flat
 
 
@@ -193,7 +199,7 @@ _WITHOUT_GRADIENTS = frozenset({"aten::detach", "aten::zeros_like", "aten::ones_
 
 
 def _wrap(held: RemoteTensor, sizes: Sizes, strides: Sizes, offsets: list[int]) -> RemoteNestedTensor:
-    handle: Any = held._sky
+    handle = held._sky
     meta = handle.meta
     made: RemoteNestedTensor = _make_wrapper(
         RemoteNestedTensor, meta.size, meta.stride, dtype=meta.dtype, device=handle.device.torch_device
@@ -215,7 +221,7 @@ def _gives_list(plan: Plan) -> bool:
 # --- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan, args: Any, kwargs: Any, graph: list[Any] | None = None) -> Any:
+def _run(plan: Plan, args: tuple[object, ...], kwargs: dict[str, object], graph: list[object] | None = None) -> object:
     """Runs an op on the worker, and waits for what its results look like.
 
     Args:
@@ -224,7 +230,7 @@ def _run(plan: Plan, args: Any, kwargs: Any, graph: list[Any] | None = None) -> 
     """
     nested: dict[int, RemoteNestedTensor] = {}
 
-    def held(a: Any) -> Any:
+    def held(a: object) -> object:
         if type(a) is RemoteNestedTensor:
             nested[id(a.held)] = a
             return a.held
@@ -234,13 +240,13 @@ def _run(plan: Plan, args: Any, kwargs: Any, graph: list[Any] | None = None) -> 
     if plan.name in _PLACED:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     call = Call(plan, args, kwargs)
-    recorded: Callable[[list[Any]], None] | None = None
+    recorded: Callable[[list[object]], None] | None = None
     if graph is not None:
         differentiable = [t for t in call.tensors if t.dtype.is_floating_point or t.dtype.is_complex]
         handle = call.device.new_handle(plain_meta((), torch.uint8))
         graph += [handle, [nested.get(id(t), t) for t in differentiable]]
 
-        def recorded(command: list[Any]) -> None:
+        def recorded(command: list[object]) -> None:
             slots = [t._sky.slot for t in differentiable]
             call.device.session.call("differentiated", handle.slot, slots, command)
 
@@ -252,7 +258,7 @@ class _Differentiated(torch.autograd.Function):
     """An op whose graph the worker keeps."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, spec: Any, *leaves: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, plan: Plan, spec: pytree.TreeSpec, *leaves: object) -> tuple[object, ...]:
         graph: list[Any] = []
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
         results = _run(plan, args, kwargs, graph)
@@ -269,9 +275,9 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> tuple[object, ...]:
         wanted = [i for i, place in enumerate(ctx.places) if place is not None and ctx.needs_input_grad[i + 2]]
-        found: list[Any] = [None] * (len(ctx.places) + 2)
+        found: list[object] = [None] * (len(ctx.places) + 2)
         if wanted and any(gradient is not None for gradient in gradients):
             session, device = ctx.graph.device.session, ctx.graph.device
             slots = [0 if g is None else getattr(g, "held", g)._sky.slot for g in gradients]
@@ -289,7 +295,13 @@ class _Differentiated(torch.autograd.Function):
 # --- what is known here, and what moves ------------------------------------------------------------------------------
 
 
-def _to_copy(x: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def _to_copy(
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    **options: object,
+) -> object:
     """Another dtype, or another device."""
     device = torch.device(device) if device is not None else x.device
     if device.type == x.device.type == "sky" and device.index in (None, x.device.index):
@@ -297,33 +309,35 @@ def _to_copy(x: Any, *, dtype: Any = None, device: Any = None, **options: Any) -
     return _moved(x, lambda t: t.to(device, dtype if dtype is not None else t.dtype), device)
 
 
-def _moved(x: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
+def _moved(x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> object:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Moved.apply(x, move, device)
+        return _Moved.apply(x, move, device)  # type: ignore[no-untyped-call]
     return _of_components([move(t) for t in x.detach().unbind()], device)
 
 
-def _of_components(components: list[torch.Tensor], device: torch.device) -> Any:
+def _of_components(components: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.nested.nested_tensor(components, device=device)
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, move: Any, device: Any) -> Any:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
         ctx.before = x.device, x.dtype
         return _of_components([move(t) for t in x.detach().unbind()], device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, None, None]:
         device, dtype = ctx.before
         return _of_components([t.to(device, dtype) for t in gradient.unbind()], device), None, None
 
 
-def _numbers(rows: Any) -> torch.Tensor:
+def _numbers(rows: object) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {
+_ANSWERS: dict[str, Callable[..., object]] = {
     "aten::_nested_tensor_size": lambda x: _numbers(x.component_sizes),
     "aten::_nested_tensor_strides": lambda x: _numbers(x.component_strides),
     "aten::_nested_tensor_storage_offsets": lambda x: _numbers(x.component_offsets),
@@ -339,7 +353,7 @@ _PLACED = frozenset({"aten::_nested_tensor_from_tensor_list"})
 
 
 @implements("aten::_nested_tensor_from_tensor_list")
-def _from_list(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _from_list(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Components, wherever they are, to a nested tensor of the device that is asked for, or of theirs."""
     given: dict[str, Any] = dict(zip(plan.names, args, strict=False)) | kwargs
     components, dtype, device = given["list"], given.get("dtype"), given.get("device")
@@ -352,14 +366,14 @@ def _from_list(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("aten::_nested_view_from_buffer")
-def _refuse_places(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_places(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(
         f"{plan.name} places components anywhere in a memory, which workers do not do for clients. "
         "Use torch.nested.nested_tensor(list of components)"
     )
 
 
-def _from_list_here(*args: Any, **kwargs: Any) -> Any:
+def _from_list_here(*args: Any, **kwargs: Any) -> object:
     """The same for components on the CPU, which PyTorch would take for a nested tensor of the CPU."""
     plan = plan_of(aten._nested_tensor_from_tensor_list.default)
     device = (dict(zip(plan.names, args, strict=False)) | kwargs).get("device")

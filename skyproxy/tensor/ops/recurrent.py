@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
+    OpOverload,
     TorchDispatchMode,
     disable_current_modes,
     function_transform_level,
@@ -206,7 +207,9 @@ def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
 class _RecordOneDNNCalls(TorchDispatchMode):
     found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         self.found |= func._overloadpacket is torch.ops.aten.mkldnn_rnn_layer
         return func(*args, **kwargs or {})
 
@@ -216,7 +219,8 @@ def _takes_onednn_for_packed() -> bool:
     """Tell whether this PyTorch computes packed sequences of one length with oneDNN, as 2.13 does and 2.11 does not."""
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
     rows, weights, states = zeros(2, 1), [zeros(4, 1), zeros(4, 1)], [zeros(1, 1, 1), zeros(1, 1, 1)]
-    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), _RecordOneDNNCalls() as mode:
+    mode = _RecordOneDNNCalls()  # type: ignore[no-untyped-call]
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), mode:
         torch.lstm(rows, torch.tensor([1, 1], device="cpu"), states, weights, False, 1, 0.0, False, False)
     return mode.found
 
@@ -228,20 +232,20 @@ def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
     return [given[0], given[1], *biases, given[count] if len(given) > count else None]
 
 
-def _kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
-    def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> Any:
-        plain = function_transform_level() is None and isinstance(sequence, RemoteTensor)
-        if not plain or sequence._sky.device.place[0] != "cpu":
+def _kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
+    def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> object:
+        plain = function_transform_level() is None
+        if not plain or not isinstance(sequence, RemoteTensor) or sequence._sky.device.place[0] != "cpu":
             return overload.decompose(sequence, hx, params, *options, **named)
         return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
 
     return kernel
 
 
-def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
-    def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
-        plain = function_transform_level() is None and isinstance(rows, RemoteTensor)
-        if not plain or rows._sky.device.place[0] != "cpu" or batch_sizes.device.type != "cpu":
+def _packed_kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
+    def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> object:
+        plain = function_transform_level() is None and batch_sizes.device.type == "cpu"
+        if not plain or not isinstance(rows, RemoteTensor) or rows._sky.device.place[0] != "cpu":
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
         gapless = cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens)
@@ -249,24 +253,24 @@ def _packed_kernel(overload: Any, cell: Cell, several: bool) -> Callable[..., An
             sequence = rows.view(len(sizes), sizes[0], rows.size(-1))
             output, *final = _network(cell, sequence, hiddens, params, *options)
             return (output.view(rows.size(0), output.size(-1)), *final)
-        return _network(cell, rows, hiddens, params, *options, batch_sizes=sizes)
+        return _network(cell, rows, hiddens, params, *options, batch_sizes=sizes)  # type: ignore[misc]
 
     return kernel
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {}
+_KERNELS: dict[str, Callable[..., object]] = {}
 for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tanh_cell), ("rnn_relu", _relu_cell)):
     _packet = getattr(torch.ops.aten, _name)
     _KERNELS[_name + ".input"] = _kernel(_packet.input, _cell, _name == "lstm")
     _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, _name == "lstm")
 
 
-def _single(overload: Any, cell: Cell, several: bool) -> Callable[..., Any]:
+def _single(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
     """Compute one step, as `nn.LSTMCell` and `nn.GRUCell` ask for it."""
 
-    def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> Any:
-        plain = function_transform_level() is None and isinstance(step, RemoteTensor)
-        if not plain or step._sky.device.place[0] != "cpu":
+    def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> object:
+        plain = function_transform_level() is None
+        if not plain or not isinstance(step, RemoteTensor) or step._sky.device.place[0] != "cpu":
             return overload.decompose(step, hx, *weights)
         w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
         assert w_ih is not None
@@ -281,7 +285,7 @@ _KERNELS["gru_cell"] = _single(torch.ops.aten.gru_cell.default, _gru_cell, False
 
 
 @implements(*("aten::" + name for name in _KERNELS))
-def _whole(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _whole(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """In inference mode the op arrives here undivided."""
     return _KERNELS[plan.name.removeprefix("aten::")](*args, **kwargs)
 

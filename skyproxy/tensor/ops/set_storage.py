@@ -12,12 +12,12 @@ from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, root_of, view_of
-from skyproxy.tensor.core.torch_private import StorageBase, TensorBase
+from skyproxy.tensor.core.torch_private import OpOverload, StorageBase, TensorBase
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import Plan, implements
 
 
-def set_(self: RemoteTensor, *args: Any, **kwargs: Any) -> RemoteTensor:
+def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
     """`Tensor.set_`: another storage, and another place in it. Python's arguments, which name storages."""
     source = kwargs.get("source", args[0] if args else None)
     if not args and not kwargs:
@@ -60,17 +60,17 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Re
     return view_of(root, meta)
 
 
-def _untyped(storage: Any) -> Any:
+def _untyped(storage: object) -> Any:
     return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
-def _on_meta(source: Any) -> Any:
+def _on_meta(source: object) -> Any:
     """A storage or tensor like `source` on the meta device; what is neither stays what it is."""
     if isinstance(source, RemoteTensor):
         meta: Meta = source._sky.meta
         storage = torch.UntypedStorage(memory_of(source._sky).byte_count, device="meta")
         empty = torch.empty(0, dtype=meta.dtype, device="meta")
-        return empty.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+        return empty.set_(storage, meta.offset, meta.size, meta.stride)
     if isinstance(source, SkyStorage):
         return torch.UntypedStorage(source.nbytes(), device="meta")
     if isinstance(source, torch.TypedStorage):
@@ -90,7 +90,7 @@ def _check_bounds(tensor: torch.Tensor, meta: Meta, byte_count: int) -> None:
 
 
 def set_to_part(
-    self: torch.Tensor, source: torch.Tensor, storage_offset: int, size: Any, stride: Any = ()
+    self: torch.Tensor, source: torch.Tensor, storage_offset: int, size: object, stride: object = ()
 ) -> torch.Tensor:
     """`aten::set_.source_Tensor_storage_offset`, which PyTorch divides by asking the source for its C++ storage."""
     if type(self) is not RemoteTensor or self.device != source.device:
@@ -99,7 +99,7 @@ def set_to_part(
 
 
 @implements("aten::set_", "aten::set_.source_Tensor")
-def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _set_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """Finish `set_` below autograd: the tensor takes over another's place in its storage."""
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
@@ -115,31 +115,35 @@ def _set_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         root = root_of(source)
         known_values.forget(root)
         value = view_of(root, source._sky.meta)  # its own handle: each may change its look later
-    adopt(target, value._sky)
+    adopt(target, value._sky)  # type: ignore[attr-defined]
     return target
 
 
 @implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
-def _set_storage_op(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _set_storage_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """A call that came from C++, for which a storage keeps the size that it had when it was made."""
     target, source, *place = args
     if not isinstance(source, SkyStorage):
         raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
-    if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):
+    if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):  # type: ignore[attr-defined]
         place = []
-    adopt(target, _value_to_set(target, source, (source, *place), kwargs)._sky)  # type: ignore[attr-defined]
+    adopt(target, _value_to_set(target, source, (source, *place), kwargs)._sky)
     return target
 
 
 @implements("aten::_has_same_storage_numel")
-def _has_same_storage_numel(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+def _has_same_storage_numel(
+    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+) -> bool:
     """Forward-mode AD asks this of a tensor and its tangent, before the one takes the other as it is."""
     a, b = args
     return bool(a.device == b.device and _storage_numel(a) == _storage_numel(b))
 
 
 @implements("aten::_new_zeros_with_same_feature_meta")
-def _new_zeros_with_same_feature_meta(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _new_zeros_with_same_feature_meta(
+    plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> torch.Tensor:
     """Make zeros like a tensor, for a tangent to be copied into that lies otherwise, or on another device.
 
     PyTorch's own would ask C++ for the size of the tensor's storage. The tangent's first dimensions may be a batch.

@@ -6,6 +6,7 @@ What moves values is in `copies`, attention in `attention`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
+    OpOverload,
     all_op_names,
     checks_sparse_invariants,
     count_dispatch_modes,
@@ -29,7 +31,7 @@ from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.kernels import kernel
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.tensor.dispatch.op_info import Plan, Special, implements
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.set_storage import set_to_part
 
@@ -40,7 +42,7 @@ _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
 
 @implements("composite")
-def _divide(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _divide(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """A composite that came undivided, as they do below autograd and in inference mode.
 
     By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
@@ -51,13 +53,13 @@ def _divide(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar")
-def _run_here(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_here(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all."""
     return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
 
 
 @implements("foreign")
-def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _foreign(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded."""
     if _has_kernel(plan.name, "CompositeExplicitAutograd"):
         return _run_here(plan, func, args, kwargs)
@@ -76,18 +78,18 @@ def _foreign(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("refused")
-def _refused(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _refused(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(f"{plan.name} cannot run on a worker. Move the tensor first: x.cpu()")
 
 
 @implements("prim::layout")
-def _layout(plan: Plan, func: Any, args: Any, kwargs: Any) -> torch.layout:
+def _layout(plan: Plan, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> torch.layout:
     layout: torch.layout = args[0]._sky.meta.layout
     return layout
 
 
 @implements("aten::detach")
-def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _detach(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Another tensor on the same value; nothing to be done on the worker. Autograd detaches every gradient."""
     (tensor,) = args
     if type(tensor) is not RemoteTensor:
@@ -100,39 +102,41 @@ def _detach(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements("aten::is_same_size")
-def _is_same_size(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+def _is_same_size(
+    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+) -> bool:
     """Forward-mode AD asks this of tensors on different devices, too: of those that `copy_` combines."""
     return bool(args[0].shape == args[1].shape)
 
 
 @implements("aten::lift_fresh", "aten::lift")
-def _lift(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _lift(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return args[0]
 
 
 @implements("aten::is_pinned")
-def _is_pinned(plan: Plan, func: Any, args: Any, kwargs: Any) -> bool:
+def _is_pinned(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     return False
 
 
 @implements("aten::_validate_compressed_sparse_indices")
-def _validate_indices(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _validate_indices(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Check here what the worker is not asked to: from 2.15 on, `torch.load` does so for every sparse tensor."""
     return func(*(a.cpu() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
 
 
 @implements("aten::_pin_memory")
-def _pin_memory(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _pin_memory(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
     raise RuntimeError(f"cannot pin '{args[0].device.type}' tensors: only dense CPU tensors can be pinned")
 
 
 @implements("aten::record_stream")
-def _record_stream(plan: Plan, func: Any, args: Any, kwargs: Any) -> None:
+def _record_stream(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """A device has one stream, and the worker frees memory in its order."""
 
 
 @implements("aten::_efficientzerotensor")
-def _efficient_zeros(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _efficient_zeros(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
     return torch.zeros(*args, **kwargs)
 
@@ -152,7 +156,7 @@ _QUANTIZED = (
 
 
 @implements(*_QUANTIZED)
-def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_quantized(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(
         f"{plan.name}: tensors with quantized dtypes cannot live on a worker, because their scales would not travel. "
         "Keep them on the CPU, or quantize with integers and scales of your own (torchao does)."
@@ -162,7 +166,7 @@ def _refuse_quantized(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 # --- composites that look at values, or treat tensor subclasses otherwise --------------------------------------------
 
 
-def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0) -> Any:
+def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0) -> object:
     """`torch.tensor_split` with the places to split at in a tensor: the number of results depends on its values."""
     places = tensor_indices_or_sections
     if places.dtype is not torch.int64 or places.dim() > 1:
@@ -170,10 +174,8 @@ def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, 
             "tensor_split expected tensor_indices_or_sections to be a zero-dimensional or one-dimensional tensor of "
             f"dtype long, but got {places.dim()} dimensions and {places.dtype}"
         )
-    values = places.tolist()
-    if isinstance(values, list):
-        return aten.tensor_split.indices(self, values, dim)
-    return aten.tensor_split.sections(self, values, dim)
+    split = aten.tensor_split.indices if places.dim() else aten.tensor_split.sections
+    return split(self, places.tolist(), dim)
 
 
 def _differentiates(x: torch.Tensor) -> bool:
@@ -205,8 +207,8 @@ def _ctc_loss(
     targets: torch.Tensor,
     input_lengths: torch.Tensor,
     target_lengths: torch.Tensor,
-    *rest: Any,
-) -> Any:
+    *rest: object,
+) -> object:
     """`ctc_loss` with lengths in tensors: on the CPU, as every device takes them, they travel as numbers.
 
     Lengths on the device stay there; looking at them would wait.
@@ -226,14 +228,14 @@ def _ctc_loss(
 _COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
-def _filled(functional: Any) -> Any:
+def _filled(functional: OpOverload) -> Callable[..., torch.Tensor]:
     """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
 
     That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
     tensors share a storage, which only Python knows of ours.
     """
 
-    def fill(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def fill(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
         result = functional(*args, **kwargs)
         if out.device != result.device:
             raise mixed_devices_error(functional.name(), result.device, out.device)
@@ -244,7 +246,7 @@ def _filled(functional: Any) -> Any:
     return fill
 
 
-_COMPOSITES: dict[str, Any] = {
+_COMPOSITES: dict[str, Callable[..., object]] = {
     "ctc_loss.Tensor": _ctc_loss,
     "set_.source_Tensor_storage_offset": set_to_part,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
@@ -263,7 +265,7 @@ def _sparse_compressed(
     compressed_indices: torch.Tensor,
     plain_indices: torch.Tensor,
     values: torch.Tensor,
-    size: Any,
+    size: list[int],
     *,
     layout: torch.layout | None = None,
     **options: Any,
@@ -286,7 +288,7 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
 _check_invariants = set_sparse_invariant_checks
 
 
-def _sparse_coo(op: Any) -> Any:
+def _sparse_coo(op: OpOverload) -> Callable[..., object]:
     """A constructor of COO tensors that has its arguments checked by the worker where checks are asked for.
 
     PyTorch's own check of indices that are said to be coalesced calls a function that each device must have in C++.
@@ -294,8 +296,8 @@ def _sparse_coo(op: Any) -> Any:
     divide = op._op_dk
 
     def construct(
-        indices: torch.Tensor, values: torch.Tensor, size: Any, *, is_coalesced: Any = None, **options: Any
-    ) -> Any:
+        indices: torch.Tensor, values: torch.Tensor, size: object, *, is_coalesced: object = None, **options: object
+    ) -> object:
         if not checks_sparse_invariants():
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
@@ -312,7 +314,7 @@ _COMPOSITES["sparse_coo_tensor.indices_size"] = _sparse_coo(aten.sparse_coo_tens
 _COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_unsafe.default)
 
 
-def _as_special(function: Any) -> Any:
+def _as_special(function: Callable[..., object]) -> Special:
     return lambda plan, func, args, kwargs: function(*args, **kwargs)
 
 
@@ -342,14 +344,16 @@ def install(library: torch.library.Library) -> None:
             continue
         if not _has_kernel(name, "CompositeImplicitAutograd"):
             for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
-                library.m.impl(name[len("aten::") :], key, kernel(name), False)
+                library.m.impl(name[len("aten::") :], key, kernel(name), False)  # type: ignore[union-attr]
 
 
 # --- packed sequences: lengths and batch sizes live on the CPU, on every device --------------------------------------
 
 
 @implements("aten::_pack_padded_sequence")
-def _pack_padded_sequence(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _pack_padded_sequence(
+    plan: Plan, func: OpOverload, args: tuple[RemoteTensor, torch.Tensor, bool], kwargs: dict[str, object]
+) -> object:
     """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
     padded, lengths, batch_first = args
     if type(lengths) is RemoteTensor:

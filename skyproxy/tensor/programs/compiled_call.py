@@ -15,6 +15,7 @@ import torch.fx
 from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol import commands
+from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.metadata import intern_meta
@@ -45,7 +46,7 @@ class CompiledCall:
         source: the generated function's text, for people.
     """
 
-    def __init__(self, program: Program, options: dict[str, Any]) -> None:
+    def __init__(self, program: Program, options: dict[str, object]) -> None:
         """Raises:
         UnsupportedOpError: an input or result is of a kind that cannot travel.
         """
@@ -53,7 +54,7 @@ class CompiledCall:
         self._key = ("compiled graph", next(_numbers))
         self._index = next(iter(program.devices))
         self._constants: list[RemoteTensor] = []
-        self._checked: set[Any] = set()
+        self._checked: set[object] = set()
         self._scope: dict[str, Any] = {
             "number": 0,
             "call": self,
@@ -65,20 +66,20 @@ class CompiledCall:
             "device_now": None,
             "checked": self._checked,
         }
-        self._templates: list[Any] = []
+        self._templates: list[object] = []
         self._read: list[str] = []
         self._outputs = 0
         self._symbols = _symbols(program)
         self._options = {**options, "dynamic": bool(self._symbols)}
         self.source = self._generate()
         exec(compile(self.source, "<skyproxy compiled graph>", "exec"), self._scope)
-        self._run: Callable[[Sequence[Any]], tuple[Any, ...]] = self._scope["run"]
+        self._run: Callable[[Sequence[object]], tuple[object, ...]] = self._scope["run"]
 
-    def boxed(self) -> Callable[[list[Any]], tuple[Any, ...]]:
+    def boxed(self) -> Callable[[list[object]], tuple[object, ...]]:
         """The graph as a function of one list, which it empties: how PyTorch wants to call it."""
         run = self._run
 
-        def call(args: list[Any]) -> tuple[Any, ...]:
+        def call(args: list[object]) -> tuple[object, ...]:
             result = run(args)
             args.clear()
             return result
@@ -112,7 +113,7 @@ class CompiledCall:
         self._scope["device_now"] = device
         weakref.finalize(self, _forget, weakref.ref(session), number).atexit = False
 
-    def expect(self, key: Any, results: list[Any], written: list[Any], read: list[Any]) -> tuple[Any, ...]:
+    def expect(self, key: object, results: list[object], written: list[object], read: list[Any]) -> tuple[object, ...]:
         """The command that makes the worker check a call with sizes that were not checked before."""
         if len(self._checked) >= SETTINGS.max_cached_shapes:
             self._checked.clear()
@@ -174,7 +175,7 @@ class CompiledCall:
         self._read.append(f"h{i}")
         return f"h{i}._sky.slot"
 
-    def _result(self, j: int, item: Any, body: list[str], names: dict[torch.fx.Node, str]) -> str:
+    def _result(self, j: int, item: object, body: list[str], names: dict[torch.fx.Node, str]) -> str:
         """The text that gives one result; what must be made first is added to the body."""
         if not isinstance(item, torch.fx.Node):
             return repr(item)
@@ -205,7 +206,7 @@ class CompiledCall:
         size, stride = ("".join(f"{self._number(n)}, " for n in row) for row in place[:2])
         return f"intern_meta(Description(({size}), ({stride}), {self._number(place[2])}, t{j}))"
 
-    def _number(self, value: Any) -> str:
+    def _number(self, value: object) -> str:
         """Text that computes a symbolic number from the inputs."""
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return repr(value)
@@ -218,13 +219,13 @@ class CompiledCall:
         return str(_Printer().doprint(expression.xreplace(replaced)))
 
 
-def _is_remote(value: Any) -> bool:
+def _is_remote(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "sky"
 
 
-def _symbols(program: Program) -> dict[Any, str]:
+def _symbols(program: Program) -> dict[sympy.Symbol, str]:
     """For each symbolic size, how it is read off the inputs."""
-    found: dict[Any, str] = {}
+    found: dict[sympy.Symbol, str] = {}
     values = [value_of(node) for node in program.inputs]
     for i, value in enumerate(values):
         if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
@@ -232,7 +233,8 @@ def _symbols(program: Program) -> dict[Any, str]:
     for i, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             continue
-        for kind, row in (("size", value.shape), ("stride", value.stride())):
+        rows: tuple[tuple[str, Sequence[object]], ...] = (("size", value.shape), ("stride", value.stride()))
+        for kind, row in rows:
             for dim, n in enumerate(row):
                 if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol:
                     found.setdefault(n.node.expr, f"a[{i}].{kind}({dim})")
@@ -266,7 +268,7 @@ def _placed(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     return upload(tensor, aside)
 
 
-def _forget(session: weakref.ref[Any], number: int) -> None:
+def _forget(session: weakref.ref[Session], number: int) -> None:
     owner = session()
     if owner is not None and owner.lost is None:
         # Straight into the stream: this may run in a destructor, which must not wait.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,12 @@ _troubles: dict[tuple[str, str], str] = {}
 
 
 def sky_backend(
-    module: torch.fx.GraphModule, example_inputs: Any, *, options: dict[str, Any] | None = None, **unused: Any
-) -> Callable[..., Any]:
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    options: dict[str, object] | None = None,
+    **unused: object,
+) -> Callable[..., object]:
     """Compiles a graph that Dynamo found; the backend that is registered as "sky".
 
     Args:
@@ -48,7 +52,7 @@ def sky_backend(
     lower = _Lowering(mode)
     # Op by op, to compute a value twice costs more than to keep it; compiled, the other way round.
     partition = default_partition if mode == "eager" else min_cut_rematerialization_partition
-    compiled: Callable[..., Any] = load_aot_autograd()(
+    compiled: Callable[..., object] = load_aot_autograd()(
         fw_compiler=lower,
         bw_compiler=lower,
         inference_compiler=lower,
@@ -58,7 +62,7 @@ def sky_backend(
     return compiled
 
 
-def _mode_of(options: dict[str, Any] | None) -> str:
+def _mode_of(options: dict[str, object] | None) -> str:
     options = options or {}
     unknown = sorted(set(options) - {"worker"})
     mode = options.get("worker", "auto")
@@ -92,12 +96,12 @@ def _settled(mode: str, devices: list[SkyDevice]) -> str:
     return mode
 
 
-def touches_sky(module: torch.fx.GraphModule, example_inputs: Any) -> bool:
+def touches_sky(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> bool:
     """Return whether any tensor of a graph is, or will be, on a `sky` device."""
     return bool(_devices_of(module, example_inputs))
 
 
-def _devices_of(module: torch.fx.GraphModule, example_inputs: Any) -> list[SkyDevice]:
+def _devices_of(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> list[SkyDevice]:
     found: dict[torch.device, None] = {}
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and value.device.type == "sky":
@@ -122,7 +126,7 @@ class _Lowering:
     def __init__(self, mode: str) -> None:
         self._mode = mode
 
-    def __call__(self, module: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         from skyproxy.tensor.programs.compiled_call import CompiledCall
         from skyproxy.tensor.programs.compiler_ir import program_of, write_in_place
 
@@ -140,12 +144,12 @@ class _Lowering:
             return _boxed(module)
 
 
-def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+def _boxed(module: torch.fx.GraphModule) -> Callable[..., object]:
     nodes = module.graph.nodes
     # The first call is watched by a mode of AOTAutograd, which does not let these be answered by a tensor's class.
     watched = any(isinstance(node.target, HigherOrderOperator) for node in nodes)
 
-    def run(args: list[Any]) -> Any:
+    def run(args: list[object]) -> object:
         inputs = list(args)
         args.clear()
         with disable_current_modes() if watched else contextlib.nullcontext():
@@ -155,7 +159,7 @@ def _boxed(module: torch.fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
-def compile_report(device: Any = None) -> dict[str, Any]:
+def compile_report(device: torch.device | str | int | None = None) -> dict[str, Any]:
     """Return how a worker runs the graphs that this process compiled for it. Waits.
 
     Returns:

@@ -7,7 +7,6 @@ cannot be written this way raises `UnsupportedOpError`, and the graph is then ru
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.fx
@@ -36,16 +35,16 @@ class Program:
         devices: the `sky` devices that it mentions.
     """
 
-    nodes: list[Any] = field(default_factory=list)
+    nodes: list[object] = field(default_factory=list)
     numbers: dict[torch.fx.Node, int] = field(default_factory=dict)
     inputs: list[torch.fx.Node] = field(default_factory=list)
     constants: list[torch.Tensor] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
+    results: list[object] = field(default_factory=list)
     written: dict[torch.fx.Node, None] = field(default_factory=dict)
     devices: dict[int, SkyDevice] = field(default_factory=dict)
 
 
-def value_of(node: torch.fx.Node) -> Any:
+def value_of(node: torch.fx.Node) -> object:
     """Return what the compiler knows of a node's value: a fake tensor, a symbolic number, a tuple."""
     return node.meta.get("val", node.meta.get("example_value"))
 
@@ -64,7 +63,7 @@ def program_of(module: torch.fx.GraphModule) -> Program:
         program.numbers[node] = len(program.numbers)
         _note_device(program, value_of(node))
     for node in constants:
-        value: Any = module
+        value: object = module
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if not isinstance(value, torch.Tensor):
@@ -81,14 +80,14 @@ def program_of(module: torch.fx.GraphModule) -> Program:
     return program
 
 
-def _note_device(program: Program, value: Any) -> None:
+def _note_device(program: Program, value: object) -> None:
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor) and item.device.type == "sky":
             device = DEVICES.of(item.device)
             program.devices[device.index] = device
 
 
-def _call(program: Program, node: torch.fx.Node) -> list[Any]:
+def _call(program: Program, node: torch.fx.Node) -> list[object]:
     target = node.target
     if isinstance(target, OpOverload):
         name = target.name()
@@ -135,7 +134,7 @@ def _note_change(program: Program, changed: torch.fx.Node) -> None:
     program.written[changed] = None
 
 
-def _argument(program: Program, value: Any) -> list[Any]:
+def _argument(program: Program, value: object) -> list[object]:
     if isinstance(value, torch.device) and value.type == "sky":
         device = DEVICES.of(value)
         program.devices[device.index] = device

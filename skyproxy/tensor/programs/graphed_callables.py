@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ class _Graphed:
         input_gradients: what the captured backward leaves; None for inputs without.
     """
 
-    function: Any
-    args: Any
+    function: Callable[..., object]
+    args: tuple[object, ...]
     inputs: Tensors
     user_inputs: int
     forward: SkyGraph
@@ -51,16 +51,16 @@ class _Graphed:
                 gradients = [torch.empty_like(o) for o in outputs]
                 torch.autograd.grad(outputs, self.differentiable(), gradients, allow_unused=allow_unused)
 
-    def capture_forward(self, pool: Any) -> None:
+    def capture_forward(self, pool: object) -> None:
         with graph(self.forward, pool=pool):
             outputs = self.function(*self.args)
         leaves, self.structure = pytree.tree_flatten(outputs)
         self.outputs = tuple(leaves)
 
-    def capture_backward(self, pool: Any, allow_unused: bool) -> None:
+    def capture_backward(self, pool: object, allow_unused: bool) -> None:
         self.output_gradients = tuple(torch.empty_like(o) if o.requires_grad else None for o in self.outputs)
         outputs = [o for o in self.outputs if o.requires_grad]
-        gradients: Any = ()
+        gradients: Iterable[torch.Tensor | None] = ()
         if outputs:
             with graph(self.backward, pool=pool):
                 gradients = torch.autograd.grad(
@@ -78,7 +78,7 @@ def make_graphed_callables(
     sample_args: Any,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
-    pool: Any = None,
+    pool: object = None,
 ) -> Any:
     """Makes callables whose forward, and whose backward, are one replay of a captured graph each.
 
@@ -118,7 +118,7 @@ def make_graphed_callables(
     return results[0] if single else results
 
 
-def _checked(function: Any, args: Any) -> _Graphed:
+def _checked(function: Callable[..., object], args: tuple[object, ...]) -> _Graphed:
     parameters: Tensors = ()
     if isinstance(function, torch.nn.Module):
         if function._backward_hooks or function._forward_hooks or function._forward_pre_hooks:
@@ -140,7 +140,7 @@ def _fill(static: torch.Tensor, value: torch.Tensor) -> None:
 def _autograd_function(item: _Graphed) -> type[torch.autograd.Function]:
     class Graphed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: torch.Tensor) -> Tensors:
+        def forward(ctx: torch.autograd.function.FunctionCtx, *inputs: torch.Tensor) -> Tensors:
             for static, value in zip(item.inputs[: item.user_inputs], inputs, strict=False):
                 _fill(static, value)
             item.forward.replay()
@@ -151,8 +151,8 @@ def _autograd_function(item: _Graphed) -> type[torch.autograd.Function]:
             return outputs
 
         @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             for static, value in zip(item.output_gradients, gradients, strict=True):
                 if static is not None:
                     _fill(static, value)
@@ -163,12 +163,12 @@ def _autograd_function(item: _Graphed) -> type[torch.autograd.Function]:
     return Graphed
 
 
-def _wrapped(item: _Graphed) -> Callable[..., Any]:
+def _wrapped(item: _Graphed) -> Callable[..., object]:
     function = _autograd_function(item)
     parameters = item.inputs[item.user_inputs :]
 
-    def graphed(*args: Any) -> Any:
-        outputs = function.apply(*pytree.arg_tree_leaves(*args), *parameters)  # type: ignore[no-untyped-call]
+    def graphed(*args: object) -> Any:
+        outputs = function.apply(*pytree.arg_tree_leaves(*args), *parameters)
         return pytree.tree_unflatten(outputs, item.structure)
 
     module = item.function
@@ -176,7 +176,7 @@ def _wrapped(item: _Graphed) -> Callable[..., Any]:
         return graphed
     original, mode = module.forward, module.training
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         return graphed(*args, **kwargs) if module.training == mode else original(*args, **kwargs)
 
     module.forward = forward

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skyproxy.errors import CaptureError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.dispatch.capture import Capture, SessionCapture, is_capturing
+
+if TYPE_CHECKING:
+    import torch
 
 _pools = itertools.count(1)
 
@@ -27,9 +30,9 @@ class SkyGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture: Capture | None = None
         self._parts: list[SessionCapture] | None = None
-        self._pool = (0, next(_pools))
+        self._pool: object = (0, next(_pools))
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **unused: Any) -> None:
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **unused: object) -> None:
         """Starts to capture what this thread does on any `sky` device; `torch.sky.graph` is the usual way.
 
         Args:
@@ -85,7 +88,7 @@ class SkyGraph:
     def instantiate(self) -> None:
         """Nothing to do: the worker makes ready what it replays, in the first replays."""
 
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """The token of the graph's memory, for code written for CUDA."""
         return self._pool
 
@@ -115,10 +118,10 @@ class graph:
     def __init__(
         self,
         sky_graph: SkyGraph,
-        pool: Any = None,
-        stream: Any = None,
+        pool: object = None,
+        stream: object = None,
         capture_error_mode: str = "global",
-        **unused: Any,
+        **unused: object,
     ) -> None:
         self._graph = sky_graph
         self._pool = pool
@@ -126,7 +129,7 @@ class graph:
     def __enter__(self) -> None:
         self._graph.capture_begin(self._pool)
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is not None:
             self._graph.abort()
         else:
@@ -138,12 +141,12 @@ def is_current_stream_capturing() -> bool:
     return is_capturing()
 
 
-def graph_pool_handle() -> Any:
+def graph_pool_handle() -> object:
     """A token of a memory pool, for code written for CUDA."""
     return 0, next(_pools)
 
 
-def graph_report(device: Any = None) -> dict[str, int]:
+def graph_report(device: torch.device | str | int | None = None) -> dict[str, int]:
     """Count the graphs that a worker holds for us, and those of them that it replays as CUDA graphs by now. Waits."""
     report: dict[str, int] = DEVICES.of(device).session.call("graph_report")
     return report

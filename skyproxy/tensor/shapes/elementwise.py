@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -195,13 +194,14 @@ def _combined(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dt
     return higher
 
 
-def result_dtype(operands: Sequence[Any]) -> torch.dtype:
+def result_dtype(operands: Sequence[object]) -> torch.dtype:
     """The dtype that tensors (as `Meta`) and numbers have in common, as `torch.result_type` tells it."""
     found: list[torch.dtype | None] = [None, None, None]
     for a in operands:
-        is_meta = type(a) is Meta
-        rank = (0 if a.size else 1) if is_meta else 2
-        dtype = a.dtype if is_meta else _number_dtype(type(a))
+        if type(a) is Meta:
+            rank, dtype = 0 if a.size else 1, a.dtype
+        else:
+            rank, dtype = 2, _number_dtype(type(a))
         known = found[rank]
         found[rank] = dtype if known is None or known is dtype else promoted(known, dtype)
     result = _combined(found[0], _combined(found[1], found[2]))
@@ -214,7 +214,7 @@ def fractional(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
 
 
-def elementwise(operands: Sequence[Any], common: torch.dtype | None = None) -> tuple[Ints, Ints] | None:
+def elementwise(operands: Sequence[object], common: torch.dtype | None = None) -> tuple[Ints, Ints] | None:
     """Size and strides of an elementwise result; None where that takes more thought.
 
     Args:

@@ -6,8 +6,8 @@ Fake tensors tell sizes and dtypes; most of them tell strides as well. Where the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,9 @@ from skyproxy.tensor.shapes.elementwise import (
 )
 from skyproxy.tensor.shapes.strides import batch_norm_stride, reshaped_stride, suggested_stride, suggests_channels_last
 from skyproxy.torch_codec import contiguous_stride
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.core.torch_private import OpOverload
 
 Strides = tuple[int, ...] | None
 Correction = Callable[..., list[Strides]]
@@ -49,7 +52,11 @@ def _corrects(names: str) -> Callable[[Correction], Correction]:
 
 
 def corrected(
-    op: Any, args: list[Any], kwargs: dict[str, Any], operands: list[Any], results: list[Meta | None]
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: dict[str, object],
+    operands: Sequence[object],
+    results: list[Meta | None],
 ) -> list[Meta | None]:
     """Return what fresh results look like, given what fake tensors say of them.
 
@@ -81,7 +88,7 @@ def _with_stride(meta: Meta, stride: tuple[int, ...]) -> Meta:
     return plain_meta(meta.size, meta.dtype, stride or None, meta.offset)
 
 
-def _elementwise(op: Any, operands: list[Any], result: Meta) -> Strides:
+def _elementwise(op: OpOverload, operands: Sequence[object], result: Meta) -> Strides:
     """The strides of a result of an op that PyTorch calls pointwise; None where they cannot be told."""
     if any(isinstance(a, list | tuple) for a in operands):
         return None
@@ -108,7 +115,7 @@ def _common_dtype(tensors: list[Meta], result: Meta) -> torch.dtype:
 @_corrects(
     "clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like randint_like.low_dtype"
 )
-def _copy(a: Meta, *args: Any, memory_format: torch.memory_format | None = None, **kwargs: Any) -> list[Strides]:
+def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = None, **kwargs: object) -> list[Strides]:
     if memory_format is torch.contiguous_format:
         return [contiguous_stride(a.size)]
     if memory_format in (torch.channels_last, torch.channels_last_3d):
@@ -124,7 +131,7 @@ def _copy(a: Meta, *args: Any, memory_format: torch.memory_format | None = None,
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
     "softmax.int log_softmax.int nll_loss2d_forward"
 )
-def _row_major(*args: Any, **kwargs: Any) -> list[Strides]:
+def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3
 
 
@@ -133,7 +140,7 @@ def _row_major(*args: Any, **kwargs: Any) -> list[Strides]:
     "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put "
     "log_sigmoid_backward"
 )
-def _preserving(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
+def _preserving(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)] * 2
 
 
@@ -162,7 +169,7 @@ def _ldexp(a: Meta, exponent: Meta) -> list[Strides]:
 
 
 @_corrects("rms_norm")
-def _rms_norm(a: Meta, shape: Any, weight: Meta | None = None, eps: Any = None) -> list[Strides]:
+def _rms_norm(a: Meta, shape: Sequence[int], weight: Meta | None = None, eps: object = None) -> list[Strides]:
     rank = len(a.size) - len(shape)
     rows = plain_meta(a.size, a.dtype, a.stride if is_contiguous(a.size, a.stride) else None)
     stride = _stride_of(elementwise([rows, plain_meta((*a.size[:rank], *[1] * len(shape)), a.dtype)]))
@@ -170,7 +177,7 @@ def _rms_norm(a: Meta, shape: Any, weight: Meta | None = None, eps: Any = None) 
 
 
 @_corrects("soft_margin_loss_backward")
-def _soft_margin_loss_backward(gradient: Meta, a: Meta, target: Meta, *args: Any) -> list[Strides]:
+def _soft_margin_loss_backward(gradient: Meta, a: Meta, target: Meta, *args: object) -> list[Strides]:
     """Step by step as the kernel: `target * exp(-target * a)`."""
     negated = plain_meta(target.size, target.dtype, preserved_stride(target.size, target.stride))
     product = elementwise([negated, a])
@@ -184,16 +191,16 @@ def _prelu_backward(gradient: Meta, a: Meta, weight: Meta) -> list[Strides]:
 
 
 @_corrects("_cdist_backward")
-def _cdist_backward(gradient: Meta, a: Meta, b: Meta, *args: Any) -> list[Strides]:
+def _cdist_backward(gradient: Meta, a: Meta, b: Meta, *args: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride) if 0 in (*a.size, *b.size) else _ROW_MAJOR]
 
 
 @_corrects("index.Tensor _unsafe_index.Tensor")
-def _index(a: Meta, indices: Any) -> list[Strides]:
+def _index(a: Meta, indices: Sequence[Meta | None]) -> list[Strides]:
     return [indexed_stride(a, indices)]
 
 
-def indexed_stride(a: Meta, indices: Any) -> Strides:
+def indexed_stride(a: Meta, indices: Sequence[Meta | None]) -> Strides:
     """Compute the strides of `a[indices]` as `AdvancedIndex` does: elementwise over the tensor, each indexed stretch of
     dimensions replaced by that of the indices, and the indices, which do not move along the other dimensions.
     """
@@ -229,17 +236,19 @@ def _expanded_stride(a: Meta, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @_corrects("leaky_relu_backward")
-def _leaky_relu_backward(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+def _leaky_relu_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
     return _iterated(a, gradient)
 
 
 @_corrects("elu_backward")
-def _elu_backward(gradient: Meta, alpha: Any, scale: Any, input_scale: Any, is_result: bool, a: Meta) -> list[Strides]:
+def _elu_backward(
+    gradient: Meta, alpha: object, scale: object, input_scale: object, is_result: bool, a: Meta
+) -> list[Strides]:
     return _iterated(gradient, a)
 
 
 @_corrects("floor_divide hardsigmoid_backward hardswish_backward hardtanh_backward softplus_backward complex polar")
-def _iterated(a: Meta, b: Meta, *args: Any) -> list[Strides]:
+def _iterated(a: Meta, b: Meta, *args: object) -> list[Strides]:
     return [_stride_of(elementwise([a, b]))]
 
 
@@ -248,7 +257,7 @@ def _stride_of(found: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Strides
 
 
 @_corrects("binary_cross_entropy huber_loss")
-def _loss_like_first(a: Meta, target: Meta, *args: Any, reduction: int | None = None) -> list[Strides]:
+def _loss_like_first(a: Meta, target: Meta, *args: object, reduction: int | None = None) -> list[Strides]:
     if reduction is None:
         numbers = [n for n in args if type(n) is int]
         reduction = numbers[0] if numbers else 1
@@ -257,18 +266,18 @@ def _loss_like_first(a: Meta, target: Meta, *args: Any, reduction: int | None = 
 
 @_corrects("binary_cross_entropy_with_logits")
 def _loss_like_target(
-    a: Meta, target: Meta, weight: Any = None, factor: Any = None, reduction: int = 1
+    a: Meta, target: Meta, weight: object = None, factor: object = None, reduction: int = 1
 ) -> list[Strides]:
     return [preserved_stride(target.size, target.stride) if reduction == 0 else _ROW_MAJOR]
 
 
 @_corrects("binary_cross_entropy_backward nll_loss2d_backward")
-def _like_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+def _like_second(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)]
 
 
 @_corrects("rot90")
-def _rot90(a: Meta, k: int = 1, dims: Any = (0, 1)) -> list[Strides]:
+def _rot90(a: Meta, k: int = 1, dims: Sequence[int] = (0, 1)) -> list[Strides]:
     if k % 4 == 0:
         return [_ROW_MAJOR]
     stride = list(preserved_stride(a.size, a.stride))
@@ -278,12 +287,12 @@ def _rot90(a: Meta, k: int = 1, dims: Any = (0, 1)) -> list[Strides]:
 
 
 @_corrects("native_group_norm channel_shuffle")
-def _in_suggested_format(a: Meta, *args: Any) -> list[Strides]:
+def _in_suggested_format(a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 
 
 @_corrects("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d")
-def _padded(a: Meta, padding: Any) -> list[Strides]:
+def _padded(a: Meta, padding: Sequence[int]) -> list[Strides]:
     added = [before + after for before, after in zip(padding[::2], padding[1::2], strict=True)][::-1]
     unchanged = len(a.size) - len(added)
     size = (*a.size[:unchanged], *(n + more for n, more in zip(a.size[unchanged:], added, strict=True)))
@@ -294,13 +303,20 @@ def _padded(a: Meta, padding: Any) -> list[Strides]:
     "native_group_norm_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad2d_backward "
     "replication_pad3d_backward"
 )
-def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 
 
 @_corrects("convolution_backward")
 def _convolution_backward(
-    gradient: Meta, a: Meta, weight: Meta, biases: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+    gradient: Meta,
+    a: Meta,
+    weight: Meta,
+    biases: object,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    *rest: object,
 ) -> list[Strides]:
     """Without oneDNN, the gradient of the weights is laid out as the weights suggest, and not as the images do."""
     if len(weight.size) != 4 or not suggests_channels_last(a.size, a.stride):
@@ -315,19 +331,19 @@ def _convolution_backward(
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update "
     "_native_batch_norm_legit_no_training _batch_norm_no_update"
 )
-def _batch_norm(a: Meta, *args: Any, **kwargs: Any) -> list[Strides]:
+def _batch_norm(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
     if all(is_contiguous(part.size, part.stride) for part in args if isinstance(part, Meta)):
         return [batch_norm_stride(a.size, a.stride)]
     return [suggested_stride(a.size, a.stride)]  # the kernel for weights and statistics that are expanded
 
 
 @_corrects("native_batch_norm_backward batch_norm_backward")
-def _batch_norm_backward(gradient: Meta, a: Meta, *args: Any) -> list[Strides]:
+def _batch_norm_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 
 
 @_corrects("masked_fill.Scalar masked_fill.Tensor")
-def _masked_fill(a: Meta, mask: Meta, value: Any) -> list[Strides]:
+def _masked_fill(a: Meta, mask: Meta, value: object) -> list[Strides]:
     return [_ROW_MAJOR]
 
 

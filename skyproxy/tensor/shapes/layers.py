@@ -5,7 +5,7 @@ See `shapes.rules`; this module completes its table.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
 
-_UNKNOWN: Any = object()
+_DTYPES_OF_NUMBERS: dict[type, torch.dtype | None] = {float: None, int: torch.int64, bool: torch.bool}
 _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
 
@@ -22,11 +22,12 @@ def _fresh(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(size, dtype), None)]
 
 
-def _alike(*tensors: Any) -> bool:
+def _alike(*tensors: Meta) -> bool:
     """Return whether all are row-major tensors of one dtype of fractions, and not empty."""
     first = tensors[0]
     return all(
-        isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size for t in tensors
+        isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size  # type: ignore[redundant-expr]
+        for t in tensors
     ) and (first.dtype in FLOATS)
 
 
@@ -67,7 +68,7 @@ def _matmul(a: Meta, b: Meta) -> RuleResult:
 
 
 @rule("native_layer_norm")
-def _layer_norm(x: Meta, shape: Any, weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
+def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
     rank = len(x.size) - len(shape)
     parts = [t for t in (weight, bias) if t is not None]
     fits = _of_fractions(x) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
@@ -85,7 +86,7 @@ def _dropout(x: Meta, p: float, train: bool | None) -> RuleResult:
 
 
 @rule("bernoulli")
-def _coins(x: Meta, **options: Any) -> RuleResult:
+def _coins(x: Meta, **options: object) -> RuleResult:
     return _fresh(x.size, x.dtype) if x.plain and x.dtype in FLOATS and not options else None
 
 
@@ -101,7 +102,7 @@ def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
 
 
 @rule("stack")
-def _stack(parts: list[Any], dim: int = 0) -> RuleResult:
+def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
     if not parts or not _alike(*parts) or any(part.size != parts[0].size for part in parts):
         return None
     rank = len(parts[0].size) + 1
@@ -141,7 +142,7 @@ def _not(x: Meta) -> RuleResult:
 
 
 @rule("slice_backward select_backward")
-def _part_backward(grad: Meta, size: Any, *place: Any) -> RuleResult:
+def _part_backward(grad: Meta, size: Sequence[int], *place: object) -> RuleResult:
     fits = grad.plain and all(type(n) is int and n >= 0 for n in size) and all(type(n) is int for n in place)
     return _fresh(tuple(size), grad.dtype) if fits else None
 
@@ -149,14 +150,16 @@ def _part_backward(grad: Meta, size: Any, *place: Any) -> RuleResult:
 # --- fresh tensors ---------------------------------------------------------------------------------------------------
 
 
-def _options(dtype: Any, layout: Any, unknown: dict[str, Any]) -> bool:
+def _options(dtype: torch.dtype | None, layout: torch.layout | None, unknown: dict[str, object]) -> bool:
     unknown.pop("device", None)
     unknown.pop("pin_memory", None)
     return layout in (None, torch.strided) and (dtype is None or type(dtype) is torch.dtype) and not unknown
 
 
 @rule("empty.memory_format zeros ones")
-def _filled(size: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
+def _filled(
+    size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, **options: object
+) -> RuleResult:
     """Without a dtype, they have the default one, which what is remembered belongs to."""
     chosen = torch.get_default_dtype() if dtype is None else dtype
     if not _options(dtype, layout, options) or not all(type(n) is int and n >= 0 for n in size):
@@ -166,49 +169,55 @@ def _filled(size: Any, *, dtype: Any = None, layout: Any = None, **options: Any)
 
 
 @rule("rand randn")
-def _drawn(size: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+def _drawn(size: Sequence[int], *, dtype: torch.dtype | None = None, **options: object) -> RuleResult:
     return _filled(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
 
 
 @rule("scalar_tensor")
-def _scalar_tensor(value: Any, **options: Any) -> RuleResult:
+def _scalar_tensor(value: object, **options: object) -> RuleResult:
     return _filled((), **options) if type(value) in (int, float, bool) else None
 
 
 @rule("eye")
-def _eye(n: Any, **options: Any) -> RuleResult:
+def _eye(n: int, **options: object) -> RuleResult:
     return _filled((n, n), **options)
 
 
 @rule("eye.m")
-def _wide_eye(n: Any, m: Any, **options: Any) -> RuleResult:
+def _wide_eye(n: int, m: int, **options: object) -> RuleResult:
     return _filled((n, m), **options)
 
 
 @rule("randint")
-def _randint(high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+def _randint(
+    high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **options: object
+) -> RuleResult:
     return _randint_from(0, high, size, dtype=dtype, **options)
 
 
 @rule("randint.low")
-def _randint_from(low: Any, high: Any, size: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+def _randint_from(
+    low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **options: object
+) -> RuleResult:
     fits = type(low) is type(high) is int and low < high and dtype in (torch.int64, torch.float32, torch.float64)
     return _filled(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
 
 
 @rule("randperm")
-def _randperm(n: Any, *, dtype: Any = torch.int64, **options: Any) -> RuleResult:
+def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **options: object) -> RuleResult:
     return _filled((n,), dtype=dtype, **options) if dtype is torch.int64 else None
 
 
 @rule("linspace")
-def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> RuleResult:
+def _linspace(start: object, end: object, steps: object, **options: object) -> RuleResult:
     fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") not in INTEGERS
     return _filled((steps,), **options) if fits else None
 
 
 @rule("empty_strided")
-def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **options: Any) -> RuleResult:
+def _empty_strided(
+    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
+) -> RuleResult:
     found = _filled(size, dtype=dtype, **options)
     fits = found is not None and len(size) == len(stride) and all(type(n) is int and n >= 0 for n in stride)
     chosen = torch.get_default_dtype() if dtype is None else dtype
@@ -216,25 +225,37 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **options: Any)
 
 
 @rule("full")
-def _full(size: Any, value: Any, *, dtype: Any = None, layout: Any = None, **options: Any) -> RuleResult:
+def _full(
+    size: Sequence[int],
+    value: object,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    **options: object,
+) -> RuleResult:
     if dtype is None:
-        dtype = {float: None, int: torch.int64, bool: torch.bool}.get(type(value), _UNKNOWN)
-    elif type(value) not in (float, int, bool):
-        dtype = _UNKNOWN
-    if dtype is _UNKNOWN:
+        dtype = _DTYPES_OF_NUMBERS.get(type(value))
+    if type(value) not in _DTYPES_OF_NUMBERS:
         return None
     return _filled(size, dtype=dtype, layout=layout, **options)
 
 
 @rule("zeros_like ones_like empty_like rand_like randn_like")
-def _like(x: Meta, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **options: Any) -> RuleResult:
+def _like(
+    x: Meta,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    memory_format: torch.memory_format | None = None,
+    **options: object,
+) -> RuleResult:
     look = in_format(x, memory_format)
     fits = _options(dtype, layout, options) and look is not None
     return [(plain_meta(look.size, dtype or x.dtype, look.stride), None)] if fits and look is not None else None
 
 
 @rule("full_like")
-def _full_like(x: Meta, value: Any, **options: Any) -> RuleResult:
+def _full_like(x: Meta, value: object, **options: object) -> RuleResult:
     return _like(x, **options) if type(value) in (int, float) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -26,16 +26,17 @@ _LIKE_UNARY = frozenset({"clamp_min", "clamp_max", "maximum", "minimum", "pow"})
 """Binary ops that take a number as it is, and do not make a tensor of it first."""
 _IN_PLACE_ANSWER: RuleAnswer = []
 _KINDS = {float: 1.0, int: 1}
+Answer = TypeVar("Answer")
 _Column = Callable[..., Meta | None]
 
 
-def _of_columns(decide: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] | None:
+def _of_columns(decide: Callable[..., Answer | None], args: tuple[object, ...]) -> list[Answer] | None:
     """Collect what `decide` answers for each place of lists; None if it does so for one, or the lists are not alike.
 
     Numbers count by their type only.
     """
     length = -1
-    columns: list[Any] = []
+    columns: list[object] = []
     for a in args:
         if type(a) is not list:
             columns.append(repeat(_KINDS.get(type(a), a)))
@@ -50,39 +51,39 @@ def _of_columns(decide: Callable[..., Any], args: tuple[Any, ...]) -> list[Any] 
     answers = {place: decide(*place) for place in set(places)}
     if None in answers.values() or False in answers.values():
         return None
-    return [answers[place] for place in places]
+    return [answers[place] for place in places]  # type: ignore[misc]  # none of them is None
 
 
-def _floats(*operands: Any) -> bool:
+def _floats(*operands: object) -> bool:
     """Return whether these are tensors of fractions and real numbers, the first a tensor."""
     return type(operands[0]) is Meta and all(
         a.dtype in FLOATS if type(a) is Meta else type(a) in _KINDS for a in operands
     )
 
 
-def _elementwise(first: Any, *others: Any) -> Meta | None:
+def _elementwise(first: Meta, *others: object) -> Meta | None:
     if not _floats(first, *others) or any(type(a) is Meta and a.dtype is not first.dtype for a in others):
         return None
     found = elementwise((first, *others))
     return None if found is None else plain_meta(found[0], first.dtype, found[1])
 
 
-def _in_place(*operands: Any) -> bool:
+def _in_place(*operands: object) -> bool:
     return _floats(*operands) and keeps_target(*operands)
 
 
-def _in_place_of_one_dtype(first: Any, *others: Any) -> bool:
+def _in_place_of_one_dtype(first: Meta, *others: object) -> bool:
     return _in_place(first, *others) and all(type(a) is not Meta or a.dtype is first.dtype for a in others)
 
 
 def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_place) -> None:
     """Register rules for an op on lists, and for its in-place form."""
 
-    def fresh(*args: Any, **kwargs: Any) -> RuleResult:
+    def fresh(*args: object, **kwargs: object) -> RuleResult:
         found = _of_columns(column, args) if _plain(kwargs) else None
         return None if found is None else [[(meta, None) for meta in found]]
 
-    def in_place(*args: Any, **kwargs: Any) -> RuleResult:
+    def in_place(*args: object, **kwargs: object) -> RuleResult:
         fits = _plain(kwargs) and _of_columns(writes, args)
         return _IN_PLACE_ANSWER if fits else None
 
@@ -92,12 +93,12 @@ def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_plac
         rule(full)(function)
 
 
-def _plain(kwargs: dict[str, Any]) -> bool:
+def _plain(kwargs: dict[str, object]) -> bool:
     """Return whether keywords are a factor of an operand at most."""
     return all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
 
 
-def _without_number(first: Any, other: Any) -> Meta | None:
+def _without_number(first: Meta, other: object) -> Meta | None:
     return _elementwise(first) if _floats(first, other) else None
 
 
@@ -109,11 +110,11 @@ for _name in _BINARY.split():
         _register(f"{_name}.{_overload}", _without_number if _name in _LIKE_UNARY else _elementwise)
 
 
-def _with_one_tensor(first: Any, other: Any) -> Meta | None:
+def _with_one_tensor(first: Meta, other: object) -> Meta | None:
     return _elementwise(first, other) if type(other) is Meta and other.size == () else None
 
 
-def _in_place_with_one_tensor(first: Any, other: Any) -> bool:
+def _in_place_with_one_tensor(first: object, other: object) -> bool:
     return type(other) is Meta and other.size == () and _in_place(first, other)
 
 
@@ -121,7 +122,7 @@ for _name in ("add", "mul", "div"):
     _register(f"{_name}.Tensor", _with_one_tensor, _in_place_with_one_tensor)
 
 
-def _with_value(first: Any, second: Any, third: Any, value: Any = 1) -> Meta | None:
+def _with_value(first: Meta, second: object, third: object, value: object = 1) -> Meta | None:
     return _elementwise(first, second, third) if type(value) in _KINDS else None
 
 
@@ -131,7 +132,7 @@ for _name in ("addcmul", "addcdiv"):
 _register("lerp.List", _elementwise, _in_place_of_one_dtype)
 
 
-def _lerp(first: Any, end: Any, weight: Any) -> Meta | None:
+def _lerp(first: Meta, end: object, weight: object) -> Meta | None:
     return _elementwise(first, end) if type(weight) in _KINDS else None
 
 
@@ -140,7 +141,7 @@ for _overload in ("Scalar", "ScalarList"):
 
 
 @rule("_foreach_norm.Scalar _foreach_powsum.Scalar")
-def _norms(items: list[Any], order: Any = 2, dtype: Any = None) -> RuleResult:
+def _norms(items: list[Meta], order: object = 2, dtype: torch.dtype | None = None) -> RuleResult:
     fits = type(order) in (int, float) and (dtype is None or dtype in FLOATS)
     if not items or not fits or not all(a.plain and a.dtype in FLOATS and 0 not in a.size for a in set(items)):
         return None
@@ -151,7 +152,7 @@ def _norms(items: list[Any], order: Any = 2, dtype: Any = None) -> RuleResult:
 
 
 @rule("_foreach_copy_")
-def _copies(targets: list[Any], sources: list[Any], non_blocking: bool = False) -> RuleResult:
+def _copies(targets: list[Meta], sources: list[Meta], non_blocking: bool = False) -> RuleResult:
     def works(target: Meta, source: Meta) -> bool:
         return target.dtype is source.dtype and keeps_target(target, source)
 
@@ -159,12 +160,12 @@ def _copies(targets: list[Any], sources: list[Any], non_blocking: bool = False) 
 
 
 @rule("_foreach_zero_")
-def _zeros(targets: list[Any]) -> RuleResult:
+def _zeros(targets: list[Meta]) -> RuleResult:
     return _IN_PLACE_ANSWER if targets and all(keeps_target(target) for target in set(targets)) else None
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale_")
-def _unscaled(targets: list[Any], found_inf: Any, inv_scale: Any) -> RuleResult:
+def _unscaled(targets: list[Meta], found_inf: object, inv_scale: object) -> RuleResult:
     scalars = (found_inf, inv_scale)
     single = all(type(a) is Meta and a.plain and a.dtype is torch.float32 and a.size in ((), (1,)) for a in scalars)
     fits = single and targets and all(a.dtype in FLOATS and keeps_target(a) for a in set(targets))
@@ -175,7 +176,7 @@ _FUSED = "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"
 
 
 @rule(" ".join(f"{name} {name}.tensor_lr" for name in _FUSED.split()))
-def _fused(targets: list[Any], *lists: Any, **kwargs: Any) -> RuleResult:
+def _fused(targets: list[Meta], *lists: list[Meta | None], **kwargs: object) -> RuleResult:
     """Infer a fused optimizer's results: a parameter, its gradient and its states have one form, steps their own."""
     for others in lists:
         if type(others) is not list or len(others) not in (0, len(targets)):
@@ -189,7 +190,9 @@ def _fused(targets: list[Any], *lists: Any, **kwargs: Any) -> RuleResult:
     if not scalars or not targets or any(others != targets for others in alike):
         return None
     fits = all(a.dtype in FLOATS and keeps_target(a) for a in set(targets)) and all(
-        a.plain and a.dtype is torch.float32 for others in steps for a in set(others)
+        a.plain and a.dtype is torch.float32  # type: ignore[union-attr]  # no step is None
+        for others in steps
+        for a in set(others)
     )
     return _IN_PLACE_ANSWER if fits else None
 

@@ -5,12 +5,12 @@ See `shapes.rules`; this module completes its table. Rules answer for row-major 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import channels_last_stride, elementwise, result_dtype
+from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, elementwise, result_dtype
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
 from skyproxy.tensor.shapes.selections import RULES, fresh, plain, suggests_row_major, whole
 from skyproxy.tensor.shapes.strides import suggests_channels_last
@@ -19,33 +19,38 @@ _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
 
 
-def _follows(gradient: Any, output: Any) -> bool:
+def _follows(gradient: Meta, output: Meta) -> bool:
     """Return whether a gradient is one of a row-major output; it may be expanded itself, as that of a sum is."""
     return _alike(output) and gradient.plain and gradient.dtype is output.dtype and gradient.size == output.size
 
 
-def _alike(*tensors: Any) -> bool:
+def _alike(*tensors: Meta) -> bool:
     return whole(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
-def _of_one_dtype(*operands: Any) -> RuleResult:
+def _look_of_one_dtype(*operands: Meta) -> Meta | None:
     first = operands[0]
     if not all(type(a) is Meta and a.dtype is first.dtype for a in operands) or first.dtype not in FLOATS:
         return None
     found = elementwise(operands)
-    return None if found is None else [(plain_meta(found[0], first.dtype, found[1]), None)]
+    return None if found is None else plain_meta(found[0], first.dtype, found[1])
+
+
+def _of_one_dtype(*operands: Meta) -> RuleResult:
+    look = _look_of_one_dtype(*operands)
+    return None if look is None else [(look, None)]
 
 
 @rule("addcmul addcdiv")
-def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> RuleResult:
+def _addcmul(x: Meta, a: Meta, b: Meta, *, value: object = 1) -> RuleResult:
     return _of_one_dtype(x, a, b) if type(value) in (int, float) else None
 
 
 @rule("glu")
-def _glu(x: Any, dim: Any = -1) -> RuleResult:
+def _glu(x: Meta, dim: int = -1) -> RuleResult:
     rank = len(x.size)
     if not plain(x) or type(dim) is not int or not -rank <= dim < rank or x.size[dim] % 2:
         return None
@@ -55,7 +60,7 @@ def _glu(x: Any, dim: Any = -1) -> RuleResult:
 
 
 @rule("_cdist_forward")
-def _distances(a: Any, b: Any, order: Any, mode: Any) -> RuleResult:
+def _distances(a: Meta, b: Meta, order: float, mode: object) -> RuleResult:
     fits = plain(a, b) and a.dtype is b.dtype and a.dtype in _EXACT and len(a.size) == len(b.size) >= 2
     fits = (
         fits and a.size[:-2] == b.size[:-2] and a.size[-1] == b.size[-1] and type(order) in (int, float) and order >= 0
@@ -64,34 +69,34 @@ def _distances(a: Any, b: Any, order: Any, mode: Any) -> RuleResult:
 
 
 @rule("_prelu_kernel")
-def _prelu(x: Any, weight: Any) -> RuleResult:
+def _prelu(x: Meta, weight: object) -> RuleResult:
     return _of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
 
 
 @rule("complex polar")
-def _complex(real: Any, imaginary: Any) -> RuleResult:
-    found = _of_one_dtype(real, imaginary) if real.dtype in _EXACT else None
-    return [(plain_meta(found[0][0].size, real.dtype.to_complex(), found[0][0].stride), None)] if found else None
+def _complex(real: Meta, imaginary: Meta) -> RuleResult:
+    look = _look_of_one_dtype(real, imaginary) if real.dtype in _EXACT else None
+    return None if look is None else [(plain_meta(look.size, real.dtype.to_complex(), look.stride), None)]
 
 
 @rule("lerp.Scalar")
-def _lerp(x: Any, end: Any, weight: Any) -> RuleResult:
+def _lerp(x: Meta, end: Meta, weight: object) -> RuleResult:
     return _of_one_dtype(x, end) if type(weight) in (int, float) else None
 
 
 @rule("lerp.Tensor")
-def _lerp_between(x: Any, end: Any, weight: Any) -> RuleResult:
+def _lerp_between(x: Meta, end: Meta, weight: Meta) -> RuleResult:
     return _of_one_dtype(x, end, weight)
 
 
 @rule("gelu_backward silu_backward tanh_backward sigmoid_backward")
-def _activation_backward(gradient: Any, x: Any, *numbers: Any, **options: Any) -> RuleResult:
+def _activation_backward(gradient: Meta, x: Meta, *numbers: object, **options: object) -> RuleResult:
     fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
     return _of_one_dtype(gradient, x) if fits else None
 
 
 @rule("threshold_backward")
-def _threshold_backward(gradient: Any, x: Any, threshold: Any) -> RuleResult:
+def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResult:
     """As above, but the kernel iterates over the input first."""
     return _of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
 
@@ -103,7 +108,7 @@ def _asked(x: Meta) -> RuleResult:
 
 
 @rule("clamp clamp_min clamp_max")
-def _clamp(x: Meta, *bounds: Any) -> RuleResult:
+def _clamp(x: Meta, *bounds: object) -> RuleResult:
     kinds = (int, float) if x.dtype in FLOATS else (int,)
     fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and all(n is None or type(n) in kinds for n in bounds)
     found = elementwise((x,)) if fits and any(n is not None for n in bounds) else None
@@ -111,7 +116,7 @@ def _clamp(x: Meta, *bounds: Any) -> RuleResult:
 
 
 @rule("clamp.Tensor")
-def _clamp_between(x: Meta, low: Any = None, high: Any = None) -> RuleResult:
+def _clamp_between(x: Meta, low: Meta | None = None, high: Meta | None = None) -> RuleResult:
     given = [a for a in (x, low, high) if a is not None]
     if len(given) < 2 or not all(type(a) is Meta for a in given):
         return None
@@ -121,7 +126,7 @@ def _clamp_between(x: Meta, low: Any = None, high: Any = None) -> RuleResult:
 
 
 @rule("_softmax_backward_data _log_softmax_backward_data")
-def _softmax_backward(gradient: Any, output: Any, dim: Any, dtype: Any) -> RuleResult:
+def _softmax_backward(gradient: Meta, output: Meta, dim: int, dtype: torch.dtype) -> RuleResult:
     fits = _follows(gradient, output) and dtype is output.dtype and output.size
     return [fresh(output.size, output.dtype)] if fits and -len(output.size) <= dim < len(output.size) else None
 
@@ -130,20 +135,20 @@ def _softmax_backward(gradient: Any, output: Any, dim: Any, dtype: Any) -> RuleR
 
 
 @rule("mse_loss smooth_l1_loss huber_loss")
-def _loss(x: Any, target: Any, reduction: Any = 1, *numbers: Any) -> RuleResult:
+def _loss(x: Meta, target: Meta, reduction: int = 1, *numbers: object) -> RuleResult:
     if not (_alike(x, target) and x.size == target.size and reduction in (0, 1, 2)):
         return None
     return [fresh((), x.dtype) if reduction else fresh(x.size, x.dtype)]
 
 
 @rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward")
-def _loss_backward(gradient: Any, x: Any, target: Any, reduction: Any, *numbers: Any) -> RuleResult:
+def _loss_backward(gradient: Meta, x: Meta, target: Meta, reduction: int, *numbers: object) -> RuleResult:
     fits = _alike(gradient, x, target) and x.size == target.size and gradient.size in ((), x.size)
     return [fresh(x.size, x.dtype)] if fits else None
 
 
 @rule("nll_loss_forward")
-def _nll(x: Any, target: Any, weight: Any, reduction: Any, ignored: Any) -> RuleResult:
+def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: object) -> RuleResult:
     fits = _alike(x) and whole(target) and target.dtype is torch.int64 and x.dtype in _EXACT
     if not fits or len(x.size) != 2 or target.size != x.size[:1] or reduction not in (0, 1, 2):
         return None
@@ -153,13 +158,13 @@ def _nll(x: Any, target: Any, weight: Any, reduction: Any, ignored: Any) -> Rule
 
 
 @rule("nll_loss_backward")
-def _nll_backward(gradient: Any, x: Any, target: Any, *rest: Any) -> RuleResult:
+def _nll_backward(gradient: Meta, x: Meta, target: Meta, *rest: object) -> RuleResult:
     fits = _alike(gradient, x) and whole(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
 
 
 @rule("binary_cross_entropy")
-def _loss_of_chances(x: Any, target: Any, weight: Any = None, reduction: Any = 1) -> RuleResult:
+def _loss_of_chances(x: Meta, target: Meta, weight: object = None, reduction: int = 1) -> RuleResult:
     fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
     if not fits or weight is not None:
         return None
@@ -168,7 +173,9 @@ def _loss_of_chances(x: Any, target: Any, weight: Any = None, reduction: Any = 1
 
 
 @rule("binary_cross_entropy_with_logits")
-def _loss_of_logits(x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: Any = 1) -> RuleResult:
+def _loss_of_logits(
+    x: Meta, target: Meta, weight: object = None, positive: object = None, reduction: int = 1
+) -> RuleResult:
     return _loss(x, target, reduction) if weight is None and positive is None else None
 
 
@@ -177,7 +184,14 @@ def _loss_of_logits(x: Any, target: Any, weight: Any = None, positive: Any = Non
 
 @rule("native_batch_norm")
 def _batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: Any, momentum: Any, eps: Any
+    x: Meta,
+    weight: Meta | None,
+    bias: Meta | None,
+    mean: Meta | None,
+    variance: Meta | None,
+    training: object,
+    momentum: object,
+    eps: object,
 ) -> RuleResult:
     parts = [t for t in (weight, bias, mean, variance) if t is not None]
     fits = _alike(x) and x.dtype in _EXACT and suggests_row_major(x) and len(x.size) >= 2
@@ -190,7 +204,9 @@ def _batch_norm(
 
 
 @rule("native_group_norm")
-def _group_norm(x: Any, weight: Any, bias: Any, n: Any, c: Any, area: Any, groups: Any, eps: Any) -> RuleResult:
+def _group_norm(
+    x: Meta, weight: Meta | None, bias: Meta | None, n: int, c: int, area: object, groups: int, eps: object
+) -> RuleResult:
     parts = [t for t in (weight, bias) if t is not None]
     fits = _alike(x, *parts) and x.dtype in _EXACT and suggests_row_major(x) and len(x.size) >= 2
     if not fits or x.size[:2] != (n, c) or groups < 1 or c % groups or any(t.size != (c,) for t in parts):
@@ -201,7 +217,14 @@ def _group_norm(x: Any, weight: Any, bias: Any, n: Any, c: Any, area: Any, group
 
 @rule("native_layer_norm_backward")
 def _layer_norm_backward(
-    gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
+    gradient: Meta,
+    x: Meta,
+    shape: Sequence[int],
+    mean: Meta,
+    deviation: Meta,
+    weight: Meta | None,
+    bias: Meta | None,
+    mask: Sequence[bool],
 ) -> RuleResult:
     if weight is None or bias is None or list(mask) != [True, True, True]:
         return None
@@ -215,14 +238,16 @@ def _layer_norm_backward(
 # --- windows ---------------------------------------------------------------------------------------------------------
 
 
-def _pair(values: Any, otherwise: Any = None) -> tuple[int, ...] | None:
+def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ...] | None:
     values = values or otherwise
     if type(values) not in (list, tuple) or len(values) not in (1, 2) or not all(type(n) is int for n in values):
         return None
     return tuple(values) * 2 if len(values) == 1 else tuple(values)
 
 
-def _pooled(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any) -> tuple[int, ...] | None:
+def _pooled(
+    x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
+) -> tuple[int, ...] | None:
     sides = _pair(kernel)
     steps, pads, gaps = _pair(stride, kernel), _pair(padding, [0]), _pair(dilation, [1])
     if None in (sides, steps, pads, gaps) or ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) != 4:
@@ -245,7 +270,12 @@ def _in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[M
 
 @rule("max_pool2d_with_indices")
 def _max_pool(
-    x: Any, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil: Any = False
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, dilation, ceil)
     return None if size is None else [_in_format_of(x, size, x.dtype), _in_format_of(x, size, torch.int64)]
@@ -253,7 +283,14 @@ def _max_pool(
 
 @rule("max_pool2d_with_indices_backward")
 def _max_pool_backward(
-    gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any, indices: Any
+    gradient: Meta,
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil: bool,
+    indices: Meta,
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, dilation, ceil)
     fits = size is not None and suggests_row_major(x)
@@ -263,31 +300,39 @@ def _max_pool_backward(
 
 @rule("avg_pool2d")
 def _avg_pool(
-    x: Any,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    ceil: Any = False,
-    counted: Any = True,
-    divisor: Any = None,
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil: bool = False,
+    counted: object = True,
+    divisor: object = None,
 ) -> RuleResult:
     size = _pooled(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
     return None if size is None else [_in_format_of(x, size, x.dtype)]
 
 
 @rule("_adaptive_avg_pool2d upsample_nearest2d")
-def _sized(x: Any, size: Any, *scales: Any) -> RuleResult:
+def _sized(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
     area = _pair(size)
     fits = area is not None and _alike(x) and len(x.size) == 4 and suggests_row_major(x)
     return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
 
 
 @rule("upsample_bilinear2d upsample_bicubic2d")
-def _interpolated(x: Any, size: Any, aligned: Any, *scales: Any) -> RuleResult:
+def _interpolated(x: Meta, size: Sequence[int], aligned: object, *scales: object) -> RuleResult:
     return _sized(x, size)
 
 
-def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
+def _convolved(
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Ints | None:
     parts = [t for t in (weight, bias) if t is not None]
     rank = len(x.size) - 2
     if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
@@ -319,7 +364,15 @@ def _convolved(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilati
 
 @rule("convolution")
 def _convolution(
-    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, extra: Any, groups: Any
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    extra: Sequence[int],
+    groups: int,
 ) -> RuleResult:
     size = (
         _spread_out(x, weight, bias, stride, padding, dilation, extra, groups)
@@ -330,7 +383,14 @@ def _convolution(
 
 
 def _spread_out(
-    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, extra: Any, groups: Any
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    extra: Sequence[int],
+    groups: int,
 ) -> tuple[int, ...] | None:
     """The size of a transposed convolution over images; None where that takes more thought."""
     parts = [t for t in (weight, bias) if t is not None]
@@ -362,7 +422,9 @@ def _spread_out(
 
 
 @rule("im2col")
-def _columns(x: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> RuleResult:
+def _columns(
+    x: Meta, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> RuleResult:
     sides, gaps, pads, steps = (_pair(a) for a in (kernel, dilation, padding, stride))
     if sides is None or gaps is None or pads is None or steps is None or not plain(x) or x.dtype not in FLOATS:
         return None
@@ -375,17 +437,17 @@ def _columns(x: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> R
 
 @rule("convolution_backward")
 def _convolution_backward(
-    gradient: Any,
-    x: Any,
-    weight: Any,
-    biases: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: Any,
-    extra: Any,
-    groups: Any,
-    mask: Any,
+    gradient: Meta,
+    x: Meta,
+    weight: Meta,
+    biases: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    extra: object,
+    groups: int,
+    mask: Sequence[bool],
 ) -> RuleResult:
     size = None if transposed else _convolved(x, weight, None, stride, padding, dilation, groups)
     fits = size is not None and _alike(gradient, x) and gradient.size == size and suggests_row_major(gradient)

@@ -5,17 +5,18 @@ See `shapes.rules`; this module completes its table.
 
 from __future__ import annotations
 
-from typing import Any
-
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.lists import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
 
 
-def _gates(*tensors: Any, count: int) -> int | None:
+def _gates(*tensors: Meta, count: int) -> int | None:
     """The hidden size of gates (N, count * H); None if they are none."""
     first = tensors[0]
-    fits = all(isinstance(t, Meta) and t.plain and t.size == first.size and t.dtype is first.dtype for t in tensors)
+    fits = all(
+        isinstance(t, Meta) and t.plain and t.size == first.size and t.dtype is first.dtype  # type: ignore[redundant-expr]
+        for t in tensors
+    )
     if not fits or len(first.size) != 2 or first.size[1] % count or first.dtype not in FLOATS:
         return None
     hidden: int = first.size[1] // count
@@ -27,7 +28,7 @@ def _rows(like: Meta, *widths: int) -> list[tuple[Meta | None, int | None]]:
 
 
 @rule("_thnn_fused_gru_cell")
-def _gru_cell(input_gates: Meta, hidden_gates: Meta, hx: Meta, *biases: Any) -> RuleResult:
+def _gru_cell(input_gates: Meta, hidden_gates: Meta, hx: Meta, *biases: object) -> RuleResult:
     hidden = _gates(input_gates, hidden_gates, count=3)
     fits = (
         hidden is not None and hx.plain and hx.size == (input_gates.size[0], hidden) and hx.dtype is input_gates.dtype
@@ -45,7 +46,7 @@ def _gru_cell_backward(grad_hy: Meta, workspace: Meta, has_bias: bool) -> RuleRe
 
 
 @rule("_thnn_fused_lstm_cell")
-def _lstm_cell(input_gates: Meta, hidden_gates: Meta, cx: Meta, *biases: Any) -> RuleResult:
+def _lstm_cell(input_gates: Meta, hidden_gates: Meta, cx: Meta, *biases: object) -> RuleResult:
     hidden = _gates(input_gates, hidden_gates, count=4)
     fits = (
         hidden is not None and cx.plain and cx.size == (input_gates.size[0], hidden) and cx.dtype is input_gates.dtype

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -82,7 +81,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def keeps_target(target: Any, *others: Any) -> bool:
+def keeps_target(target: object, *others: object) -> bool:
     """Return whether an elementwise op of these operands can write its result into the first of them."""
     if type(target) is not Meta or not target.plain or (0 in target.stride and _overlaps(target)):
         return False
@@ -131,17 +130,17 @@ def in_format(meta: Meta, memory_format: torch.memory_format | None) -> Meta | N
     return plain_meta(meta.size, meta.dtype, channels_last_stride(meta.size)) if fits else None
 
 
-def _result(operands: tuple[Any, ...], dtype: torch.dtype, common: torch.dtype | None = None) -> RuleResult:
+def _result(operands: tuple[object, ...], dtype: torch.dtype, common: torch.dtype | None = None) -> RuleResult:
     """The answer for an elementwise op, converted to `common` before it computes."""
     found = elementwise(operands, dtype if common is None else common)
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
-def _shaped(like: Any, dtype: torch.dtype) -> RuleResult:
+def _shaped(like: Meta, dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(like.size, dtype, like.stride), None)]
 
 
-def _has_tensor(*operands: Any) -> bool:
+def _has_tensor(*operands: object) -> bool:
     """Return whether all are tensors or numbers, and there is a tensor among them."""
     return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
 
@@ -150,7 +149,7 @@ _COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 @rule("add.Tensor mul.Tensor add.Scalar mul.Scalar")
-def _sum_or_product(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+def _sum_or_product(a: object, b: object, alpha: object = 1) -> RuleResult:
     """These know of masks and complex numbers, too."""
     if not _has_tensor(a, b):
         return None
@@ -161,7 +160,7 @@ def _sum_or_product(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
 
 
 @rule(_ARITHMETIC)
-def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+def _arithmetic(a: object, b: object, alpha: object = 1) -> RuleResult:
     if not _has_tensor(a, b):
         return None
     dtype = result_dtype((a, b))
@@ -171,18 +170,18 @@ def _arithmetic(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
 
 
 @rule("sub.Tensor sub.Scalar")
-def _subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+def _subtraction(a: object, b: object, alpha: object = 1) -> RuleResult:
     masks = any(type(x) is bool or (type(x) is Meta and x.dtype is torch.bool) for x in (a, b))
     return None if masks else _arithmetic(a, b, alpha)
 
 
 @rule("rsub.Tensor rsub.Scalar")
-def _reversed_subtraction(a: Any, b: Any, alpha: Any = 1) -> RuleResult:
+def _reversed_subtraction(a: object, b: object, alpha: object = 1) -> RuleResult:
     return _subtraction(b, a, alpha)  # where formats differ, the first operand's counts
 
 
 @rule(_BITWISE)
-def _bitwise(a: Any, b: Any) -> RuleResult:
+def _bitwise(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
     dtype = result_dtype((a, b))
@@ -190,7 +189,7 @@ def _bitwise(a: Any, b: Any) -> RuleResult:
 
 
 @rule(_SHIFTS)
-def _shift(a: Any, b: Any) -> RuleResult:
+def _shift(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
     dtype = result_dtype((a, b))
@@ -198,7 +197,7 @@ def _shift(a: Any, b: Any) -> RuleResult:
 
 
 @rule(_OF_FRACTIONS)
-def _function_of_fractions(a: Any, b: Any) -> RuleResult:
+def _function_of_fractions(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b) or any(type(x) is bool for x in (a, b)):
         return None
     dtype = result_dtype((a, b))
@@ -206,7 +205,7 @@ def _function_of_fractions(a: Any, b: Any) -> RuleResult:
 
 
 @rule("pow.Scalar")
-def _power_of_number(a: Any, b: Meta) -> RuleResult:
+def _power_of_number(a: object, b: Meta) -> RuleResult:
     return _function_of_fractions(a, b) if row_major(b) and 0 not in b.size else None
 
 
@@ -216,12 +215,12 @@ def _step(a: Meta, b: Meta) -> RuleResult:
 
 
 @rule("div.Tensor_mode div.Scalar_mode")
-def _division_with_mode(a: Any, b: Any, *, rounding_mode: Any = None) -> RuleResult:
+def _division_with_mode(a: object, b: object, *, rounding_mode: object = None) -> RuleResult:
     return _division(a, b) if rounding_mode is None else _arithmetic(a, b)
 
 
 @rule(_TRUE_DIVISION)
-def _division(a: Any, b: Any) -> RuleResult:
+def _division(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
     dtype = fractional(result_dtype((a, b)))
@@ -229,7 +228,7 @@ def _division(a: Any, b: Any) -> RuleResult:
 
 
 @rule(_COMPARISONS)
-def _comparison(a: Any, b: Any) -> RuleResult:
+def _comparison(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
     common = result_dtype((a, b))
@@ -244,13 +243,13 @@ def _logical(a: Meta, b: Meta) -> RuleResult:
 
 
 @rule(_FLOAT_UNARY)
-def _unary(a: Meta, *rest: Any, **kwargs: Any) -> RuleResult:
+def _unary(a: Meta, *rest: object, **kwargs: object) -> RuleResult:
     fits = a.dtype in FLOATS and not any(isinstance(r, Meta) for r in (*rest, *kwargs.values()))
     return _result((a,), a.dtype) if fits else None
 
 
 @rule(_FRACTIONAL_UNARY)
-def _fraction(a: Meta, *numbers: Any) -> RuleResult:
+def _fraction(a: Meta, *numbers: object) -> RuleResult:
     """Integers and masks become fractions first."""
     fits = a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool
     return _result((a,), fractional(a.dtype), a.dtype) if fits else None
@@ -262,26 +261,26 @@ def _degrees(a: Meta) -> RuleResult:
 
 
 @rule(_SIGNED_UNARY)
-def _signed(a: Meta, *numbers: Any) -> RuleResult:
+def _signed(a: Meta, *numbers: object) -> RuleResult:
     return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in INTEGERS else None
 
 
 @rule("hardtanh")
-def _hardtanh(a: Meta, *bounds: Any) -> RuleResult:
+def _hardtanh(a: Meta, *bounds: object) -> RuleResult:
     like = preserved(a)
     fits = like is not None and a.dtype in FLOATS and 0 not in a.size and not any(type(n) is Meta for n in bounds)
-    return _shaped(like, a.dtype) if fits else None
+    return _shaped(like, a.dtype) if fits and like is not None else None
 
 
 @rule("nan_to_num")
-def _without_nan(a: Meta, *numbers: Any) -> RuleResult:
+def _without_nan(a: Meta, *numbers: object) -> RuleResult:
     like = preserved(a)
     fits = like is not None and (a.dtype in FLOATS or a.dtype in INTEGERS) and 0 not in a.size
-    return _shaped(like, a.dtype) if fits else None
+    return _shaped(like, a.dtype) if fits and like is not None else None
 
 
 @rule(_WITH_SCALARS)
-def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
+def _with_scalars(a: Meta, *scalars: object, **kwargs: object) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
     if type(a) is Meta and a.dtype is torch.bool and all(type(n) is bool for n in numbers):
         return _result((a,), torch.bool)  # fake tensors say that it is an integer
@@ -290,7 +289,7 @@ def _with_scalars(a: Meta, *scalars: Any, **kwargs: Any) -> RuleResult:
 
 
 @rule("where.self")
-def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
+def _where(condition: Meta, a: object, b: object) -> RuleResult:
     if condition.dtype is not torch.bool or not _has_tensor(a, b):
         return None
     dtype = result_dtype((a, b))
@@ -299,7 +298,7 @@ def _where(condition: Meta, a: Any, b: Any) -> RuleResult:
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
-def _converted(a: Any, dtype: torch.dtype) -> Any:
+def _converted(a: object, dtype: torch.dtype) -> object:
     """An operand after it was converted to a dtype; None for a tensor that is not plain."""
     if type(a) is not Meta or a.dtype is dtype or not a.size:
         return a
@@ -307,7 +306,7 @@ def _converted(a: Any, dtype: torch.dtype) -> Any:
 
 
 @rule("masked_fill.Scalar masked_fill.Tensor")
-def _masked_fill(a: Meta, mask: Meta, value: Any) -> RuleResult:
+def _masked_fill(a: Meta, mask: Meta, value: object) -> RuleResult:
     fits = a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float, Meta)
     if not fits or (type(value) is Meta and (value.size != () or value.dtype is not a.dtype)):
         return None
@@ -322,8 +321,10 @@ def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleRes
 
 
 @rule("_to_copy")
-def _to_copy(a: Meta, dtype: torch.dtype | None = None, **kwargs: Any) -> RuleResult:
-    like = in_format(a, kwargs.pop("memory_format", None))
+def _to_copy(
+    a: Meta, dtype: torch.dtype | None = None, *, memory_format: torch.memory_format | None = None, **kwargs: object
+) -> RuleResult:
+    like = in_format(a, memory_format)
     if like is None or kwargs.keys() - {"layout"} or kwargs.get("layout") not in (None, torch.strided):
         return None
     return _shaped(like, dtype if dtype is not None else a.dtype)
@@ -344,14 +345,14 @@ def _bmm(a: Meta, b: Meta) -> RuleResult:
 
 
 @rule("baddbmm")
-def _baddbmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+def _baddbmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
     found = _bmm(a, b) if bias.plain and bias.dtype is a.dtype and a.dtype in FLOATS else None
     size = found[0][0].size if found else None  # type: ignore[union-attr]
     return found if size is not None and 0 not in size and broadcast_sizes((bias.size, size)) == size else None
 
 
 @rule("addmm")
-def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: Any) -> RuleResult:
+def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
     fits = len(bias.size) == 1 and len(b.size) == 2 and bias.size[0] in (1, b.size[1]) and bias.dtype is a.dtype
     return _mm(a, b) if fits and bias.plain else None
 
@@ -362,8 +363,11 @@ def _maybe_channels_last(meta: Meta) -> bool:
 
 
 @rule("cat")
-def _cat(parts: list[Any], dim: int = 0) -> RuleResult:
-    if not parts or not all(isinstance(part, Meta) and part.plain and not _maybe_channels_last(part) for part in parts):
+def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
+    if not parts or not all(
+        isinstance(part, Meta) and part.plain and not _maybe_channels_last(part)  # type: ignore[redundant-expr]
+        for part in parts
+    ):
         return None
     first = parts[0]
     rank = len(first.size)
@@ -390,13 +394,15 @@ def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
 
 
 @rule("embedding")
-def _embedding(weight: Meta, indices: Meta, *rest: Any) -> RuleResult:
+def _embedding(weight: Meta, indices: Meta, *rest: object) -> RuleResult:
     fits = len(weight.size) == 2 and row_major(weight) and row_major(indices) and indices.dtype in INTEGERS
     return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
 
 
 @rule("mean.dim amax amin")
-def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+def _reduction(
+    a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> RuleResult:
     rank = len(a.size)
     if not (dim and a.dtype in FLOATS and (dtype is None or dtype in FLOATS) and a.plain and rank and 0 not in a.size):
         return None
@@ -410,7 +416,9 @@ def _reduction(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.
 
 
 @rule("sum.dim_IntList")
-def _sum_of_lines(a: Meta, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
+def _sum_of_lines(
+    a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> RuleResult:
     """Integers and masks are counted in 64 bits."""
     if a.dtype in INTEGERS or a.dtype is torch.bool:
         counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain and dtype is None else None
@@ -433,7 +441,9 @@ def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult
 
 
 @rule("arange.start arange arange.start_step")
-def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Any = None, **options: Any) -> RuleResult:
+def _arange(
+    start: float, end: float | None = None, step: float = 1, *, dtype: torch.dtype | None = None, **options: object
+) -> RuleResult:
     if end is None:
         start, end = 0, start
     numbers = (start, end, step)
@@ -441,7 +451,7 @@ def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Any = None, **
     if not known or not all(type(n) in (int, float) for n in numbers) or step == 0 or (end - start) * step < 0:
         return None
     if all(type(n) is int for n in numbers):
-        count = -((start - end) // step)
+        count = int(-((start - end) // step))
         dtype = torch.int64 if dtype is None else dtype
     elif dtype is None or dtype in FLOATS:
         count = math.ceil((end - start) / step)
@@ -453,7 +463,7 @@ def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Any = None, **
 
 
 @rule("histc")
-def _histogram(a: Meta, bins: int = 100, *bounds: Any) -> RuleResult:
+def _histogram(a: Meta, bins: int = 100, *bounds: object) -> RuleResult:
     # PyTorch's fake kernel refuses integers for the CPU; workers of every kind count them.
     fits = a.plain and (a.dtype in FLOATS or a.dtype in INTEGERS) and bins > 0
     return [(plain_meta((bins,), a.dtype), None)] if fits else None
@@ -461,7 +471,7 @@ def _histogram(a: Meta, bins: int = 100, *bounds: Any) -> RuleResult:
 
 @rule("_scaled_dot_product_flash_attention_for_cpu")
 def _flash_attention(
-    query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
+    query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: object
 ) -> RuleResult:
     if len(query.size) != 4 or query.dtype not in FLOATS or value.size[-1] != query.size[-1]:
         return None

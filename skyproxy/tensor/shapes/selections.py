@@ -5,7 +5,7 @@ See `shapes.rules`; this module completes its table. Most rules answer for row-m
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -26,9 +26,10 @@ from skyproxy.tensor.shapes.rules import (
 
 Ints = tuple[int, ...]
 _DTYPES = FLOATS | INTEGERS | {torch.bool}
+Dims = int | list[int] | tuple[int, ...] | None
 
 
-def whole(*tensors: Any) -> bool:
+def whole(*tensors: object) -> bool:
     """Return whether all are row-major tensors that are not empty."""
     return all(type(t) is Meta and row_major(t) and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
@@ -38,12 +39,12 @@ def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
     return plain_meta(size, dtype), None
 
 
-def plain(*tensors: Any) -> bool:
+def plain(*tensors: object) -> bool:
     """Return whether all are tensors that are not empty, in any order of memory, with gaps or repeated elements."""
     return all(type(t) is Meta and t.plain and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
 
-def _in_order(*tensors: Any) -> bool:
+def _in_order(*tensors: object) -> bool:
     """Return whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
     return all(
         type(t) is Meta
@@ -56,19 +57,19 @@ def _in_order(*tensors: Any) -> bool:
     )
 
 
-def _axis(x: Meta, dim: Any) -> int | None:
+def _axis(x: Meta, dim: int) -> int | None:
     rank = len(x.size)
     return dim % rank if rank and type(dim) is int and -rank <= dim < rank else None
 
 
-def _integers(values: Any) -> bool:
+def _integers(values: Sequence[object]) -> bool:
     return type(values) in (list, tuple) and all(type(n) is int for n in values)
 
 
 # --- indexing --------------------------------------------------------------------------------------------------------
 
 
-def _indexed_size(x: Meta, indices: Any) -> Ints | None:
+def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     """The size of `x[indices]` for tensors of integers among the indices; None where it is not that plain."""
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
     if not given or len(indices) > len(x.size):
@@ -85,7 +86,7 @@ def _indexed_size(x: Meta, indices: Any) -> Ints | None:
 
 
 @rule("index.Tensor")
-def _index(x: Meta, indices: Any) -> RuleResult:
+def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
     size = _indexed_size(x, indices) if plain(x) else None
     if size is None or _in_order(x):
         return None if size is None else [fresh(size, x.dtype)]
@@ -93,24 +94,24 @@ def _index(x: Meta, indices: Any) -> RuleResult:
     return None if stride is None else [(plain_meta(size, x.dtype, stride), None)]
 
 
-def _can_be_put(x: Meta, indices: Any, values: Any) -> bool:
+def _can_be_put(x: Meta, indices: Sequence[Meta | None], values: Meta) -> bool:
     size = _indexed_size(x, indices) if plain(x) and values.plain and x.dtype is values.dtype else None
     return size is not None and broadcast_sizes((size, values.size)) == size
 
 
 @rule("index_put")
-def _index_put(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
+def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate: bool = False) -> RuleResult:
     look = preserved(x) if _can_be_put(x, indices, values) else None
     return None if look is None else [(look, None)]
 
 
 @rule("index_put_")
-def _index_put_in_place(x: Meta, indices: Any, values: Any, accumulate: bool = False) -> RuleResult:
+def _index_put_in_place(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate: bool = False) -> RuleResult:
     fits = _can_be_put(x, indices, values) or _can_be_put_by_mask(x, indices, values)
     return TARGET if fits and keeps_target(x) else None
 
 
-def _can_be_put_by_mask(x: Meta, indices: Any, values: Any) -> bool:
+def _can_be_put_by_mask(x: Meta, indices: Sequence[Meta | None], values: Meta) -> bool:
     """Return whether a mask of the first dimensions chooses what one value is put into, however much that is."""
     mask = indices[0] if len(indices) == 1 else None
     if type(mask) is not Meta or mask.dtype is not torch.bool or not mask.plain or not mask.size:
@@ -118,7 +119,7 @@ def _can_be_put_by_mask(x: Meta, indices: Any, values: Any) -> bool:
     return x.size[: len(mask.size)] == mask.size and values.size == () and values.dtype is x.dtype
 
 
-def _fits(x: Meta, dim: Any, index: Any) -> bool:
+def _fits(x: Meta, dim: int, index: Meta) -> bool:
     at = _axis(x, dim)
     fits = at is not None and x.plain and index.plain and 0 not in x.size and 0 not in index.size
     fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in _DTYPES
@@ -126,30 +127,30 @@ def _fits(x: Meta, dim: Any, index: Any) -> bool:
 
 
 @rule("gather")
-def _gather(x: Meta, dim: Any, index: Any, *, sparse_grad: bool = False) -> RuleResult:
+def _gather(x: Meta, dim: int, index: Meta, *, sparse_grad: bool = False) -> RuleResult:
     return [fresh(index.size, x.dtype)] if _fits(x, dim, index) else None
 
 
 @rule("scatter.src scatter_add")
-def _scatter(x: Meta, dim: Any, index: Any, source: Any) -> RuleResult:
+def _scatter(x: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
     fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
     fits = fits and all(n <= m for n, m in zip(index.size, source.size, strict=True))
     return [fresh(x.size, x.dtype)] if fits else None
 
 
 @rule("scatter.value")
-def _scatter_number(x: Meta, dim: Any, index: Any, value: Any) -> RuleResult:
+def _scatter_number(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
     fits = type(value) in (int, float) and x.dtype in FLOATS and _fits(x, dim, index)
     return [fresh(x.size, x.dtype)] if fits else None
 
 
 @rule("slice_backward select_backward")
-def _selection_backward(gradient: Meta, size: Any, *rest: Any) -> RuleResult:
+def _selection_backward(gradient: Meta, size: Sequence[int], *rest: object) -> RuleResult:
     return [fresh(tuple(size), gradient.dtype)] if _integers(size) and gradient.plain else None
 
 
 @rule("embedding_dense_backward")
-def _embedding_backward(gradient: Meta, indices: Meta, count: Any, *rest: Any) -> RuleResult:
+def _embedding_backward(gradient: Meta, indices: Meta, count: int, *rest: object) -> RuleResult:
     fits = whole(gradient, indices) and gradient.dtype in FLOATS and gradient.size[:-1] == indices.size
     return [fresh((count, gradient.size[-1]), gradient.dtype)] if fits and type(count) is int else None
 
@@ -158,18 +159,18 @@ def _embedding_backward(gradient: Meta, indices: Meta, count: Any, *rest: Any) -
 
 
 @rule("sort")
-def _sort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
+def _sort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
     look = preserved(x) if plain(x) and _axis(x, dim) is not None else None
     return None if look is None else [(look, None), (plain_meta(look.size, torch.int64, look.stride), None)]
 
 
 @rule("argsort")
-def _argsort(x: Meta, dim: Any = -1, descending: bool = False) -> RuleResult:
+def _argsort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
     return [fresh(x.size, torch.int64)] if whole(x) and _axis(x, dim) is not None else None
 
 
 @rule("topk")
-def _topk(x: Meta, k: Any, dim: Any = -1, largest: bool = True, ordered: bool = True) -> RuleResult:
+def _topk(x: Meta, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not plain(x) or x.dtype is torch.bool or type(k) is not int or not 0 < k <= x.size[at]:
         return None
@@ -178,14 +179,14 @@ def _topk(x: Meta, k: Any, dim: Any = -1, largest: bool = True, ordered: bool = 
 
 
 @rule("flip")
-def _flip(x: Meta, dims: Any) -> RuleResult:
+def _flip(x: Meta, dims: Sequence[int]) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
     look = preserved(x) if plain(x) and None not in places and len(set(places)) == len(places) else None
     return None if look is None else [(look, None)]
 
 
 @rule("roll")
-def _roll(x: Meta, shifts: Any, dims: Any = ()) -> RuleResult:
+def _roll(x: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
     fits = (whole(x) or (plain(x) and len(x.size) < 4)) and _integers(shifts) and None not in places
     fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
@@ -193,7 +194,7 @@ def _roll(x: Meta, shifts: Any, dims: Any = ()) -> RuleResult:
 
 
 @rule("repeat")
-def _repeat(x: Meta, repeats: Any) -> RuleResult:
+def _repeat(x: Meta, repeats: Sequence[int]) -> RuleResult:
     extra = len(repeats) - len(x.size)
     if not plain(x) or extra < 0 or not all(type(n) is int and n > 0 for n in repeats):
         return None
@@ -205,7 +206,7 @@ def suggests_row_major(x: Meta) -> bool:
     return len(x.size) not in (4, 5) or x.stride[-1] < x.stride[1]
 
 
-def _padded(x: Meta, pad: Any) -> Ints | None:
+def _padded(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
     if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
@@ -221,13 +222,13 @@ def _padded(x: Meta, pad: Any) -> Ints | None:
 
 
 @rule("constant_pad_nd")
-def _pad(x: Meta, pad: Any, value: Any = 0) -> RuleResult:
+def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
     size = _padded(x, pad)
     return [fresh(size, x.dtype)] if size is not None and type(value) in (int, float) else None
 
 
 @rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
-def _mirror(x: Meta, pad: Any) -> RuleResult:
+def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
     size = _padded(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
     pairs = len(pad) // 2
     if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
@@ -249,7 +250,7 @@ def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
 
 
 @rule("split.Tensor")
-def _split(x: Meta, length: Any, dim: Any = 0) -> RuleResult:
+def _split(x: Meta, length: int, dim: int = 0) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not x.plain or 0 in x.size or type(length) is not int or length < 1:
         return None
@@ -258,7 +259,7 @@ def _split(x: Meta, length: Any, dim: Any = 0) -> RuleResult:
 
 
 @rule("split_with_sizes")
-def _split_with_sizes(x: Meta, sizes: Any, dim: Any = 0) -> RuleResult:
+def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not x.plain or 0 in x.size or not _integers(sizes) or min(sizes, default=0) < 1:
         return None
@@ -266,7 +267,7 @@ def _split_with_sizes(x: Meta, sizes: Any, dim: Any = 0) -> RuleResult:
 
 
 @rule("unbind.int")
-def _unbind(x: Meta, dim: Any = 0) -> RuleResult:
+def _unbind(x: Meta, dim: int = 0) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not x.plain or 0 in x.size:
         return None
@@ -277,56 +278,56 @@ def _unbind(x: Meta, dim: Any = 0) -> RuleResult:
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _reduced(x: Meta, dims: Any, keepdim: Any) -> Ints | None:
+def _reduced(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
     """The size of a reduction; None where it is not plain. No dimensions are all of them."""
     if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and len(x.size) <= 64 and type(keepdim) is bool):
         return None
-    if dims is None or (type(dims) in (list, tuple) and not dims):
+    if dims is None or (isinstance(dims, list | tuple) and not dims):
         places: list[int | None] = list(range(len(x.size)))
     else:
-        places = [_axis(x, dim) for dim in (dims if type(dims) in (list, tuple) else [dims])]
+        places = [_axis(x, dim) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
     if None in places or len(set(places)) != len(places):
         return None
     return tuple(1 if i in places else n for i, n in enumerate(x.size) if keepdim or i not in places)
 
 
 @rule("max.dim min.dim")
-def _extreme(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
+def _extreme(x: Meta, dim: int, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
 
 
 @rule("median.dim nanmedian.dim mode")
-def _middle(x: Meta, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+def _middle(x: Meta, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _extreme(x, dim, keepdim) if x.dtype in FLOATS else None
 
 
 @rule("kthvalue")
-def _at_place(x: Meta, k: Any, dim: Any = -1, keepdim: Any = False) -> RuleResult:
+def _at_place(x: Meta, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
     at = _axis(x, dim)
     fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
     return _extreme(x, dim, keepdim) if fits else None
 
 
 @rule("cummax cummin")
-def _extreme_so_far(x: Meta, dim: Any) -> RuleResult:
+def _extreme_so_far(x: Meta, dim: int) -> RuleResult:
     fits = plain(x) and x.dtype in FLOATS and _axis(x, dim) is not None
     return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
 
 
 @rule("logcumsumexp")
-def _logcumsumexp(x: Meta, dim: Any) -> RuleResult:
+def _logcumsumexp(x: Meta, dim: int) -> RuleResult:
     return [fresh(x.size, x.dtype)] if whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
 
 
 @rule("bucketize.Tensor")
-def _bucketize(x: Meta, bounds: Any, *, out_int32: bool = False, right: bool = False) -> RuleResult:
+def _bucketize(x: Meta, bounds: Meta, *, out_int32: bool = False, right: bool = False) -> RuleResult:
     fits = whole(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
     return [fresh(x.size, torch.int32 if out_int32 else torch.int64)] if fits else None
 
 
 @rule("multinomial")
-def _multinomial(x: Meta, count: Any, replacement: bool = False, **options: Any) -> RuleResult:
+def _multinomial(x: Meta, count: int, replacement: bool = False, **options: object) -> RuleResult:
     fits = whole(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
     fits = fits and x.size[-1] <= 1 << 24
     if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
@@ -335,7 +336,7 @@ def _multinomial(x: Meta, count: Any, replacement: bool = False, **options: Any)
 
 
 @rule("take")
-def _take(x: Meta, index: Any) -> RuleResult:
+def _take(x: Meta, index: Meta) -> RuleResult:
     return [fresh(index.size, x.dtype)] if whole(x, index) and index.dtype is torch.int64 else None
 
 
@@ -350,65 +351,69 @@ def _middle_of_all(x: Meta) -> RuleResult:
 
 
 @rule("any all any.dim all.dim any.dims all.dims")
-def _truth(x: Meta, dim: Any = None, keepdim: Any = False) -> RuleResult:
+def _truth(x: Meta, dim: Dims = None, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
     return None if size is None else [fresh(size, torch.bool)]
 
 
 @rule("prod.dim_int")
-def _product(x: Meta, dim: Any, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+def _product(x: Meta, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
     size = _reduced(x, [dim], keepdim) if x.dtype in FLOATS and dtype is None else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 @rule("prod")
-def _product_of_all(x: Meta, *, dtype: Any = None) -> RuleResult:
+def _product_of_all(x: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
     return [fresh((), x.dtype)] if whole(x) and x.dtype in FLOATS and dtype is None else None
 
 
 @rule("var.correction std.correction")
-def _variance(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any = False) -> RuleResult:
+def _variance(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 @rule("var_mean.correction std_mean.correction")
-def _variance_and_mean(x: Meta, dim: Any = None, *, correction: Any = None, keepdim: Any = False) -> RuleResult:
+def _variance_and_mean(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
 
 
 @rule("aminmax")
-def _range(x: Meta, *, dim: Any = None, keepdim: Any = False) -> RuleResult:
+def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, None if dim is None else [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
 
 
 @rule("nansum")
-def _sum_of_numbers(x: Meta, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+def _sum_of_numbers(
+    x: Meta, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 @rule("count_nonzero count_nonzero.dim_IntList")
-def _count(x: Meta, dim: Any = None) -> RuleResult:
+def _count(x: Meta, dim: Dims = None) -> RuleResult:
     size = _reduced(x, dim, False)
     return None if size is None else [fresh(size, torch.int64)]
 
 
 @rule("linalg_vector_norm")
-def _norm(x: Meta, order: Any = 2, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> RuleResult:
+def _norm(
+    x: Meta, order: object = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
     return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
 
 
 @rule("norm.ScalarOpt_dim")
-def _norm_of_lines(x: Meta, order: Any, dim: Any, keepdim: Any = False) -> RuleResult:
+def _norm_of_lines(x: Meta, order: object, dim: int, keepdim: bool = False) -> RuleResult:
     return _norm(x, 2 if order is None else order, dim, keepdim) if dim else None
 
 
 @rule("logsumexp")
-def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
+def _logsumexp(x: Meta, dim: Dims, keepdim: bool = False) -> RuleResult:
     size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dim else None
     return None if size is None else [fresh(size, x.dtype)]
 
@@ -417,28 +422,36 @@ def _logsumexp(x: Meta, dim: Any, keepdim: Any = False) -> RuleResult:
 
 
 @rule("new_zeros new_ones new_empty")
-def _new(x: Meta, size: Any, *, dtype: Any = None, layout: Any = None, **rest: Any) -> RuleResult:
+def _new(
+    x: Meta,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    **rest: object,
+) -> RuleResult:
     chosen = x.dtype if dtype is None else dtype
     fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and chosen in _DTYPES
     return [fresh(tuple(size), chosen)] if fits and _integers(size) and min(size, default=0) >= 0 else None
 
 
 @rule("new_full")
-def _new_full(x: Meta, size: Any, value: Any, **options: Any) -> RuleResult:
+def _new_full(x: Meta, size: Sequence[int], value: object, **options: object) -> RuleResult:
     return _new(x, size, **options) if type(value) in (int, float, bool) else None
 
 
 @rule("new_empty_strided")
-def _new_strided(x: Meta, size: Any, stride: Any, **options: Any) -> RuleResult:
-    found = _new(x, size, **options)
+def _new_strided(
+    x: Meta, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
+) -> RuleResult:
+    found = _new(x, size, dtype=dtype, **options)
     if found is None or not _integers(stride) or len(stride) != len(size) or min(stride, default=0) < 0:
         return None
-    chosen = options.get("dtype")
-    return [(plain_meta(tuple(size), x.dtype if chosen is None else chosen, tuple(stride)), None)]
+    return [(plain_meta(tuple(size), x.dtype if dtype is None else dtype, tuple(stride)), None)]
 
 
 @rule("index_add index_copy")
-def _index_add(x: Meta, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> RuleResult:
+def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 1) -> RuleResult:
     at = _axis(x, dim)
     fits = at is not None and whole(x, index) and source.plain and index.dtype is torch.int64 and len(index.size) == 1
     if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:

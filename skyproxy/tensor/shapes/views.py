@@ -6,8 +6,7 @@ See `shapes.rules`. Every rule answers for plain strided tensors only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.strides import reshaped_stride
@@ -30,7 +29,7 @@ def _view(a: Meta, size: tuple[int, ...], stride: tuple[int, ...], offset: int) 
     return [(plain_meta(size, a.dtype, stride, offset), 0)]
 
 
-def _dim(a: Meta, dim: Any, extra: int = 0) -> int | None:
+def _dim(a: Meta, dim: int, extra: int = 0) -> int | None:
     rank = len(a.size) + extra
     return dim % rank if a.plain and type(dim) is int and -rank <= dim < rank else None
 
@@ -41,7 +40,7 @@ def _same(a: Meta) -> RuleResult:
 
 
 @_rule("view", "_unsafe_view")
-def _reshape(a: Meta, size: Any) -> RuleResult:
+def _reshape(a: Meta, size: Sequence[int]) -> RuleResult:
     if not a.plain or not all(type(n) is int and n >= -1 for n in size):
         return None
     count = math.prod(a.size)
@@ -75,7 +74,7 @@ def _transpose(a: Meta, dim0: int, dim1: int) -> RuleResult:
 
 
 @_rule("permute")
-def _permute(a: Meta, dims: Any) -> RuleResult:
+def _permute(a: Meta, dims: Sequence[int]) -> RuleResult:
     order = [_dim(a, d) for d in dims]
     known = [d for d in order if d is not None]
     if len(known) != len(a.size) or len(order) != len(known) or len(set(known)) != len(known):
@@ -112,7 +111,7 @@ def _squeeze_all(a: Meta) -> RuleResult:
 
 
 @_rule("squeeze.dims")
-def _squeeze_several(a: Meta, dims: Any) -> RuleResult:
+def _squeeze_several(a: Meta, dims: Sequence[int]) -> RuleResult:
     places = [_dim(a, dim) for dim in dims]
     return None if None in places or len(set(places)) != len(places) else _without(a, places)
 
@@ -124,7 +123,7 @@ def _without(a: Meta, places: Iterable[int | None]) -> RuleResult:
 
 
 @_rule("diagonal")
-def _diagonal(a: Meta, offset: Any = 0, dim1: Any = 0, dim2: Any = 1) -> RuleResult:
+def _diagonal(a: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> RuleResult:
     first, second = _dim(a, dim1), _dim(a, dim2)
     if first is None or second is None or first == second or type(offset) is not int:
         return None
@@ -138,7 +137,7 @@ def _diagonal(a: Meta, offset: Any = 0, dim1: Any = 0, dim2: Any = 1) -> RuleRes
 
 
 @_rule("unfold")
-def _unfold(a: Meta, dim: Any, length: Any, step: Any) -> RuleResult:
+def _unfold(a: Meta, dim: int, length: int, step: int) -> RuleResult:
     at = _dim(a, dim)
     if at is None or type(length) is not int or type(step) is not int or step < 1 or not 0 < length <= a.size[at]:
         return None
@@ -147,7 +146,7 @@ def _unfold(a: Meta, dim: Any, length: Any, step: Any) -> RuleResult:
 
 
 @_rule("as_strided")
-def _as_strided(a: Meta, size: Any, stride: Any, offset: Any = None) -> RuleResult:
+def _as_strided(a: Meta, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> RuleResult:
     """Within the part of the storage that is surely there: where the tensor itself begins and ends."""
     numbers = (*size, *stride, 0 if offset is None else offset)
     if not a.plain or 0 in a.size or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -168,7 +167,7 @@ def _select(a: Meta, dim: int, index: int) -> RuleResult:
 
 
 @_rule("slice.Tensor")
-def _slice(a: Meta, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> RuleResult:
+def _slice(a: Meta, dim: int = 0, start: object = None, end: object = None, step: int = 1) -> RuleResult:
     at = _dim(a, dim)
     if at is None or type(step) is not int or step < 1:
         return None
@@ -181,7 +180,7 @@ def _slice(a: Meta, dim: int = 0, start: Any = None, end: Any = None, step: Any 
 
 
 @_rule("expand")
-def _expand(a: Meta, size: Any, *, implicit: bool = False) -> RuleResult:
+def _expand(a: Meta, size: Sequence[int], *, implicit: bool = False) -> RuleResult:
     if not a.plain or implicit or len(size) < len(a.size) or not all(type(n) is int for n in size):
         return None
     extra = len(size) - len(a.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -18,7 +18,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.torch_api import sky_module, streams
 
 _keep: list[torch.library.Library] = []
-_other_accelerator = torch._C._accelerator_getAccelerator()
+_other_accelerator: torch.device | None = torch._C._accelerator_getAccelerator()
 """This machine's own one; asked for before PyTorch knows our device, which it prefers to all others."""
 _STAYS = "in C++, the name of the device makes it the accelerator of this machine, used or not; and a name stays"
 _NO_ACCELERATOR = "Cannot access accelerator device when none is available."
@@ -27,11 +27,11 @@ _NO_ACCELERATOR = "Cannot access accelerator device when none is available."
 # --- pinned memory ---------------------------------------------------------------------------------------------------
 
 
-def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+def _is_pinned(self: torch.Tensor, device: torch.device | str | int | None = None) -> bool:
     return "_sky_pinned" in vars(self.untyped_storage())
 
 
-def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = None) -> torch.Tensor:
     """A copy, as PyTorch makes one. Uploads read ordinary memory just as fast: the network is what takes time."""
     if not DEVICES.existing():
         raise RuntimeError(_NO_ACCELERATOR)
@@ -89,11 +89,11 @@ _OF_THE_OTHER = {
 """Functions that answer in the module of this machine's own accelerator: PyTorch itself would ask ours."""
 
 
-def _once_used(name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _once_used(name: str, ours: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
     """A function of `torch.accelerator` that is ours as soon as a device exists."""
 
     @functools.wraps(ours)
-    def function(*args: Any) -> Any:
+    def function(*args: object) -> object:
         if DEVICES.existing():
             return ours(*args)
         if _other_accelerator is not None:
@@ -104,6 +104,10 @@ def _once_used(name: str, ours: Callable[..., Any], original: Callable[..., Any]
         raise RuntimeError(_NO_ACCELERATOR)
 
     return function
+
+
+def _missing(*args: object) -> NoReturn:
+    raise RuntimeError(_NO_ACCELERATOR)
 
 
 def _set_device_index(index: int) -> None:
@@ -118,7 +122,7 @@ def _exchange_device(index: int) -> int:
     return before
 
 
-def _device_stats(index: int) -> dict[str, Any]:
+def _device_stats(index: int) -> dict[str, object]:
     """Return what `torch.accelerator.memory_stats` flattens."""
     row = sky_module.memory_stats(index)
     return {
@@ -127,13 +131,13 @@ def _device_stats(index: int) -> dict[str, Any]:
     }
 
 
-def _capability(index: int) -> dict[str, Any]:
+def _capability(index: int) -> dict[str, object]:
     bits = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return {"supported_dtypes": {*bits, *floats, torch.complex64, torch.complex128}}
 
 
-_ACCELERATOR = {
+_ACCELERATOR: dict[str, Callable[..., object]] = {
     "_accelerator_deviceCount": sky_module.device_count,
     "_accelerator_getDeviceIndex": sky_module.current_device,
     "_accelerator_setDeviceIndex": _set_device_index,
@@ -168,7 +172,7 @@ def install() -> None:
         torch._C, "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice"
     )
     answers = {
-        **{name: _once_used(name, ours, getattr(torch._C, name, None)) for name, ours in _ACCELERATOR.items()},
+        **{name: _once_used(name, ours, getattr(torch._C, name, _missing)) for name, ours in _ACCELERATOR.items()},
         "_accelerator_getAccelerator": _accelerator,
         "_get_accelerator": lambda: _accelerator() or torch.device("cpu"),
     }

@@ -7,7 +7,7 @@ The casts are made above autograd, on the dispatch key that PyTorch keeps for th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.torch_private import DispatchKeySet, OpOverload
 
 # One string a list, not a list of strings: so a line can be held against PyTorch's own.
 # ruff: noqa: SIM905
@@ -72,8 +73,9 @@ soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss
 PROMOTE_ON_CPU = "cat index_copy stack".split()
 
 _KEY = "AutocastPrivateUse1"
-_after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastPrivateUse1)
-_below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_dispatch_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_after = torch._C._dispatch_keyset_full_after(_dispatch_key)
+_below = torch._C.DispatchKeySet(_dispatch_key)
 _Without = torch._C._ExcludeDispatchKeyGuard
 _keep: list[torch.library.Library] = []
 
@@ -88,7 +90,7 @@ class _Cache(threading.local):
 _cache = _Cache()
 
 
-def _eligible(value: Any) -> bool:
+def _eligible(value: object) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -120,7 +122,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return known[1]
 
 
-def kind_of_worker(values: Any) -> str:
+def kind_of_worker(values: Iterable[object]) -> str:
     """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -131,10 +133,12 @@ def kind_of_worker(values: Any) -> str:
     return "cuda"
 
 
-def _by_worker(op: Any, on_cuda: Callable[..., Any] | None, on_cpu: Callable[..., Any] | None) -> Callable[..., Any]:
+def _by_worker(
+    op: OpOverload, on_cuda: Callable[..., object] | None, on_cpu: Callable[..., object] | None
+) -> Callable[..., object]:
     """The kernel of an op: that of its worker's list, or none, if the op is not in it."""
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
         chosen = on_cpu if kind_of_worker((*args, *kwargs.values())) == "cpu" else on_cuda
         if chosen is None:  # autocast goes on inside: the op may consist of others that are in the list
             return op.redispatch(keys & _after, *args, **kwargs)
@@ -143,8 +147,8 @@ def _by_worker(op: Any, on_cuda: Callable[..., Any] | None, on_cpu: Callable[...
     return kernel
 
 
-def _lower(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+def _lower(op: OpOverload) -> Callable[..., object]:
+    def kernel(*args: object, **kwargs: object) -> object:
         dtype = torch.get_autocast_dtype("sky")
         with _Without(_below):
             named = {name: cast(value, dtype) for name, value in kwargs.items()}
@@ -153,8 +157,8 @@ def _lower(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _full(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+def _full(op: OpOverload) -> Callable[..., object]:
+    def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             named = {name: cast(value, torch.float32) for name, value in kwargs.items()}
             return op(*cast(args, torch.float32), **named)
@@ -162,10 +166,10 @@ def _full(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _full_result(op: Any) -> Callable[..., Any]:
+def _full_result(op: OpOverload) -> Callable[..., object]:
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, **kwargs: object) -> object:
         with _Without(_below):
             given = kwargs.get("dtype") if len(args) <= position else args[position]
             if _eligible(args[0]) and given is None:
@@ -175,10 +179,10 @@ def _full_result(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _norm(op: Any, with_dtype: Any, count: int) -> Callable[..., Any]:
+def _norm(op: OpOverload, with_dtype: OpOverload, count: int) -> Callable[..., object]:
     defaults = [argument.default_value for argument in op._schema.arguments]
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> object:
         with _Without(_below):
             if not _eligible(args[0]):
                 return op(*args, **kwargs)
@@ -189,8 +193,8 @@ def _norm(op: Any, with_dtype: Any, count: int) -> Callable[..., Any]:
     return kernel
 
 
-def _promote(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+def _promote(op: OpOverload) -> Callable[..., object]:
+    def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             dtype = lower = torch.get_autocast_dtype("sky")
             for value in [*args, *kwargs.values()]:
@@ -206,7 +210,7 @@ def _promote(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
+def _refuse(*args: object, **kwargs: object) -> object:
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
         "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
@@ -216,21 +220,22 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _overload(name: str) -> Any:
+def _overload(name: str) -> OpOverload:
     packet, _, overload = name.partition(".")
     try:
-        return getattr(getattr(torch.ops.aten, packet), overload or "default")
+        found: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        return found
     except AttributeError:
         raise ConfigurationError(
             f"torch {torch.__version__} has no aten::{name}, which skyproxy casts for autocast"
         ) from None
 
 
-def _forms(*lists: tuple[list[str], Callable[[Any], Callable[..., Any]]]) -> dict[str, Callable[..., Any]]:
+def _forms(*lists: tuple[list[str], Callable[[OpOverload], Callable[..., object]]]) -> dict[str, Callable[..., object]]:
     return {name: make(_overload(name)) for names, make in lists for name in names}
 
 
-def _forms_on_cuda() -> dict[str, Callable[..., Any]]:
+def _forms_on_cuda() -> dict[str, Callable[..., object]]:
     """By op, what CUDA's autocast does."""
     forms = _forms(
         (LOWER_PRECISION, _lower),
@@ -242,7 +247,7 @@ def _forms_on_cuda() -> dict[str, Callable[..., Any]]:
     return {**forms, "binary_cross_entropy": _refuse}
 
 
-def _forms_on_cpu() -> dict[str, Callable[..., Any]]:
+def _forms_on_cpu() -> dict[str, Callable[..., object]]:
     """By op, what the CPU's autocast does, as far as this version of PyTorch has the op in its list."""
     has_kernel, known = torch._C._dispatch_has_kernel_for_dispatch_key, set(torch._C._dispatch_get_all_op_names())
 

@@ -11,13 +11,13 @@ from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_par
 from skyproxy.tensor.core.devices import DEVICES
 
 
-class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]
+class Guard(torch._C._acc.DeviceGuard):
     """The guard that C++ asks for the type of our devices."""
 
     type_ = constant_for_cpp(torch._C._autograd.DeviceType.PrivateUse1)
 
 
-class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc,name-defined]
+class Hooks(torch._C._acc.PrivateUse1Hooks):
     """The answers to what C++ asks of a backend."""
 
     is_available = constant_for_cpp(True)
@@ -37,7 +37,7 @@ class EngineOnCallingThread:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(self, *args: object, **kwargs: object) -> object:
         threaded = torch._C._is_multithreading_enabled()
         if threaded:
             take_parked_error()
@@ -57,14 +57,14 @@ class EngineOnCallingThread:
         finally:
             del parked  # its traceback holds this frame
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
 
 def install_engine() -> None:
     """Put backward on the calling thread, for the whole process; called when the first sky device comes to exist."""
     install_signal_guard()
-    variable = torch.autograd.variable.Variable
+    variable = torch.autograd.variable.Variable  # type: ignore[attr-defined]
     if not isinstance(variable._execution_engine, EngineOnCallingThread):
         patching.wrap(
             variable,

@@ -7,6 +7,7 @@ suits neither CPU nor CUDA. Here they are chosen for the device behind `sky:k`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from skyproxy.tensor.core.devices import DEVICES
 
 _LEAST_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 """From which compute capability on PyTorch accumulates products of these in float32."""
-_plain_adjust: Any = None
+_plain_adjust: Callable[..., object]
 
 
 def _adjust(
@@ -26,9 +27,9 @@ def _adjust(
     num_classes: int,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    *further: Any,
-    **named: Any,
-) -> Any:
+    *further: object,
+    **named: object,
+) -> object:
     options = self
     if device is not None and device.type == "sky":
         behind = DEVICES.of(device)

@@ -66,7 +66,9 @@ def _storage_types() -> dict[str, type]:
     dtypes = {name.replace("Tensor", "Storage"): dtype for name, dtype in _LEGACY_DTYPES.items()}
     dtypes |= {"ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128}
     return {
-        name: type(_StorageType)(name, (_StorageType,), {"dtype": dtype, "_dtype": dtype, "__module__": "torch.sky"})
+        name: type(_StorageType)(  # type: ignore[misc]
+            name, (_StorageType,), {"dtype": dtype, "_dtype": dtype, "__module__": "torch.sky"}
+        )
         for name, dtype in dtypes.items()
     }
 

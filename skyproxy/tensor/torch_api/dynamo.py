@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,15 @@ def _leave_out_own_frames() -> None:
     )
 
 
-def _wrapping_remote(wrap: Any) -> Any:
-    def wrap_remote(self: Any, value: Any) -> Any:
+def _wrapping_remote(wrap: Callable[..., object]) -> Callable[..., object]:
+    def wrap_remote(self: Any, value: object) -> object:
         return self.wrap_tensor(value) if type(value) is RemoteTensor else wrap(self, value)
 
     return wrap_remote
 
 
-def _inferring_remote(infer: Any) -> Any:
-    def infer_remote(value: Any) -> Any:
+def _inferring_remote(infer: Callable[..., object]) -> Callable[..., object]:
+    def infer_remote(value: object) -> object:
         return None if type(value) is RemoteTensor else infer(value)
 
     return infer_remote
@@ -120,7 +121,7 @@ def _run_higher_order_ops() -> None:
     )
 
 
-def _admit_to_flex_attention(module: Any) -> None:
+def _admit_to_flex_attention(module: object) -> None:
     """Lets `flex_attention` take remote tensors, which are not on its list of devices. It is made of ordinary ops.
 
     Raises:
@@ -136,7 +137,7 @@ def _admit_to_flex_attention(module: Any) -> None:
     )
 
 
-def _admitting_sky(check: Any) -> Any:
+def _admitting_sky(check: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(check)
     def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if query.device.type != "sky":
@@ -145,14 +146,14 @@ def _admitting_sky(check: Any) -> Any:
     return validate_device
 
 
-def _compile_fx(self: Any, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
+def _compile_fx(self: object, model_: Any, inputs_: Sequence[object], *, config_patches: object = None) -> object:
     """Compile a graph as plain `torch.compile` does: inductor here, unless its tensors are remote."""
     if compiler.touches_sky(model_, inputs_):
         return compiler.sky_backend(model_, inputs_)
     return _plain_compile_fx(self, model_, inputs_, config_patches=config_patches)
 
 
-_plain_compile_fx: Any = None
+_plain_compile_fx: Callable[..., object]
 
 
 def _coerce(self: RemoteTensor, expected_metadata: Any, expected_type: Any = None) -> RemoteTensor:
@@ -175,7 +176,7 @@ def install() -> None:
         why="plain `torch.compile` of a graph with remote tensors compiles it on the worker",
         test=f"{_TESTS}::test_plain_torch_compile_comes_to_us",
     )
-    RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce
+    RemoteTensor.__coerce_same_metadata_as_tangent__ = _coerce  # type: ignore[attr-defined]
     sky_module.MODULE.__dict__.update(compile_report=compiler.compile_report)
     when_imported("torch._dynamo", _teach)
     when_imported("torch.nn.attention.flex_attention", _admit_to_flex_attention)

@@ -11,7 +11,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ _WHY = "the workers and what is remembered of operations follow each mode, in or
 _TEST = "tests/tensor/torch_api/test_global_modes.py::test_a_mode_is_in_force_on_every_worker_once_it_is_set"
 _WHEN = patching.When.FIRST_DEVICE
 _lock = threading.RLock()
-_values: dict[str, Any] = {}
+_values: dict[str, object] = {}
 """The modes of this process, as far as the devices were told; empty before the first device."""
 
 
@@ -58,11 +57,11 @@ def _switch(session: Session, devices: list[SkyDevice], record: Record) -> None:
         device.use_modes(record)
 
 
-def _followed(name: str, setter: Callable[..., Any]) -> Callable[..., Any]:
+def _followed(name: str, setter: Callable[..., object]) -> Callable[..., object]:
     rows = [mode for mode in MODES.values() if name in mode.setters]
 
     @functools.wraps(setter)
-    def set_and_follow(*args: Any, **kwargs: Any) -> Any:
+    def set_and_follow(*args: object, **kwargs: object) -> object:
         result = setter(*args, **kwargs)
         if name == "set_flush_denormal":
             note_flush_denormal(bool(result) and bool(args[0] if args else kwargs["mode"]))
@@ -84,7 +83,7 @@ def _install() -> None:
     """
     names = dict.fromkeys(name for mode in MODES.values() for name in mode.setters)
     patching.require(torch._C, *names)
-    followed: dict[int, Callable[..., Any]] = {}
+    followed: dict[int, Callable[..., object]] = {}
     for name in names:
         original = getattr(torch._C, name)
         followed[id(original)] = replacement = _followed(name, original)
@@ -100,7 +99,7 @@ def _install() -> None:
     patching.registered("what the devices were told of modes", _values.clear, why=_WHY, test=_TEST, when=_WHEN)
 
 
-def _replace(owner: Any, name: str, replacement: Any, label: str = "") -> None:
+def _replace(owner: object, name: str, replacement: object, label: str = "") -> None:
     patching.replace(owner, name, replacement, label=label, why=_WHY, test=_TEST, when=_WHEN)
 
 

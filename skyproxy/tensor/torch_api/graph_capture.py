@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
@@ -23,8 +23,8 @@ from skyproxy.tensor.torch_api import sky_module
 _HEALTH_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
-def _check_optimizer(original: Any) -> Any:
-    def check(self: Optimizer) -> Any:
+def _check_optimizer(original: Callable[..., object]) -> Callable[..., object]:
+    def check(self: Optimizer) -> object:
         if is_capturing() and not torch.compiler.is_compiling():
             if not all(group.get("capturable", True) for group in self.param_groups):
                 raise CaptureError(

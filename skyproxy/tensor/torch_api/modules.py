@@ -72,8 +72,7 @@ class DeviceMove:
         result = self.function(tensor)
         if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
             return result
-        parameter = isinstance(tensor, torch.nn.Parameter)
-        return tensor if parameter and self._exchange(tensor, result) else result
+        return tensor if isinstance(tensor, torch.nn.Parameter) and self._exchange(tensor, result) else result
 
     def _lazy(self, tensor: Any) -> torch.Tensor:
         """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
@@ -140,8 +139,10 @@ def _travellers(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor
     """The module's own tensors that are remote, or travel on the bulk connection; tied ones come more than once."""
     for part in module.modules() if recurse else (module,):
         parameters = [value for value in part._parameters.values() if value is not None]
-        gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]
+        gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]  # type: ignore[redundant-expr]
         for tensor in (*parameters, *gradients, *part._buffers.values()):
+            if tensor is None:
+                continue
             plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.device.type == "cpu"
             if not (plain or type(tensor) is RemoteTensor) or tensor.layout is not torch.strided:
                 continue
@@ -184,17 +185,17 @@ def _apply_one(module: torch.nn.Module, fn: DeviceMove, recurse: bool) -> torch.
         if old is not None and new is not None and new is not old:
             # The old object is kept too: its id must not be given to another one meanwhile.
             known = replaced.setdefault(id(old), (old, new))
-            module._parameters[name] = known[1]  # tied weights stay tied
+            module._parameters[name] = known[1]  # type: ignore[assignment]  # tied weights stay tied
     return module
 
 
 # --- DataParallel ----------------------------------------------------------------------------------------------------
 
-_plain_parallel: Any = None
+_plain_parallel: Callable[..., object]
 
 
 @functools.wraps(torch.nn.DataParallel.__init__)
-def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: object, **kwargs: object) -> None:
     """Have `DataParallel` hand its input to the module where we are the accelerator: workers share no memory."""
     if torch._utils._get_available_device_type() != "sky":
         _plain_parallel(self, module, device_ids, *args, **kwargs)
@@ -212,11 +213,11 @@ def _init_parallel(self: Any, module: torch.nn.Module, device_ids: Any = None, *
 
 # --- lazy modules ----------------------------------------------------------------------------------------------------
 
-_Uninitialized = torch.nn.parameter.UninitializedTensorMixin
+_Uninitialized = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 _plain_materialize = _Uninitialized.materialize
 
 
-def _materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+def _materialize(self: Any, shape: Any, device: torch.device | str | int | None = None, dtype: object = None) -> None:
     """Until it knows its shape, a parameter for a worker stays here, and its class can say that it is lazy."""
     place = torch.device(device) if device is not None else self.__dict__.pop("_sky_place", self.data.device)
     if place.type != "sky":
@@ -226,10 +227,10 @@ def _materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -
     self.data = torch.empty(shape, device=place, dtype=self.dtype)
 
 
-def _born_lazy(plain_new: Any) -> Any:
+def _born_lazy(plain_new: Callable[..., Any]) -> Callable[..., object]:
     signature = inspect.signature(plain_new)
 
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: Any, *args: object, **kwargs: object) -> object:
         call = signature.bind(cls, *args, **kwargs)
         device = call.arguments.get("device")
         place = torch.device(device) if device is not None else torch.get_default_device()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -28,7 +28,7 @@ _is_named = False
 _TESTS = "tests/tensor/torch_api/test_cuda_like_names.py"
 
 
-def register(module: Any) -> None:
+def register(module: object) -> None:
     """Register the device, its module (`torch.sky`) and a kernel for every op.
 
     Warns of a torch that was never tried: most of what is private there stays from one version to the next.
@@ -57,7 +57,7 @@ def register(module: Any) -> None:
     _register_kernels()
 
 
-def _name_device(module: Any, setup: Any) -> None:
+def _name_device(module: object, setup: Callable[..., object]) -> None:
     """Have PyTorch name the device and make the names that every device has: `torch.sky`, `Tensor.sky`, and so on."""
     global _is_named
     backends = torch.utils.backend_registration
@@ -109,7 +109,7 @@ def _register_kernels() -> None:
             continue
         if is_decomposed(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
             continue
-        library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)
+        library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)  # type: ignore[union-attr]
     _library, _fallback = library, fallback
     patching.registered(
         "kernels of `aten` for the device, and a fallback for other operators",

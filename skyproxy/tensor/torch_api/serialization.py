@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _compressed = (torch.sparse_csr, torch.sparse_bsr)
 # --- torch.save and torch.load ---------------------------------------------------------------------------------------
 
 
-def _tag(storage: Any) -> str | None:
+def _tag(storage: object) -> str | None:
     if not isinstance(storage, SkyStorage):
         return None
     if READER.ahead is not None:
@@ -35,11 +36,11 @@ def _tag(storage: Any) -> str | None:
     return str(storage.device)
 
 
-def _saving(save: Any) -> Any:
+def _saving(save: Callable[..., object]) -> Callable[..., object]:
     """`torch.save`, whose storages come in blocks."""
 
     @functools.wraps(save)
-    def save_in_blocks(*args: Any, **kwargs: Any) -> None:
+    def save_in_blocks(*args: Any, **kwargs: object) -> None:
         with reading_ahead():
             save(*args, **kwargs)
 
@@ -62,19 +63,20 @@ def _restore(storage: Any, location: str) -> Any:
     return storage_from_bytes(storage, device, uninitialized=getattr(storage, "_torch_load_uninitialized", False))
 
 
-def _is_storage(obj: Any) -> bool:
+def _is_storage(obj: object) -> bool:
     return isinstance(obj, SkyStorage) or type(obj) in torch._storage_classes
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def _attributes(tensor: torch.Tensor) -> dict[str, object]:
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
-def _reduce_ex(self: RemoteTensor, protocol: int) -> Any:
+def _reduce_ex(self: RemoteTensor, protocol: int) -> object:
     """As PyTorch writes a tensor of any other device; nothing in it names skyproxy but the location "sky:1"."""
     state = _attributes(self)
     if isinstance(self, torch.nn.Parameter):
-        arguments = (self.data, self.requires_grad, OrderedDict())
+        hooks: OrderedDict[int, object] = OrderedDict()
+        arguments = (self.data, self.requires_grad, hooks)
         if state:
             return _utils._rebuild_parameter_with_state, (*arguments, state)
         return _utils._rebuild_parameter, arguments
@@ -84,18 +86,19 @@ def _reduce_ex(self: RemoteTensor, protocol: int) -> Any:
     return rebuild, parts
 
 
-def _reduce_strided(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_strided(tensor: torch.Tensor) -> tuple[Callable[..., object], tuple[object, ...]]:
     bits = {name: True for name, is_set in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if is_set}
     metadata = (bits,) if bits else ()
     storage = tensor.untyped_storage()
-    place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, OrderedDict())
+    hooks: OrderedDict[int, object] = OrderedDict()
+    place = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.requires_grad, hooks)
     if tensor.dtype in torch.storage._new_dtypes():
         return _utils._rebuild_tensor_v3, (storage, *place, tensor.dtype, *metadata)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
     return _utils._rebuild_tensor_v2, (typed, *place, *metadata)
 
 
-def _reduce_sparse(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], tuple[object, ...]]:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
@@ -121,7 +124,7 @@ def _set_tensor_metadata(tensor: torch.Tensor, metadata: dict[str, bool]) -> Non
 # --- copy.deepcopy ---------------------------------------------------------------------------------------------------
 
 
-def _deepcopy_storage(self: SkyStorage, memo: dict[Any, Any]) -> SkyStorage:
+def _deepcopy_storage(self: SkyStorage, memo: dict[object, Any]) -> SkyStorage:
     copies = memo.setdefault("torch", {})
     if self._cdata not in copies:
         copies[self._cdata] = self.clone()
@@ -173,11 +176,11 @@ def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def _opening(plain: Any) -> Any:
+def _opening(plain: Callable[..., object]) -> Callable[..., object]:
     """`safetensors.safe_open` knows devices by a list of names that ours is not in, or by the accelerator's number."""
 
     @functools.wraps(plain, updated=())
-    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+    def safe_open(filename: Any, framework: str, device: object = "cpu", **options: object) -> object:
         if isinstance(device, str | torch.device) and str(device).partition(":")[0] == "sky":
             device = DEVICES.of(device).index
         return plain(filename, framework, device, **options)
@@ -209,11 +212,11 @@ def _patch_safetensors() -> None:
         )
 
 
-def _saving_tensors(save: Any) -> Any:
+def _saving_tensors(save: Callable[..., object]) -> Callable[..., object]:
     """Return what writes a dict of tensors, which come in blocks."""
 
     @functools.wraps(save)
-    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: object) -> object:
         with reading_ahead(tensors.values()):
             return save(tensors, *args, **kwargs)
 
@@ -229,8 +232,8 @@ def install() -> None:
     patching.require(_utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
     patching.require(torch._C, "_set_tensor_metadata")
     patching.require(torch, "_storage_classes")
-    torch.serialization.register_package(_PRIORITY, _tag, _restore)  # type: ignore[no-untyped-call]
-    packages: Any = torch.serialization._package_registry
+    torch.serialization.register_package(_PRIORITY, _tag, _restore)
+    packages: list[Any] = torch.serialization._package_registry
     patching.registered(
         "torch.serialization._package_registry",
         lambda: packages.remove((_PRIORITY, _tag, _restore)),
@@ -238,8 +241,8 @@ def install() -> None:
         test="tests/tensor/torch_api/test_serialization.py::test_a_device_that_does_not_exist_is_named",
     )
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
-    RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
-    SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign]
+    RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
+    SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign,assignment]
     patching.replace(
         torch,
         "is_storage",

@@ -66,7 +66,7 @@ class device(contextlib.ContextDecorator):
         device: what to make current; None or a negative index changes nothing.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: torch.device | str | int | None) -> None:
         self.idx = device if isinstance(device, int) or device is None else torch.device(device).index
         self.prev_idx = -1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,17 +32,17 @@ class RemoteStateDict(OrderedDict[str, Any]):
         """Fills `model` with these weights; see `skyproxy.load_into`."""
         return load_into(model, self, strict=strict)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # In files and on workers it is an ordinary one: who reads it need not have skyproxy, nor trust its classes.
         return OrderedDict, (), self.__dict__ or None, None, iter(self.items())
 
     def __copy__(self) -> RemoteStateDict:
         return self._like(self.items())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteStateDict:
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteStateDict:
         return self._like((name, copy.deepcopy(value, memo)) for name, value in self.items())
 
-    def _like(self, items: Iterable[tuple[str, Any]]) -> RemoteStateDict:
+    def _like(self, items: Iterable[tuple[str, object]]) -> RemoteStateDict:
         result = RemoteStateDict(items)
         result.__dict__.update(self.__dict__)
         return result
@@ -55,12 +55,12 @@ def as_state_dict(value: Any) -> Any:
     if all(type(name) is str and isinstance(item, RemoteTensor) for name, item in value.items()):
         result = RemoteStateDict(value)
         if hasattr(value, "_metadata"):
-            result._metadata = value._metadata
+            result._metadata = value._metadata  # type: ignore[attr-defined]
         return result
     return value
 
 
-def load_into(model: torch.nn.Module, source: Mapping[str, Any] | torch.nn.Module, *, strict: bool = True) -> Any:
+def load_into(model: torch.nn.Module, source: Mapping[str, object] | torch.nn.Module, *, strict: bool = True) -> Any:
     """Fills a model with weights from elsewhere, as `load_state_dict` does.
 
     A model on the meta device takes the tensors themselves, without a copy; one that has memory already gets their
@@ -89,7 +89,7 @@ def load_into(model: torch.nn.Module, source: Mapping[str, Any] | torch.nn.Modul
         assert model.weight.device == torch.device("sky:0")
         ```
     """
-    values: dict[str, Any] = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
+    values: dict[str, object] = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
     is_skeleton = any(tensor.is_meta for tensor in _tensors(model))
     families = _families(model)
     for names in families:
@@ -133,7 +133,7 @@ def _families(model: torch.nn.Module) -> list[list[str]]:
 def _place(model: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    return (module._parameters if leaf in module._parameters else module._buffers), leaf  # type: ignore[return-value]
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf
 
 
 def _tie(model: torch.nn.Module, families: list[list[str]]) -> None:
@@ -144,7 +144,7 @@ def _tie(model: torch.nn.Module, families: list[list[str]]) -> None:
             target[name] = table[leaf]
 
 
-def _fill_other_buffers(model: torch.nn.Module, source: Any, missing: list[str]) -> None:
+def _fill_other_buffers(model: torch.nn.Module, source: object, missing: list[str]) -> None:
     """Buffers that are in no state dict, such as the frequencies of rotary embeddings."""
     given = dict(source.named_buffers(remove_duplicate=False)) if isinstance(source, torch.nn.Module) else {}
     empty = [
@@ -197,7 +197,7 @@ def _compute(model: torch.nn.Module, names: list[str], device: torch.device) -> 
     return left
 
 
-def _filler(model: torch.nn.Module, module: torch.nn.Module) -> Any:
+def _filler(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[], object] | None:
     if module._parameters:  # it would initialise those, too
         return None
     initialise = getattr(model, "_init_weights", None)  # transformers
@@ -211,11 +211,11 @@ def _module_load_into(self: torch.nn.Module, model: torch.nn.Module, *, strict: 
     return load_into(model, self, strict=strict)
 
 
-def _in_turn(state_dict: Any) -> Any:
+def _in_turn(state_dict: Callable[..., object]) -> Callable[..., object]:
     """`Module.state_dict`, whose values come in blocks if somebody copies them one by one."""
 
     @functools.wraps(state_dict)
-    def remembered(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def remembered(self: torch.nn.Module, *args: Any, **kwargs: object) -> object:
         result = state_dict(self, *args, **kwargs)
         whole = not args and kwargs.get("destination") is None and not kwargs.get("keep_vars")
         if whole and type(result) is OrderedDict and not torch.compiler.is_compiling():

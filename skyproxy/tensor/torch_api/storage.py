@@ -17,7 +17,7 @@ from skyproxy.tensor.core.torch_private import StorageBase
 from skyproxy.tensor.ops.set_storage import set_
 
 
-def _new_storage(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+def _new_storage(cls: type[object], *args: Any, **kwargs: Any) -> Any:
     """`torch.UntypedStorage.__new__`, where the device may be ours: PyTorch's own asks it for an allocator."""
     device = kwargs.get("device")
     device = torch.device(device) if device is not None else None
@@ -33,11 +33,11 @@ def _new_storage(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     return storage_from_bytes(StorageBase.__new__(torch.UntypedStorage, *args), DEVICES.of(device))
 
 
-def _copy_into(self: torch.UntypedStorage, source: Any, non_blocking: bool | None = None) -> Any:
+def _copy_into(self: torch.UntypedStorage, source: object, non_blocking: bool | None = None) -> object:
     """`torch.UntypedStorage.copy_`, where the source may be ours."""
     if isinstance(source, SkyStorage):
         source = source.cpu()
-    return StorageBase.copy_(self, source, non_blocking)
+    return StorageBase.copy_(self, source, non_blocking)  # type: ignore[attr-defined]
 
 
 def _new_wrapped_storage(self: Any, untyped_storage: torch.UntypedStorage) -> Any:
@@ -64,23 +64,23 @@ def _untyped_storage(self: RemoteTensor) -> SkyStorage:
         face = SkyStorage(root)
         memory.face = weakref.ref(face)
     _faces[self] = face
-    return face
+    return face  # type: ignore[return-value]
 
 
 def _data_ptr(self: RemoteTensor) -> int:
     memory = memory_of(self._sky)
-    return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0
+    return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0  # type: ignore[return-value]
 
 
 def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
     return type(tensor) is RemoteTensor and tensor._sky.meta is self._sky.meta and root_of(tensor) is root_of(self)
 
 
-def _share_memory(self: RemoteTensor) -> Any:
+def _share_memory(self: RemoteTensor) -> object:
     return self.untyped_storage().share_memory_()
 
 
-def _pin_memory(self: RemoteTensor, device: Any = None) -> Any:
+def _pin_memory(self: RemoteTensor, device: torch.device | str | int | None = None) -> object:
     raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
 
 

@@ -66,7 +66,7 @@ class Event(_plain_event):  # type: ignore[misc]
         self._number = next(_event_ids)
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._handle: Handle | None
 
     @property
@@ -87,7 +87,7 @@ class Event(_plain_event):  # type: ignore[misc]
         chosen.session.do("record_event", handle.slot, chosen.place, self._timing)
         self._handle = handle
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         """Makes a stream wait for the event. Streams of one device are one, so there is nothing to do."""
 
     def query(self) -> bool:
@@ -99,7 +99,7 @@ class Event(_plain_event):  # type: ignore[misc]
         if self._handle is not None:
             self._call("wait_event", self._handle.slot)
 
-    def elapsed_time(self, end_event: Any) -> float:
+    def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds on the worker between this event and `end_event`.
 
         Raises:
@@ -138,7 +138,9 @@ class Stream(_plain_stream):  # type: ignore[misc]
         stream_id: an existing stream; 0 is the device's default one.
     """
 
-    def __new__(cls, device: DeviceLike = None, priority: int = 0, stream_id: int | None = None, **unused: Any) -> Any:
+    def __new__(
+        cls, device: DeviceLike = None, priority: int = 0, stream_id: int | None = None, **unused: object
+    ) -> Any:
         index = DEVICES.of(device).index
         number = next(_stream_ids) if stream_id is None else stream_id
         self = _plain_stream.__new__(cls, stream_id=number, device_index=index, device_type=_PRIVATE_USE_1)
@@ -146,7 +148,7 @@ class Stream(_plain_stream):  # type: ignore[misc]
         self._outer = []
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._outer: list[tuple[int, Stream]]
 
     @property
@@ -168,10 +170,10 @@ class Stream(_plain_stream):  # type: ignore[misc]
         event.record(self)
         return event
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         """Nothing to do: order is kept anyway."""
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other: object) -> None:
         """Nothing to do: order is kept anyway."""
 
     def is_capturing(self) -> bool:
@@ -180,7 +182,7 @@ class Stream(_plain_stream):  # type: ignore[misc]
 
         return is_capturing()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         self._outer.append((DEVICES.current, current_stream(self.device)))
         set_stream(self)
         return self
@@ -227,7 +229,7 @@ class _DeviceSelectingType(type):
         plain = _STANDS_FOR.get(cls)
         return isinstance(instance, plain) if plain is not None else type.__instancecheck__(cls, instance)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         plain = _STANDS_FOR.get(cls)
         if plain is None:  # somebody's own subclass
             return type.__call__(cls, *args, **kwargs)
@@ -237,7 +239,7 @@ class _DeviceSelectingType(type):
         if given is None and "device_type" not in kwargs:
             given = torch._C._accelerator_getAccelerator()
             if given is None:  # C++ would take our device, which is not in use
-                return plain(**{**kwargs, "device": torch.device("cpu")})
+                return plain(**{**kwargs, "device": torch.device("cpu")})  # type: ignore[unreachable]
         if given is None or _type_of(given) != "sky":
             return plain(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "device"}

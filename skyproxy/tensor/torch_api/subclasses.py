@@ -7,16 +7,18 @@ time of one operation, such a tensor is a plain remote tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from skyproxy import patching
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor
+from skyproxy.tensor.core.torch_private import OpOverload
 
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
-_joined: dict[type[Any], type[Any]] = {}
+_joined: dict[type, type] = {}
 
 
 class RemoteSubclass(RemoteTensor):
@@ -26,11 +28,13 @@ class RemoteSubclass(RemoteTensor):
         local_class: the user's class.
     """
 
-    local_class: type[Any]
+    local_class: type
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found: list[tuple[Any, type[Any]]] = []
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
+        found: list[tuple[RemoteTensor, type]] = []
         for a in (*args, *(kwargs or {}).values()):
             for item in a if isinstance(a, list | tuple) else (a,):
                 if isinstance(item, RemoteSubclass):
@@ -43,14 +47,14 @@ class RemoteSubclass(RemoteTensor):
             for item, kind in found:
                 item.__class__ = kind
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         state = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
         rebuild, parts = as_plain(self).__reduce_ex__(protocol)
         return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, state)
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[object, object]) -> object:
         if id(self) not in memo:
-            copied = RemoteTensor.__deepcopy__(self, memo)
+            copied = RemoteTensor.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
             copied.__class__ = type(self)
             memo[id(self)] = copied
         return memo[id(self)]
@@ -67,28 +71,35 @@ def joined_class(cls: type[Any]) -> type[Any]:
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(f"a remote tensor cannot be a {cls.__name__}, which has its own __torch_dispatch__")
 
-    def torch_function(unused: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def torch_function(
+        unused: object,
+        func: object,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         local = tuple(kind.local_class if issubclass(kind, RemoteSubclass) else kind for kind in types)
         return cls.__torch_function__(func, local, args, kwargs or {})
 
     of_class = cls.__torch_function__
-    members = {
+    members: dict[str, object] = {
         "__torch_function__": of_class if of_class is _disabled else classmethod(torch_function),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "local_class": cls,
     }
-    made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)
+    made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[misc]
     return _joined.setdefault(cls, made)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same remote tensor as one of no class of the user's; shares its history."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.aten.alias.default(tensor)
+        plain: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    return plain
 
 
-def as_subclass(self: torch.Tensor, cls: type[Any]) -> Any:
+def as_subclass(self: torch.Tensor, cls: type) -> torch.Tensor:
     """`Tensor.as_subclass` of a remote tensor."""
     if issubclass(cls, RemoteSubclass):
         cls = cls.local_class
@@ -98,11 +109,12 @@ def as_subclass(self: torch.Tensor, cls: type[Any]) -> Any:
     return result
 
 
-def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> Any:
+def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
     """`torch.Tensor._make_subclass`, also of remote tensors. Named as in Dynamo's stand-in, which compares."""
     requires_grad = kwargs.pop("require_grad", requires_grad)
     if not isinstance(data, RemoteTensor):
-        return _make_plain_subclass(cls, data, requires_grad, **kwargs)
+        plain: torch.Tensor = _make_plain_subclass(cls, data, requires_grad, **kwargs)
+        return plain
     if any(kwargs.values()):
         raise NotImplementedError(f"a remote tensor takes no {', '.join(kwargs)} in torch.Tensor._make_subclass")
     with torch.no_grad():

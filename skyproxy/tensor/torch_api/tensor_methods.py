@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import html
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import _tensor_str
@@ -58,11 +59,11 @@ def _sparse_contents(tensor: RemoteTensor) -> str:
     return text[len("tensor(") : text.rindex("size=(")].rstrip(", \n")
 
 
-def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
+def _repr(self: RemoteTensor, *, tensor_contents: object = None) -> str:
     """Looks as PyTorch prints a tensor of any other device."""
     if tensor_contents is None and (self.numel() or self.layout is not torch.strided):
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            values: Any = self.detach()
+            values: RemoteTensor = self.detach()  # type: ignore[assignment]
             strided = self.layout is torch.strided
             name = "tensor" if type(self) is RemoteTensor else type(self).__name__
             tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
@@ -76,7 +77,7 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
     return "tensor(" + text[len(name) :] if text.startswith(name) else text
 
 
-def _mimebundle(self: RemoteTensor, **unused: Any) -> dict[str, str]:
+def _mimebundle(self: RemoteTensor, **unused: object) -> dict[str, str]:
     """Return what Jupyter shows: both forms of one answer, so that a cell's last line fetches once."""
     text = repr(self)
     device = self._sky.device
@@ -95,11 +96,11 @@ def _format(self: RemoteTensor, spec: str) -> str:
 # --- numbers and arrays ----------------------------------------------------------------------------------------------
 
 
-def _tolist(self: RemoteTensor) -> Any:
+def _tolist(self: RemoteTensor) -> object:
     return self.detach().cpu().tolist()
 
 
-def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
+def _numpy(self: RemoteTensor, *, force: bool = False) -> object:
     if not force:
         raise TypeError(
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
@@ -108,17 +109,17 @@ def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
     return self.detach().cpu().numpy(force=True)
 
 
-def _no_dlpack(self: RemoteTensor, **unused: Any) -> NoReturn:
+def _no_dlpack(self: RemoteTensor, **unused: object) -> NoReturn:
     raise BufferError(
         f"a tensor on {self.device} lives on another machine and cannot be shared by DLPack. Copy it first: x.cpu()"
     )
 
 
-def _guarded(export: Any) -> Any:
+def _guarded(export: Callable[..., object]) -> Callable[..., object]:
     """PyTorch's own exporter does not ask the tensor, and would hand out an address that is none."""
 
     @functools.wraps(export)
-    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def to_dlpack(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if type(tensor) is RemoteTensor:
             _no_dlpack(tensor)
         return export(tensor, *args, **kwargs)
@@ -158,7 +159,7 @@ def _move_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = gradient.to(tensor.device)
 
 
-def _poison(gradients: Any) -> NoReturn:
+def _poison(gradients: object) -> NoReturn:
     raise RuntimeError(
         "this graph was made before its parameter moved to another device, so its gradient has nowhere to go. Run "
         "backward before the move, or forward again after it."
@@ -179,7 +180,7 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
     attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(tensor, fresh)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(tensor, fresh)
     tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__
     tensor.__dict__, fresh.__dict__ = fresh.__dict__, tensor.__dict__
     tensor.__dict__.update(attributes)
@@ -197,10 +198,10 @@ def install() -> None:
     """
     patching.require(_tensor_str, *_REPR_PARTS)
     patching.require(torch._C, "_swap_tensor_impl")
-    RemoteTensor.__repr__ = _repr  # type: ignore[method-assign]
-    RemoteTensor._repr_mimebundle_ = _mimebundle
-    RemoteTensor.__format__ = _format  # type: ignore[method-assign]
-    RemoteTensor.tolist = _tolist  # type: ignore[method-assign]
+    RemoteTensor.__repr__ = _repr  # type: ignore[method-assign,assignment]
+    RemoteTensor._repr_mimebundle_ = _mimebundle  # type: ignore[attr-defined]
+    RemoteTensor.__format__ = _format  # type: ignore[method-assign,assignment]
+    RemoteTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]

@@ -1,0 +1,40 @@
+"""The invented addresses of remote memory, each given once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+_ALIGNMENT_BYTES = 512
+_next_address = 1 << 40
+_lock = threading.Lock()
+
+
+class Memory:
+    """Address and size of one storage.
+
+    Attributes:
+        key: unique for the life of the process; what PyTorch calls `_cdata`.
+        address: where it would lie, aligned as CUDA aligns; moves when the storage grows. Never given twice.
+        byte_count: its size.
+        face: a weak reference to the storage object that stands for it, or None.
+    """
+
+    __slots__ = ("address", "byte_count", "face", "key")
+
+    def __init__(self, byte_count: int) -> None:
+        self.face: weakref.ref[torch.UntypedStorage] | None = None
+        self.resize(byte_count)
+        self.key = self.address
+
+    def resize(self, byte_count: int) -> None:
+        global _next_address
+        with _lock:
+            self.address = _next_address
+            _next_address += (byte_count // _ALIGNMENT_BYTES + 1) * _ALIGNMENT_BYTES
+        self.byte_count = byte_count
+
+
+__all__ = ["Memory"]
