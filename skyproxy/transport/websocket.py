@@ -40,7 +40,7 @@ _MIN_TOKEN_CHARACTERS = 8
 
 
 class Address(NamedTuple):
-    """Where a worker listens."""
+    """The place where a worker listens."""
 
     host: str
     port: int
