@@ -289,7 +289,7 @@ def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
     if issubclass(foreign, RemoteError):
         return foreign
 
-    def reduce(self: RemoteError, protocol: Any) -> Any:  # the class has no name that pickle could look up
+    def reduce(self: RemoteError, protocol: object) -> Any:  # the class has no name that pickle could look up
         return _remote_error, (foreign, self.args), self.__dict__
 
     # Some classes make their text from arguments that only they know (UnicodeDecodeError), or quote it (KeyError).

@@ -57,7 +57,7 @@ _answers: list[tuple[repeat[Any], repeat[Any]]] = []
 _restore = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)(("PyErr_Restore", ctypes.pythonapi))
 
 
-def constant_for_cpp(answer: Any) -> property:
+def constant_for_cpp(answer: object) -> property:
     """Make a method that gives C++ a constant, has no Python frame, and parks the error that is set, if one is.
 
     Iterators take the place of statements: `next(map(f, *sources))` is a call of `f` on the next of each source, wholly

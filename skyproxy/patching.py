@@ -109,7 +109,7 @@ def replace(
     return _set(owner, name, new, why=why, test=test, when=when, label=label, undo=undo, stays=stays)
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any], *, why: str, test: str, when: When = When.IMPORT) -> Any:
+def wrap(owner: object, name: str, make: Callable[[Any], Any], *, why: str, test: str, when: When = When.IMPORT) -> Any:
     """Replace an attribute by what `make` makes of it; return the original.
 
     Raises:
@@ -121,7 +121,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any], *, why: str, test: s
     return original
 
 
-def add(owner: Any, name: str, new: object, *, why: str, test: str, when: When = When.IMPORT) -> Patch:
+def add(owner: object, name: str, new: object, *, why: str, test: str, when: When = When.IMPORT) -> Patch:
     """Set an attribute that `owner` need not have."""
     return _set(owner, name, new, why=why, test=test, when=when)
 

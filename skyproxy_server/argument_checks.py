@@ -43,7 +43,7 @@ def enumeration_of(argument: Any) -> type | None:
     return _ENUMERATIONS.get(text)
 
 
-def check_constant(op: str, argument: Any, value: Any, *, on_cpu: bool) -> None:
+def check_constant(op: str, argument: Any, value: object, *, on_cpu: bool) -> None:
     """Raises:
     ProtocolError: the argument is an enumeration, and the value no member of it.
     UnsupportedOpError: the worker does not offer what it stands for.
@@ -75,7 +75,7 @@ def check_device(device: torch.device, *, on_cpu: bool) -> None:
     raise UnsupportedOpError(f"the worker does not offer the device {device}")
 
 
-def only_none(value: Any) -> None:
+def only_none(value: object) -> None:
     """Accept None only: an enumeration cannot vary from call to call.
 
     Raises:

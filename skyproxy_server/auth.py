@@ -72,7 +72,7 @@ class Identity:
         """Return whether the token has a scope."""
         return scope in self.scopes
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """Return what `from_plain` takes: for JSON or msgpack, on the way to another process."""
         return {
             "name": self.name,

@@ -165,7 +165,7 @@ class CommandSkipper:
         except (TypeError, ValueError, KeyError, IndexError, RecursionError, RuntimeError) as problem:
             raise ProtocolError(f"the command at {position} is malformed: {problem!r:.200}") from problem
 
-    def _run(self, stream: list[Any], position: int) -> int:
+    def _run(self, stream: list[object], position: int) -> int:
         try:
             return self._handler(stream, position)(self._values.slots, stream, position)
         except Exception as error:
@@ -180,7 +180,7 @@ class CommandSkipper:
     def _are_whole(self, slots: Sequence[int]) -> bool:
         return not any(isinstance(self._values.slots.get(slot), Failed) for slot in slots)
 
-    def _refuse(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _refuse(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         number = stream[position]
         op = str(stream[position + 2]) if number == commands.CALL else ""
         self._reports.refuse(stream[position + 1], self._cancellation.of_question(op, position))

@@ -70,7 +70,13 @@ class Program:
     """
 
     def __init__(
-        self, inputs: int, outputs: int, fields: dict[str, Any], *, on_cpu: bool, numbers: frozenset[int] = frozenset()
+        self,
+        inputs: int,
+        outputs: int,
+        fields: dict[str, Any],
+        *,
+        on_cpu: bool,
+        numbers: frozenset[int] = frozenset(),
     ) -> None:
         """Args:
             inputs: how many arguments it has.

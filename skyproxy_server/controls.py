@@ -27,6 +27,18 @@ def _control(function: _F) -> _F:
     return function
 
 
+def _place(device: list[object]) -> tuple[str, int | None]:
+    """Return the type and the number of a device that a client names.
+
+    Raises:
+        ProtocolError: it is not named by these two.
+    """
+    kind, index = device if len(device) == 2 else (None, None)
+    if not isinstance(kind, str) or not (index is None or isinstance(index, int)):
+        raise ProtocolError(f"a device is named by its type and its number, not by {device!r:.100}")
+    return kind, index
+
+
 def _wait_for(devices: list[DeviceRow]) -> None:
     for row in devices:
         if row["type"] == "cuda":
@@ -43,7 +55,7 @@ def synchronize(session: SessionState) -> None:
 
 
 @_control
-def end_cancellation(session: SessionState, number: int) -> dict[str, Any]:
+def end_cancellation(session: SessionState, number: int) -> dict[str, object]:
     """End a cancellation: what follows is run."""
     return session.cancellation.meet(number)
 
@@ -87,19 +99,19 @@ def take_apart(session: SessionState, slot: int, slots: list[int]) -> None:
 
 
 @_control
-def copy_to_device(session: SessionState, slot: int, source: int, device: list[Any]) -> None:
+def copy_to_device(session: SessionState, slot: int, source: int, device: list[object]) -> None:
     """A copy of a value on another device of this worker."""
     session.values.slots[slot] = session.values.get(source).to(session.devices.find(device), copy=True)
 
 
 @_control
-def set_modes(session: SessionState, fields: dict[str, Any]) -> None:
+def set_modes(session: SessionState, fields: dict[str, object]) -> None:
     """Put the session's global modes of PyTorch in force, from the next command on."""
     session.modes.switch(torch_modes.decode(fields, cuda=session.devices.has_cuda))
 
 
 @_control
-def modes_in_force(session: SessionState) -> dict[str, Any]:
+def modes_in_force(session: SessionState) -> dict[str, object]:
     """PyTorch's global modes as this session's commands find them, by name."""
     return {**torch_modes.values_in_force(), **dict(session.modes.record)}
 
@@ -108,46 +120,46 @@ def modes_in_force(session: SessionState) -> dict[str, Any]:
 
 
 @_control
-def manual_seed(session: SessionState, device: list[Any], seed: int) -> None:
+def manual_seed(session: SessionState, device: list[object], seed: int) -> None:
     """Seeds a device's default generator."""
     with session.random.exclusive():
-        session.random.generator(*device).manual_seed(seed)
+        session.random.generator(*_place(device)).manual_seed(seed)
 
 
 @_control
-def random_state(session: SessionState, device: list[Any]) -> bytes:
+def random_state(session: SessionState, device: list[object]) -> bytes:
     """The state of a device's default generator."""
     with session.random.exclusive():
-        return bytes(session.random.generator(*device).get_state().tolist())
+        return bytes(session.random.generator(*_place(device)).get_state().tolist())
 
 
 @_control
-def set_random_state(session: SessionState, device: list[Any], state: bytes) -> None:
+def set_random_state(session: SessionState, device: list[object], state: bytes) -> None:
     """Replaces the state of a device's default generator."""
     with session.random.exclusive():
-        session.random.generator(*device).set_state(_state(state))
+        session.random.generator(*_place(device)).set_state(_state(state))
 
 
 @_control
-def keep_random_state(session: SessionState, slot: int, device: list[Any]) -> None:
+def keep_random_state(session: SessionState, slot: int, device: list[object]) -> None:
     """A generator of the client's own, in the state of a device's default one."""
     kept = session.values.slots[slot] = torch.Generator(session.devices.find(device))
     with session.random.exclusive():
-        kept.set_state(session.random.generator(*device).get_state())
+        kept.set_state(session.random.generator(*_place(device)).get_state())
 
 
 @_control
-def restore_random_state(session: SessionState, slot: int, device: list[Any]) -> None:
+def restore_random_state(session: SessionState, slot: int, device: list[object]) -> None:
     """A device's default generator gets the state of one of the client's own."""
     with session.random.exclusive():
-        session.random.generator(*device).set_state(session.values.get(slot).get_state())
+        session.random.generator(*_place(device)).set_state(session.values.get(slot).get_state())
 
 
 @_control
-def initial_seed(session: SessionState, device: list[Any]) -> int:
+def initial_seed(session: SessionState, device: list[object]) -> int:
     """The seed that a device's default generator was last given."""
     with session.random.exclusive():
-        return session.random.generator(*device).initial_seed()
+        return session.random.generator(*_place(device)).initial_seed()
 
 
 @_control
@@ -243,7 +255,7 @@ def _any_nested(values: list[Any]) -> bool:
     return any(isinstance(item, torch.Tensor) and item.is_nested for item in flat)
 
 
-def _detached(value: Any) -> object:
+def _detached(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -315,9 +327,9 @@ def storage_bytes(session: SessionState, slot: int) -> int:
 
 
 @_control
-def memory_stats(session: SessionState, device: list[Any]) -> dict[str, int]:
+def memory_stats(session: SessionState, device: list[object]) -> dict[str, int]:
     """Bytes in use on a device. On a CPU worker: those of this session's tensors, and the machine's memory."""
-    kind, index = device
+    kind, index = _place(device)
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(index)
         return {
@@ -342,9 +354,9 @@ def memory_stats(session: SessionState, device: list[Any]) -> dict[str, int]:
 
 
 @_control
-def memory_summary(session: SessionState, device: list[Any]) -> str:
+def memory_summary(session: SessionState, device: list[object]) -> str:
     """Return a table of a device's memory, for people."""
-    kind, index = device
+    kind, index = _place(device)
     if kind == "cuda":
         return torch.cuda.memory_summary(index)
     row = memory_stats(session, device)
@@ -352,9 +364,9 @@ def memory_summary(session: SessionState, device: list[Any]) -> str:
 
 
 @_control
-def reset_peak_memory(session: SessionState, device: list[Any]) -> None:
+def reset_peak_memory(session: SessionState, device: list[object]) -> None:
     """Count the peak of used memory from now on."""
-    kind, index = device
+    kind, index = _place(device)
     session.max_bytes = stats(session)["bytes"]
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats(index)
@@ -384,7 +396,7 @@ def _host_memory() -> tuple[int, int]:
 @_control
 def record_event(session: SessionState, slot: int, device: list[object], timing: bool) -> None:
     """A point in the order of execution. On CUDA a real event, on the CPU the clock."""
-    kind, index = device
+    kind, index = _place(device)
     if kind == "cuda":
         with torch.cuda.device(index):
             event = torch.cuda.Event(enable_timing=timing)
@@ -452,6 +464,6 @@ def profile_stop(session: SessionState, slot: int) -> int:
 @_control
 def device_properties(session: SessionState, device: list[object]) -> dict[str, object]:
     """Return the inventory's row of a device."""
-    kind, index = device
+    kind, index = _place(device)
     row = next(r for r in session.devices if r["type"] == kind and (r["index"] or 0) == (index or 0))
     return dict(row)

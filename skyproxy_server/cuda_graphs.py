@@ -38,7 +38,7 @@ class Driver(Protocol):
     def capture(self, inputs: list[object], run: Callable[[], Made]) -> tuple[object, Made]:
         """A graph of what `run` does, and the values that the graph will fill. Runs nothing on the device."""
 
-    def launch(self, graph: Any) -> None:
+    def launch(self, graph: object) -> None:
         """Runs a captured graph."""
 
 

@@ -104,7 +104,7 @@ class Executor:
             return error
         return None
 
-    def _after_failure(self, stream: list[Any], position: int, error: Exception) -> int:
+    def _after_failure(self, stream: list[object], position: int, error: Exception) -> int:
         """Poison what the command at `position` should have made; return the next one's position.
 
         Raises:
@@ -134,7 +134,7 @@ class Executor:
 
     # --- controls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _call(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         request, name, arguments = stream[position + 1 : position + 4]
 
         def give() -> None:
@@ -143,7 +143,7 @@ class Executor:
         self._values.answer(request, position, name, give)
         return position + 4
 
-    def _do(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _do(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         name, arguments = stream[position + 1 : position + 3]
         try:
             _control(name)(self.state, *arguments)

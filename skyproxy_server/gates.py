@@ -32,7 +32,7 @@ class Gate:
         failed: the command that should have changed the storage.
     """
 
-    storage: Any
+    storage: torch.UntypedStorage | None
     finished: Callable[[], bool] | None = None
     wait: Callable[[], None] | None = None
     blocks_reads: bool = True
@@ -80,7 +80,7 @@ class Gates:
         else:
             self._shrunk.pop(key, None)
 
-    def check_size(self, value: Any) -> None:
+    def check_size(self, value: object) -> None:
         """Raises:
         RuntimeError: the value lies in a storage that was made too small for it.
         """
@@ -96,7 +96,7 @@ class Gates:
             gate.storage = tensor.untyped_storage()
             self._closed.setdefault(key, []).append(gate)
 
-    def mark_failed(self, tensor: Any, failed: Failed) -> None:
+    def mark_failed(self, tensor: object, failed: Failed) -> None:
         """The tensor's storage was to be changed by a command that failed."""
         if isinstance(tensor, torch.Tensor) and not self._is_marked(tensor, failed):
             self.close(tensor, Gate(None, failed=failed))

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 from skyproxy.torch_modes import (
     USUAL,
@@ -37,7 +36,7 @@ class _Process:
 
     record: Record = USUAL
     is_changing = False
-    before: dict[str, Any] | None = None
+    before: dict[str, object] | None = None
     change = threading.RLock()
 
 

@@ -100,7 +100,7 @@ class Numbers:
         else:
             self.add(TENSOR if "Tensor" in returns[0] else NUMBER)
 
-    def add_call(self, name: str, arguments: list[Any]) -> None:
+    def add_call(self, name: str, arguments: list[object]) -> None:
         """The result of one of `GRAPH_FUNCTIONS`.
 
         Raises:
@@ -159,7 +159,7 @@ class Numbers:
         return bits[0] * int(abs(exponent))
 
 
-def check_plain(value: Any, depth: int = 0) -> object:
+def check_plain(value: object, depth: int = 0) -> object:
     """A constant of a node: None, a number, a string, or a list of these.
 
     Raises:
@@ -172,7 +172,7 @@ def check_plain(value: Any, depth: int = 0) -> object:
     raise ProtocolError(f"a {type(value).__name__} is not a constant of a graph")
 
 
-def as_number(value: Any) -> object:
+def as_number(value: object) -> object:
     """An operand of a graph that is a number, or None.
 
     Raises:

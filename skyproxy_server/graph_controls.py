@@ -18,10 +18,10 @@ def graph_begin(session: SessionState) -> None:
 def graph_define(
     session: SessionState,
     number: int,
-    stream: list[Any],
+    stream: list[object],
     exports: list[Any],
     places: list[Any],
-    modes: dict[str, Any],
+    modes: dict[str, object],
 ) -> None:
     """Keep a graph that the client has captured."""
     session.graphs.define(number, stream, exports, places, modes)

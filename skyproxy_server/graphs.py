@@ -71,7 +71,12 @@ class Graphs:
         return deferred_releases
 
     def define(
-        self, number: int, stream: list[Any], exports: list[Any], places: list[list[Any]], modes: dict[str, Any]
+        self,
+        number: int,
+        stream: list[object],
+        exports: list[Any],
+        places: list[list[object]],
+        modes: dict[str, object],
     ) -> None:
         """Ends a capture: keeps what was recorded. Nothing runs before the first replay.
 
@@ -135,7 +140,7 @@ class Graphs:
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def replay(self, values: dict[int, Any], stream: list[Any], position: int) -> int:
+    def replay(self, values: dict[int, object], stream: list[Any], position: int) -> int:
         """The handler of `REPLAY`."""
         recording = self._recordings.get(stream[position + 1])
         if recording is None:

@@ -62,7 +62,7 @@ def check_inputs(name: str, read: list[Any], believed: list[Any]) -> None:
                 raise _mismatch(f"{name} was given", actual, expected)
 
 
-def conform(slots: dict[int, Any], slot: int, expected: Description, *, fresh: bool, written: bool) -> bool:
+def conform(slots: dict[int, object], slot: int, expected: Description, *, fresh: bool, written: bool) -> bool:
     """Give the value in a slot the strides that the client believes in; return False if it had them.
 
     Strides of dimensions of size one, and of empty tensors, address nothing: there the same memory is looked at in
@@ -79,23 +79,25 @@ def conform(slots: dict[int, Any], slot: int, expected: Description, *, fresh: b
         InferenceMismatchError: it differs in more than that.
     """
     value = slots[slot]
-    actual = torch_codec.describe(value) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        raise _mismatch("the operation gave", None, expected)
+    actual = torch_codec.describe(value)
     if actual == expected:
         return False
-    if actual is not None and _same_but_idle_strides(actual, expected):
+    if _same_but_idle_strides(actual, expected):
         place = expected.size, expected.stride, expected.offset
         if written:
             value.as_strided_(*place)
         else:
             slots[slot] = torch.as_strided(value, *place)
         return True
-    if fresh and actual is not None and _differs_in_strides_only(actual, expected):
+    if fresh and _differs_in_strides_only(actual, expected):
         slots[slot] = _restrided(value, expected)
         return True
     raise _mismatch("the operation gave", actual, expected)
 
 
-def restore_look(value: Any, description: Description, *, allowed: bool) -> bool:
+def restore_look(value: object, description: Description, *, allowed: bool) -> bool:
     """Make a tensor that a failed op was to resize or restride look as the client believes; return if it does.
 
     It keeps its memory, which grows if it must.
@@ -123,7 +125,7 @@ def restore_look(value: Any, description: Description, *, allowed: bool) -> bool
     return True
 
 
-def empty_if_without_memory(value: Any) -> bool:
+def empty_if_without_memory(value: object) -> bool:
     """Empty a tensor whose sizes reach beyond its memory; return if they did.
 
     PyTorch sets the sizes first, then fails to get the memory: whoever reads such a tensor reads the process's memory.

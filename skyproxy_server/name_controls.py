@@ -41,7 +41,7 @@ def _held(session: SessionState) -> tuple[NamedSessions, NamedSession]:
     return names.store, names.held
 
 
-def _text(name: Any) -> str:
+def _text(name: object) -> str:
     if type(name) is not str or not 0 < len(name) <= _MOST_CHARACTERS:
         raise ProtocolError(f"a name is a text of 1 to {_MOST_CHARACTERS} characters")
     return name

@@ -48,7 +48,7 @@ class NamedBatches:
         return None
 
 
-def _lengthened(value: Any, room: int) -> tuple[object, int]:
+def _lengthened(value: object, room: int) -> tuple[object, int]:
     """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`.
 
     Args:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -176,7 +176,7 @@ class NamedSessions:
 
     # --- what people ask ---------------------------------------------------------------------------------------------
 
-    def rows(self, owner: str) -> list[dict[str, Any]]:
+    def rows(self, owner: str) -> list[dict[str, object]]:
         """The sessions of a token: each with its size, age, and the time that it is still kept for."""
         with self._lock:
             now, kept = self._clock(), self._settings.named_session_seconds

@@ -45,7 +45,7 @@ class OpTable:
         for number, handler in handlers.items():
             self.handlers[number] = handler
 
-    def _define(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _define(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         number, definition = stream[position + 1], stream[position + 2]
         if number == commands.FIRST_SIGNATURE:  # the client starts its table anew
             del self.handlers[commands.FIRST_SIGNATURE :]
@@ -67,7 +67,7 @@ class OpTable:
     def first_run(self, number: int, signature: Signature) -> Handler:
         """Return a handler that listens for warnings, and makes way for the op's own if there are none."""
 
-        def handler(slots: dict[int, Any], stream: list[Any], position: int) -> int:
+        def handler(slots: dict[int, object], stream: list[object], position: int) -> int:
             following = self.run_listening(signature, slots, stream, position)
             if not signature.warns and self.handlers[number] is handler:
                 self.handlers[number] = signature.handler
@@ -75,7 +75,7 @@ class OpTable:
 
         return handler
 
-    def run_listening(self, signature: Signature, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def run_listening(self, signature: Signature, slots: dict[int, object], stream: list[object], position: int) -> int:
         """Run an op and tell the client of what its kernel warns of. An op that did so once is always listened to."""
         found: list[KernelWarning] = []
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ class RandomState:
     def guarded(self, handler: Handler) -> Handler:
         """A handler that draws from this session's numbers."""
 
-        def draw(values: dict[int, Any], stream: list[Any], position: int) -> int:
+        def draw(values: dict[int, object], stream: list[object], position: int) -> int:
             with _lock:
                 if _owner is not self:
                     self._take_over()

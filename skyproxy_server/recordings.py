@@ -125,7 +125,7 @@ class Recording:
 
 
 def _looking_up(handlers: list[Handler | None]) -> Handler:
-    def handler(values: dict[int, Any], stream: list[Any], position: int) -> int:
+    def handler(values: dict[int, object], stream: list[Any], position: int) -> int:
         following: int = handlers[stream[position]](values, stream, position)
         return following
 

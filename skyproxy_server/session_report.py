@@ -32,7 +32,7 @@ class MemoryGauge:
         self._due = -1.0
         self._bytes = 0
 
-    def read(self, slots: Mapping[int, Any]) -> int:
+    def read(self, slots: Mapping[int, object]) -> int:
         """Return the bytes of the storages in these slots, each counted once; those of before where that is soon."""
         began = self._clock()
         if began >= self._due:
@@ -42,7 +42,7 @@ class MemoryGauge:
         return self._bytes
 
 
-def _storage_bytes(slots: Mapping[int, Any]) -> int:
+def _storage_bytes(slots: Mapping[int, object]) -> int:
     sizes: dict[int, int] = {}
     for slot in _keys(slots)[:_MAX_MEASURED_SLOTS]:
         value = slots.get(slot)
@@ -55,7 +55,7 @@ def _storage_bytes(slots: Mapping[int, Any]) -> int:
     return sum(sizes.values())
 
 
-def _keys(slots: Mapping[int, Any]) -> list[int]:
+def _keys(slots: Mapping[int, object]) -> list[int]:
     """Return the keys of a dictionary that another thread changes."""
     for _ in range(3):
         try:
@@ -98,7 +98,7 @@ def queued_operations(state: SessionState, place: tuple[list[Any], int] | None) 
     return count
 
 
-def running_op(state: SessionState, place: tuple[list[Any], int] | None) -> dict[str, Any]:
+def running_op(state: SessionState, place: tuple[list[Any], int] | None) -> dict[str, object]:
     """Return what a session executes at its place: "op", and its "sequence" and "position"; empty for nothing."""
     if place is None:
         return {}
@@ -144,7 +144,7 @@ def failure_rows(recent: Iterable[tuple[float, Failed]]) -> list[dict[str, Any]]
     ]
 
 
-def call_rows(running: Iterable[tuple[str, float]], now: float) -> list[dict[str, Any]]:
+def call_rows(running: Iterable[tuple[str, float]], now: float) -> list[dict[str, object]]:
     """Return the functions that run as plain data.
 
     Args:

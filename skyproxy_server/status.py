@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from skyproxy_server.auth import ADMIN, Identity
 from skyproxy_server.program_log import LOG_TAIL
@@ -87,6 +86,6 @@ def _plain(said: object, kinds: Mapping[str, type]) -> dict[str, object]:
     return {name: str(value)[:MAX_TEXT] if kind is str else _number(value) for name, kind, value in known}
 
 
-def _rows(said: object, kinds: Mapping[str, type], most: int) -> list[dict[str, Any]]:
+def _rows(said: object, kinds: Mapping[str, type], most: int) -> list[dict[str, object]]:
     rows: Iterable[object] = said[-most:] if isinstance(said, list) else ()
     return [_plain(row, kinds) for row in rows]

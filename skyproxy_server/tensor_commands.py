@@ -46,7 +46,7 @@ class TensorCommands:
             commands.DESCRIBE: self._describe,
         }
 
-    def _upload(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _upload(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         slot, fields, device = stream[position + 1 : position + 4]
         description = torch_codec.decode_description(fields)
         buffer = self.buffers.pop() if self.buffers else b""
@@ -67,7 +67,7 @@ class TensorCommands:
             slots[slot] = self._reports.failure(error, "upload", position)
         return position + 4
 
-    def _receive(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _receive(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         slot, fields, device, number = stream[position + 1 : position + 5]
         description = torch_codec.decode_description(fields)
         check_packed(description)
@@ -102,7 +102,7 @@ class TensorCommands:
 
     def _close_until_landed(
         self,
-        slots: dict[int, Any],
+        slots: dict[int, object],
         slot: int,
         transfer: IncomingTransfer,
         value: torch.Tensor,
@@ -133,7 +133,7 @@ class TensorCommands:
             return Failed(error, "upload", sequence, position)
         return self._reports.failure(error, "upload", position, sequence)
 
-    def _fetch(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _fetch(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         request, slot, transfer = stream[position + 1 : position + 4]
 
         def give() -> None:
@@ -150,7 +150,7 @@ class TensorCommands:
         self._values.answer(request, position, "fetch", give)
         return position + 4
 
-    def _describe(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def _describe(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         request, outputs, inputs = stream[position + 1 : position + 4]
 
         def give() -> None:

@@ -37,7 +37,7 @@ class Values:
         idle: entered while the client's bytes are waited for.
         """
         self._reports = reports
-        self.slots: dict[int, Any] = {0: None}
+        self.slots: dict[int, object] = {0: None}
         self.gates = Gates(idle)
         self.deferred_releases: dict[int, object] | None = None
         self.not_replayed: dict[int, tuple[int, Failed, object]] = {}
@@ -67,14 +67,14 @@ class Values:
             self.gates.wait_until_usable([value], [value] if writes else [], sizes=sizes)
         return value
 
-    def _check_replayed(self, value: Any) -> None:
+    def _check_replayed(self, value: object) -> None:
         if isinstance(value, torch.Tensor):
             entry = self.not_replayed.get(storage_key(value) or 0)
             if entry is not None:
                 raise PoisonedError(entry[1])
 
     @contextlib.contextmanager
-    def scope(self, slots: dict[int, Any], graph: int) -> Iterator[None]:
+    def scope(self, slots: dict[int, object], graph: int) -> Iterator[None]:
         """Let commands find other values during the block: those of the graph that is being replayed."""
         outer, self.slots, self._reports.graph = self.slots, slots, graph
         try:
@@ -82,7 +82,7 @@ class Values:
         finally:
             self.slots, self._reports.graph = outer, None
 
-    def release(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def release(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         """Forget values: the handler of `RELEASE`. While the client captures, its graph may still read them."""
         deferred_releases = self.deferred_releases
         if deferred_releases is not None and self._reports.graph is None:
@@ -93,7 +93,7 @@ class Values:
             slots.pop(slot, None)
         return position + 2
 
-    def wait_for_gates(self, signature: Signature, stream: list[Any], at: int) -> None:
+    def wait_for_gates(self, signature: Signature, stream: list[object], at: int) -> None:
         """Wait until what the op at `at` reads and writes may be used.
 
         Raises:
@@ -108,7 +108,7 @@ class Values:
         )
 
     def poison(
-        self, signature: Signature, stream: list[Any], at: int, error: Exception, expected: list[object] | None
+        self, signature: Signature, stream: list[object], at: int, error: Exception, expected: list[object] | None
     ) -> int:
         """Poison the outputs of the op at `at`, and mark what it would have written; return the next op's position.
 

@@ -33,7 +33,7 @@ class Verification:
         self._values = values
         self._modes = modes
 
-    def expect(self, slots: dict[int, Any], stream: list[Any], position: int) -> int:
+    def expect(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         """Run the next op and hold it against what the client believes of it.
 
         First what it reads, then what it fills and what it wrote.
@@ -61,7 +61,7 @@ class Verification:
         owed[key] = described
 
     def _verified(
-        self, signature: Signature, slots: dict[int, Any], stream: list[Any], at: int, described: list[Any]
+        self, signature: Signature, slots: dict[int, object], stream: list[Any], at: int, described: list[object]
     ) -> int:
         outputs = signature.output_slots(stream, at)
         written = signature.written_slots(stream, at)
@@ -78,13 +78,15 @@ class Verification:
         mended = False
         for number, (slot, description) in enumerate(zip([*outputs, *written], expected, strict=True)):
             if slot:
-                fresh = number < len(outputs) and storage_key(slots[slot]) not in memory
+                value = slots[slot]
+                known = isinstance(value, torch.Tensor) and storage_key(value) in memory
+                fresh = number < len(outputs) and not known
                 mended |= conform(slots, slot, description, fresh=fresh, written=number >= len(outputs))
         if mended:
             self._conform_from_now_on(stream[at], signature, key, expected)
         return following
 
-    def _input_key(self, signature: Signature, stream: list[Any], position: int) -> Hashable:
+    def _input_key(self, signature: Signature, stream: list[object], position: int) -> Hashable:
         """Return what the worker knows of an op's inputs that can shape its results."""
         slots = self._values.slots
         looks = tuple(
@@ -96,7 +98,7 @@ class Verification:
         # Under other modes, other kernels run, which may lay out their results in another way.
         return looks, signature.inline_operands(stream, position), self._modes.record
 
-    def _believed_key(self, signature: Signature, stream: list[Any], at: int, described: list[Any]) -> Hashable:
+    def _believed_key(self, signature: Signature, stream: list[object], at: int, described: list[Any]) -> Hashable:
         """Return the same from what the client believes of the inputs; None if it did not say all of it."""
         count = len(signature.output_slots(stream, at)) + len(signature.written_slots(stream, at))
         rest = iter(described[count:])

@@ -122,7 +122,7 @@ class WorkerSession:
         """The number of commands that were executed, up to the latest whole batch."""
         return self._executor.commands_done
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """Return what the web view shows of it; reads counters, and never waits for the session."""
         state, now = self._executor.state, time.monotonic()
         links = [link for link in (self._transport, self._bulk) if link is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 GROUP = "skyproxy.dev"
@@ -75,7 +76,7 @@ def labels(compute: str) -> dict[str, str]:
     }
 
 
-def owner_reference(compute: dict[str, Any]) -> dict[str, Any]:
+def owner_reference(compute: Mapping[str, Any]) -> dict[str, object]:
     """Return the reference that makes a child go when its Compute goes.
 
     blockOwnerDeletion is left out on purpose: with it, clusters that check owner references ask for the right to change

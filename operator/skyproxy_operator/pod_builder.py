@@ -36,7 +36,9 @@ _GRACE_SECONDS = 10
 _HEAD_PORTS = range(29500, 30500)
 
 
-def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
+def build_pod(
+    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+) -> dict[str, object]:
     """The pod of node number `node`.
 
     Args:
@@ -50,7 +52,7 @@ def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
         ValueError: the spec's podTemplate cannot be applied, or asks for what the installation does not allow.
     """
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
-    built = merged(
+    built: dict[str, Any] = merged(
         {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -85,15 +87,17 @@ def build_pod(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
     return built
 
 
-def _rows(holder: Any, key: str) -> list[Mapping[str, Any]]:
+def _rows(holder: object, key: str) -> list[Mapping[str, object]]:
     """The objects in a list of a pod that a template may have made into anything."""
     found = holder.get(key) if isinstance(holder, Mapping) else None
     return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
 
 
-def _pod_spec(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
+def _pod_spec(
+    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+) -> dict[str, object]:
     name = compute["metadata"]["name"]
-    result: dict[str, Any] = {
+    result: dict[str, object] = {
         "containers": [_container(compute, spec, node, attempt, options)],
         "volumes": _volumes(name, spec, options),
         "securityContext": _pod_security(options),
@@ -122,8 +126,8 @@ def _pod_spec(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int
     return result | {key: value for key, value in optional.items() if value}
 
 
-def _pod_security(options: Options) -> dict[str, Any]:
-    result: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+def _pod_security(options: Options) -> dict[str, object]:
+    result: dict[str, object] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     if options.worker_uid is not None:
         # The group gives the worker its volumes; OnRootMismatch, because changing large ones takes minutes.
         result |= {
@@ -135,8 +139,10 @@ def _pod_security(options: Options) -> dict[str, Any]:
     return result
 
 
-def _container(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _container(
+    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+) -> dict[str, object]:
+    result: dict[str, object] = {
         "name": CONTAINER,
         "image": spec.image or _default_image(spec, options),
         "env": _environment(compute, spec, node, attempt),
@@ -201,7 +207,7 @@ def _default_image(spec: WorkerSpec, options: Options) -> str:
     return options.worker_image
 
 
-def _command(spec: WorkerSpec) -> dict[str, Any]:
+def _command(spec: WorkerSpec) -> dict[str, list[str]]:
     if spec.command:
         return {"command": list(spec.command)} | ({"args": list(spec.args)} if spec.args else {})
     arguments = ["--host", "0.0.0.0", "--port", str(spec.port)]
@@ -212,7 +218,7 @@ def _command(spec: WorkerSpec) -> dict[str, Any]:
     return {"command": ["python", "-m", "skyproxy_server"], "args": [*arguments, *spec.args]}
 
 
-def _environment(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> list[dict[str, Any]]:
+def _environment(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int) -> list[Mapping[str, object]]:
     given = {variable["name"] for variable in spec.env}
     defaults = {
         # The user may be one that the image does not know: libraries then find no home and no name by themselves.
@@ -228,7 +234,7 @@ def _environment(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: 
     ]
 
 
-def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, Any]:
+def pool(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, object]:
     """Return what a node is told about itself and its peers; `skyproxy.runtime` reads it."""
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
     if spec.nodes > 1:
@@ -252,7 +258,7 @@ def pool(compute: dict[str, Any], spec: WorkerSpec, node: int, attempt: int) -> 
     }
 
 
-def _volumes(name: str, spec: WorkerSpec, options: Options) -> list[dict[str, Any]]:
+def _volumes(name: str, spec: WorkerSpec, options: Options) -> list[Mapping[str, object]]:
     # Without a group that owns the files, everyone in the container must be able to read them: it has one user.
     mode = 0o444 if options.worker_uid is None else 0o440
     token = {"secretName": token_secret(name), "defaultMode": mode, "items": [{"key": "token", "path": "token"}]}

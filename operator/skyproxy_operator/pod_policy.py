@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from skyproxy_operator.options import Options
 
-Object = Mapping[str, Any]
+Object = Mapping[str, object]
 
 _HOST_NAMESPACES = ("hostNetwork", "hostPID", "hostIPC")
 _VOLUME_KINDS = {
@@ -172,14 +171,14 @@ def _matches(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 
-def _mapping(value: Any) -> Object:
+def _mapping(value: object) -> Object:
     """A part of a pod that a template may have made into anything."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _rows(value: Any) -> list[Object]:
+def _rows(value: object) -> list[Object]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list | tuple) else []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 _LIST = re.compile(r"list\[(.+)\]")
 _MAP = re.compile(r"dict\(str, (.+)\)")
@@ -24,7 +23,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 """Numbers can stand where texts do: quantities are texts for the API's types, and YAML makes numbers of them."""
 
 
-def form_problems(template: Mapping[str, Any], where: str) -> Iterator[str]:
+def form_problems(template: Mapping[str, object], where: str) -> Iterator[str]:
     """Everything about a pod template that has not the form of one, a line each.
 
     Args:
@@ -36,7 +35,7 @@ def form_problems(template: Mapping[str, Any], where: str) -> Iterator[str]:
             yield from _problems(template[key], kind, f"{where}.{key}")
 
 
-def _problems(value: Any, kind: str, where: str) -> Iterator[str]:
+def _problems(value: object, kind: str, where: str) -> Iterator[str]:
     if value is None or kind in ("object", "datetime"):
         return
     if found := _LIST.fullmatch(kind):
@@ -78,14 +77,14 @@ def _fields(kind: str) -> dict[str, str]:
     return {model.attribute_map[name]: held for name, held in model.openapi_types.items()}
 
 
-def _meant(key: Any, known: Mapping[str, str]) -> str:
+def _meant(key: object, known: Mapping[str, str]) -> str:
     import difflib
 
     found = difflib.get_close_matches(str(key), known, 1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     kinds = {
         Mapping: "an object",
         list: "a list",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 _MERGE_KEYS = {
     "containers": "name",
@@ -32,7 +31,7 @@ _LIST_OF_TEXTS = {"finalizers"}
 _DIRECTIVE = "$patch"
 
 
-def merged(original: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+def merged(original: Mapping[str, object], patch: Mapping[str, object]) -> dict[str, object]:
     """`original` with `patch` over it; neither is changed.
 
     Raises:
@@ -53,7 +52,7 @@ def merged(original: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def _merged_value(key: str, original: Any, patch: Any) -> Any:
+def _merged_value(key: str, original: object, patch: object) -> object:
     if isinstance(patch, Mapping):
         if original is not None and not isinstance(original, Mapping):
             raise ValueError(f"{key} is a {type(original).__name__}, and an object cannot be merged into it")
@@ -71,7 +70,7 @@ def _merged_value(key: str, original: Any, patch: Any) -> Any:
     return copy.deepcopy(patch)
 
 
-def _merged_list(name: str, key: str, original: list[Any], patch: list[Any]) -> list[Any]:
+def _merged_list(name: str, key: str, original: list[object], patch: list[object]) -> list[object]:
     if any(isinstance(item, Mapping) and item == {_DIRECTIVE: "replace"} for item in patch):
         return [_plain(item) for item in patch if item != {_DIRECTIVE: "replace"}]
     result = copy.deepcopy(original)
@@ -88,12 +87,14 @@ def _merged_list(name: str, key: str, original: list[Any], patch: list[Any]) -> 
         elif place is None:
             added.append(_plain(item))
         else:
-            result[place] = merged(result[place], item)
+            former = result[place]
+            assert isinstance(former, Mapping), "only objects have a key"
+            result[place] = merged(former, item)
     # The API server puts new elements first; what is there keeps its order.
     return added + result
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A copy without directives and nulls."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if key != _DIRECTIVE and item is not None}

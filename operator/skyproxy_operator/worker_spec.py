@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import NotRequired, TypedDict, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.units import limit_seconds, quantity
 from skyproxy_operator.names import claim_name
 from skyproxy_operator.pod_schema import form_problems
+
+_T = TypeVar("_T")
 
 MAX_NAME = 50
 # What device plugins and drivers call what computes: whole devices (nvidia.com/gpu), slices (nvidia.com/mig-1g.5gb),
@@ -61,6 +63,75 @@ class Gateway:
     parent: Mapping[str, str] | None = None
 
 
+class VolumeItem(TypedDict):
+    """A volume in a Compute's spec, as the schema of the custom resource has it."""
+
+    name: str
+    storage: str | int
+    path: str
+    accessMode: NotRequired[str | None]
+    storageClassName: NotRequired[str | None]
+    reclaimPolicy: NotRequired[str]
+
+
+class VariableItem(TypedDict):
+    """A variable in a Compute's spec; has a value, or says where one is from."""
+
+    name: str
+    value: NotRequired[str]
+    valueFrom: NotRequired[Mapping[str, object]]
+
+
+class RestartItem(TypedDict, total=False):
+    """The restart policy in a Compute's spec."""
+
+    maxRestarts: int
+    backoffSeconds: int
+    resetSeconds: int
+
+
+class GatewayItem(TypedDict, total=False):
+    """The gateway in a Compute's spec."""
+
+    enabled: bool
+    hostname: str | None
+    parentRef: Mapping[str, str] | None
+
+
+class SecretItem(TypedDict):
+    """A reference to a secret of the Compute's namespace."""
+
+    name: str
+
+
+class SpecItem(TypedDict, total=False):
+    """The spec of a Compute, as the API server lets it through: the schema of the custom resource holds these types."""
+
+    image: str | None
+    resources: Mapping[str, str | int] | None
+    nodes: int
+    procsPerNode: int
+    port: int
+    volumes: list[VolumeItem] | None
+    env: list[VariableItem] | None
+    envFrom: list[Mapping[str, object]] | None
+    command: list[str] | None
+    args: list[str] | None
+    tolerations: list[Mapping[str, object]] | None
+    nodeSelector: Mapping[str, str] | None
+    affinity: Mapping[str, object] | None
+    priorityClassName: str | None
+    serviceAccountName: str | None
+    imagePullSecrets: list[SecretItem] | None
+    sharedMemory: str | int
+    podTemplate: Mapping[str, object] | None
+    idleTimeout: float | str | None
+    maxLifetime: float | str | None
+    suspend: bool
+    restartPolicy: RestartItem | None
+    gateway: GatewayItem | None
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """A checked spec. Fields keep the form that pods have for them where nothing has to be known about them."""
@@ -71,18 +142,18 @@ class WorkerSpec:
     procs_per_node: int = 1
     port: int = 8765
     volumes: tuple[Volume, ...] = ()
-    env: tuple[Mapping[str, Any], ...] = ()
-    env_from: tuple[Mapping[str, Any], ...] = ()
+    env: tuple[VariableItem, ...] = ()
+    env_from: tuple[Mapping[str, object], ...] = ()
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
-    tolerations: tuple[Mapping[str, Any], ...] = ()
+    tolerations: tuple[Mapping[str, object], ...] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    affinity: Mapping[str, Any] = field(default_factory=dict)
+    affinity: Mapping[str, object] = field(default_factory=dict)
     priority_class: str | None = None
     service_account: str | None = None
     image_pull_secrets: tuple[str, ...] = ()
     shared_memory: str = "2Gi"
-    pod_template: Mapping[str, Any] = field(default_factory=dict)
+    pod_template: Mapping[str, object] = field(default_factory=dict)
     # What follows can change while the pods run.
     idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
     max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
@@ -91,7 +162,7 @@ class WorkerSpec:
     gateway: Gateway | None = field(default=None, metadata={"pod": False})
 
     @classmethod
-    def parse(cls, name: str, spec: Mapping[str, Any]) -> WorkerSpec:
+    def parse(cls, name: str, spec: SpecItem) -> WorkerSpec:
         """The spec of the Compute called `name`.
 
         Raises:
@@ -159,7 +230,7 @@ class WorkerSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
+def problems(name: str, spec: SpecItem) -> Iterator[str]:
     """Everything that is wrong with a spec that the schema lets through, a line each."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         yield (
@@ -173,19 +244,19 @@ def problems(name: str, spec: Mapping[str, Any]) -> Iterator[str]:
     yield from _volume_problems(name, spec.get("volumes") or ())
     yield from _variable_problems(spec.get("env") or ())
     yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
-    for key in ("idleTimeout", "maxLifetime"):
-        yield from _problem(f"spec.{key}", limit_seconds, spec.get(key))
+    for key, limit in (("idleTimeout", spec.get("idleTimeout")), ("maxLifetime", spec.get("maxLifetime"))):
+        yield from _problem(f"spec.{key}", limit_seconds, limit)
     yield from _template_problems(spec.get("podTemplate") or {})
 
 
-def _problem(where: str, check: Callable[[Any], object], value: object) -> Iterator[str]:
+def _problem(where: str, check: Callable[[_T], object], value: _T) -> Iterator[str]:
     try:
         check(value)
     except ValueError as exc:
         yield f"{where}: {exc}"
 
 
-def _resource_problems(resources: Mapping[str, Any]) -> Iterator[str]:
+def _resource_problems(resources: Mapping[str, object]) -> Iterator[str]:
     for name, value in resources.items():
         where = f"spec.resources[{name}]"
         bad = list(_problem(where, quantity, value))
@@ -195,7 +266,7 @@ def _resource_problems(resources: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}: {value!r} is not whole, and devices come in whole numbers"
 
 
-def _volume_problems(compute: str, volumes: Any) -> Iterator[str]:
+def _volume_problems(compute: str, volumes: Iterable[VolumeItem]) -> Iterator[str]:
     seen: dict[str, str] = {}
     for volume in volumes:
         where = f"spec.volumes[{volume['name']}]"
@@ -212,7 +283,7 @@ def _volume_problems(compute: str, volumes: Any) -> Iterator[str]:
         seen.setdefault(path, volume["name"])
 
 
-def _variable_problems(variables: Any) -> Iterator[str]:
+def _variable_problems(variables: Iterable[VariableItem]) -> Iterator[str]:
     for variable in variables:
         where = f"spec.env[{variable['name']}]"
         if "value" in variable and "valueFrom" in variable:
@@ -221,7 +292,7 @@ def _variable_problems(variables: Any) -> Iterator[str]:
             yield f"{where}: it is set by the operator"
 
 
-def _template_problems(template: Mapping[str, Any]) -> Iterator[str]:
+def _template_problems(template: Mapping[str, object]) -> Iterator[str]:
     for key in sorted(template.keys() - {"metadata", "spec"}):
         yield f"spec.podTemplate.{key}: a pod template has metadata and spec only"
     wrong = [key for key in ("metadata", "spec") if not isinstance(template.get(key, {}), Mapping | None)]
@@ -231,7 +302,7 @@ def _template_problems(template: Mapping[str, Any]) -> Iterator[str]:
         yield from form_problems(template, "spec.podTemplate")
 
 
-def _volume(item: Mapping[str, Any], nodes: int) -> Volume:
+def _volume(item: VolumeItem, nodes: int) -> Volume:
     return Volume(
         name=item["name"],
         storage=str(item["storage"]),
@@ -242,7 +313,7 @@ def _volume(item: Mapping[str, Any], nodes: int) -> Volume:
     )
 
 
-def _restart(item: Mapping[str, Any]) -> RestartPolicy:
+def _restart(item: RestartItem) -> RestartPolicy:
     default = RestartPolicy()
     return RestartPolicy(
         max_restarts=item.get("maxRestarts", default.max_restarts),
@@ -251,5 +322,5 @@ def _restart(item: Mapping[str, Any]) -> RestartPolicy:
     )
 
 
-def _gateway(item: Mapping[str, Any]) -> Gateway | None:
+def _gateway(item: GatewayItem) -> Gateway | None:
     return Gateway(item.get("hostname"), item.get("parentRef")) if item.get("enabled") else None

@@ -14,6 +14,7 @@ from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.ending import end
 from skyproxy.kubernetes.explain import explain
+from skyproxy.kubernetes.objects import EventObject, PodObject
 from skyproxy.kubernetes.reach import reach_by_name
 from skyproxy.kubernetes.rotation import rotate_token
 
@@ -101,7 +102,10 @@ class ClusterFleet:
 
 
 def _row(
-    compute: Mapping[str, Any], address: ClusterAddress, pods: list[Any] | None = None, events: list[Any] | None = None
+    compute: Mapping[str, Any],
+    address: ClusterAddress,
+    pods: list[PodObject] | None = None,
+    events: list[EventObject] | None = None,
 ) -> WorkerRow:
     found = explain(compute, pods or [], events or [])
     status, metadata = compute.get("status") or {}, compute["metadata"]

@@ -44,7 +44,7 @@ def fail(message: str, code: ExitCode = ExitCode.USAGE) -> NoReturn:
     raise typer.Exit(int(code))
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """The result for programs."""
     typer.echo(json.dumps(value, indent=2, default=str))
 

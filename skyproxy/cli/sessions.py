@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, Provider, address_of, complete_worker
+from skyproxy.cli.arguments import (
+    Json,
+    Kubeconfig,
+    KubeContext,
+    Namespace,
+    Provider,
+    ProviderName,
+    address_of,
+    complete_worker,
+)
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.fleet import Access
@@ -79,7 +88,7 @@ def end(
     note(f"The session {session} has ended; its memory is free.")
 
 
-def _ask(on: str | None, provider: Any, address: ClusterAddress, control: str, *arguments: str) -> Any:
+def _ask(on: str | None, provider: ProviderName | None, address: ClusterAddress, control: str, *arguments: str) -> Any:
     async def find() -> Access:
         chosen = access_of_environment() if on is None and provider is None and not address.options else None
         if chosen is not None:

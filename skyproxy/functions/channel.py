@@ -310,7 +310,7 @@ class Channel:
             self._transport.close()
 
 
-def _are_tables(value: dict[str, Any], count: int) -> bool:
+def _are_tables(value: dict[str, object], count: int) -> bool:
     """Return whether an event says as it must what its pieces are."""
     rows, bases = value.get("tensors"), value["bases"]
     if type(rows) is not list or type(bases) is not list or len(bases) >= count:

@@ -16,7 +16,7 @@ class Items:
         self._waiting: deque[concurrent.futures.Future[object]] = deque()
         self._lock = threading.Lock()
 
-    def put(self, item: Any) -> None:
+    def put(self, item: object) -> None:
         with self._lock:
             while self._waiting:
                 future = self._waiting.popleft()
@@ -27,7 +27,7 @@ class Items:
                 return
         future.set_result(item)
 
-    def put_back(self, item: Any) -> None:
+    def put_back(self, item: object) -> None:
         """Make an item the next one again."""
         with self._lock:
             self._ready.appendleft(item)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -90,7 +89,7 @@ class Payload:
         return cls(name, pickled, sessions[0] if sessions else None, code)
 
     @property
-    def tables(self) -> dict[str, Any]:
+    def tables(self) -> dict[str, object]:
         """The tables that must travel with the pieces."""
         if self.code is None:
             return self.pickled.tables

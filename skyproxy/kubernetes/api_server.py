@@ -143,7 +143,7 @@ class ApiServer:
         method: str,
         path: str,
         query: Query,
-        body: Any,
+        body: object,
         content_type: str,
         total_seconds: float | None,
         silence_seconds: float | None = None,

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyproxy.errors import ClusterError
 from skyproxy.kubernetes.api_server import GROUP, ApiServer, Manifest, refused
+from skyproxy.kubernetes.objects import EventObject, PodObject
 
 logger = logging.getLogger("skyproxy.kubernetes")
 
@@ -93,15 +94,15 @@ class ClusterClient(ApiServer):
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def pods(self, name: str) -> list[Manifest]:
+    async def pods(self, name: str) -> list[PodObject]:
         """The Pods of a Compute."""
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         return list((await self.request("GET", path, query=[("labelSelector", f"{COMPUTE_LABEL}={name}")]))["items"])
 
-    async def events(self, name: str) -> list[Manifest]:
+    async def events(self, name: str) -> list[EventObject]:
         """The events on a Compute and its Pods, oldest first."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        found: list[Manifest] = []
+        found: list[EventObject] = []
         for item in (await self.request("GET", path)).get("items", ()):
             target = item.get("involvedObject", {})
             own = target.get("kind") == "Compute" and target.get("name") == name

@@ -10,6 +10,7 @@ from typing import Any
 from skyproxy.errors import ClusterError
 from skyproxy.kubernetes.api_server import Manifest
 from skyproxy.kubernetes.client import ClusterClient
+from skyproxy.kubernetes.objects import Metadata, PodObject
 
 _LOOK_SECONDS = 0.5
 _OVERDUE_SECONDS = 10.0
@@ -74,7 +75,7 @@ async def end(
     )
 
 
-async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[Manifest]]:
+async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[PodObject]]:
     """Return what is left of a Compute, and of its Pods as far as we may look at them."""
     compute = await client.get(name)
     if compute is not None and compute["metadata"].get("uid") != uid:
@@ -90,7 +91,7 @@ async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | 
     ]
 
 
-async def _force(client: ClusterClient, pods: Sequence[Manifest]) -> None:
+async def _force(client: ClusterClient, pods: Sequence[PodObject]) -> None:
     for pod in pods:
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
         path = f"/api/v1/namespaces/{client.namespace}/pods/{pod['metadata']['name']}"
@@ -103,7 +104,7 @@ async def _force(client: ClusterClient, pods: Sequence[Manifest]) -> None:
 
 
 def waited_for(
-    compute: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: datetime | None = None
+    compute: Mapping[str, Any] | None, pods: Sequence[PodObject], now: datetime | None = None
 ) -> Iterator[str]:
     """Yield what keeps a Compute that was deleted, a sentence each; pure.
 
@@ -115,19 +116,19 @@ def waited_for(
     now = now or datetime.now(UTC)
     for pod in pods:
         yield _pod_text(pod, now)
-    if compute is not None and (foreign := _finalizers(compute)):
+    if compute is not None and (foreign := _finalizers(compute["metadata"])):
         yield f"The Compute has the finalizer {foreign}, which must be removed by whoever set it."
     elif compute is not None and not pods:
         yield "Kubernetes has not removed the Compute yet: its controller manager does that."
 
 
-def _pod_text(pod: Mapping[str, Any], now: datetime) -> str:
+def _pod_text(pod: PodObject, now: datetime) -> str:
     metadata = pod["metadata"]
     name, due = metadata["name"], metadata.get("deletionTimestamp")
     machine = (pod.get("spec") or {}).get("nodeName", "")
     if not due:
         return f"Pod {name} has not been told to end yet: Kubernetes' controller manager does that."
-    if foreign := _finalizers(pod):
+    if foreign := _finalizers(metadata):
         return f"Pod {name} has the finalizer {foreign}, which must be removed by whoever set it."
     if _silent_machine(pod):
         return (
@@ -141,11 +142,11 @@ def _pod_text(pod: Mapping[str, Any], now: datetime) -> str:
     return f"Pod {name} is ending."
 
 
-def _finalizers(item: Mapping[str, Any]) -> str:
-    return ", ".join(set(item["metadata"].get("finalizers") or ()) - _OWN_FINALIZERS)
+def _finalizers(metadata: Metadata) -> str:
+    return ", ".join(set(metadata.get("finalizers") or ()) - _OWN_FINALIZERS)
 
 
-def _silent_machine(pod: Mapping[str, Any]) -> bool:
+def _silent_machine(pod: PodObject) -> bool:
     """Return whether the node controller has said of a Pod that is being deleted that its machine does not answer.
 
     It writes Ready=False over what the kubelet said last, and leaves ContainersReady as it was; older ones wrote

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from skyproxy.kubernetes.objects import Condition, EventObject, Metadata, PodObject
+
 _OPERATOR_GRACE_SECONDS = 10.0
 _SHOWN_EVENTS = 5
 
@@ -60,8 +62,8 @@ _HINTS = {
 
 def explain(
     compute: Mapping[str, Any],
-    pods: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
+    pods: Sequence[PodObject],
+    events: Sequence[EventObject],
     *,
     now: datetime | None = None,
 ) -> Explanation:
@@ -75,14 +77,14 @@ def explain(
     """
     status = compute.get("status") or {}
     metadata = compute["metadata"]
-    conditions = {row["type"]: row for row in status.get("conditions", ())}
+    conditions: dict[str, Condition] = {row["type"]: row for row in status.get("conditions", ())}
     phase = status.get("phase") or "Pending"
     current = status.get("observedGeneration", 0) >= metadata.get("generation", 0)
     warnings = tuple(_event_text(item) for item in events if item.get("type") == "Warning")[-_SHOWN_EVENTS:]
     if metadata.get("deletionTimestamp"):
         return Explanation("Terminating", False, True, "Terminating", "it is being deleted", "", warnings)
-    ready = conditions.get("Ready", {})
-    if ready.get("status") == "True" and phase == "Running" and current:
+    ready = conditions.get("Ready")
+    if ready is not None and ready.get("status") == "True" and phase == "Running" and current:
         return Explanation(phase, True, False, "Ready", "it accepts clients")
     reason, text = _cause(conditions, pods, current)
     if not status and not pods:
@@ -95,9 +97,7 @@ def explain(
     return Explanation(phase, False, failed, reason or phase, text or f"it is {phase.lower()}", hint, warnings)
 
 
-def _cause(
-    conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]], current: bool
-) -> tuple[str, str]:
+def _cause(conditions: Mapping[str, Condition], pods: Sequence[PodObject], current: bool) -> tuple[str, str]:
     if not current and conditions:
         return "Progressing", "the operator has not seen the latest change yet"
     # The most specific first: what cannot be placed is not ready either, and that is no news.
@@ -112,14 +112,14 @@ def _cause(
     return "", ""
 
 
-def _pod_cause(pod: Mapping[str, Any]) -> tuple[str, str] | None:
+def _pod_cause(pod: PodObject) -> tuple[str, str] | None:
     status = pod.get("status", {})
     for row in status.get("conditions", ()):
         if row.get("type") == "PodScheduled" and row.get("status") == "False":
             return str(row.get("reason", "Unschedulable")), str(row.get("message", "no node has room for it"))
-    for row in status.get("containerStatuses", ()):
-        waiting = row.get("state", {}).get("waiting")
-        ended = row.get("state", {}).get("terminated") or row.get("lastState", {}).get("terminated")
+    for container in status.get("containerStatuses", ()):
+        waiting = container.get("state", {}).get("waiting")
+        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return waiting["reason"], str(waiting.get("message") or waiting["reason"])
         if ended:
@@ -131,13 +131,13 @@ def _pod_cause(pod: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _event_text(event: Mapping[str, Any]) -> str:
+def _event_text(event: EventObject) -> str:
     target = event.get("involvedObject", {})
     count = f" (x{event['count']})" if (event.get("count") or 1) > 1 else ""
     return f"{target.get('kind', '')} {target.get('name', '')}: {event.get('message', '').strip()}{count}"
 
 
-def _age_seconds(metadata: Mapping[str, Any], now: datetime | None) -> float:
+def _age_seconds(metadata: Metadata, now: datetime | None) -> float:
     stamp = metadata.get("creationTimestamp")
     if not stamp:
         return 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.client import ClusterClient
+from skyproxy.kubernetes.objects import Container, NodeObject, PodObject
 
 _PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "gpu.intel.com/product")
 _MEMORY_LABEL = "nvidia.com/gpu.memory"
@@ -43,7 +43,7 @@ class NodeGpus:
         return max(0, self.total - self.used) if self.schedulable else 0
 
 
-def inventory(nodes: Iterable[Mapping[str, Any]], pods: Sequence[Mapping[str, Any]]) -> list[NodeGpus]:
+def inventory(nodes: Iterable[NodeObject], pods: Sequence[PodObject]) -> list[NodeGpus]:
     """The GPUs of nodes, from what the API server says of nodes and Pods; pure."""
     rows = []
     for node in nodes:
@@ -85,7 +85,7 @@ async def cluster_gpus(client: ClusterClient) -> list[NodeGpus]:
     return inventory(nodes, pods)
 
 
-async def placement(client: ClusterClient, gpu_type: str) -> dict[str, Any]:
+async def placement(client: ClusterClient, gpu_type: str) -> dict[str, object]:
     """The affinity that places a Pod on GPUs of a kind.
 
     Args:
@@ -124,7 +124,7 @@ def matching_products(rows: Sequence[NodeGpus], gpu_type: str) -> tuple[str, lis
     return label, found
 
 
-def affinity(label: str, products: Sequence[str]) -> dict[str, Any]:
+def affinity(label: str, products: Sequence[str]) -> dict[str, object]:
     """The affinity to nodes whose label is one of the products."""
     term = {"matchExpressions": [{"key": label, "operator": "In", "values": list(products)}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
@@ -138,8 +138,8 @@ def _is_gpu(resource: str) -> bool:
     return resource.endswith("/gpu") or resource.startswith(_MIG_PREFIX) or "/gpu." in resource
 
 
-def _requested(pod: Mapping[str, Any], resource: str) -> int:
-    def of(containers: Iterable[Mapping[str, Any]]) -> list[int]:
+def _requested(pod: PodObject, resource: str) -> int:
+    def of(containers: Iterable[Container]) -> list[int]:
         return [int(c.get("resources", {}).get("requests", {}).get(resource, 0)) for c in containers]
 
     return max(sum(of(pod["spec"].get("containers", ()))), *of(pod["spec"].get("initContainers", ())), 0)

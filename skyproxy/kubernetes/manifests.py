@@ -94,7 +94,7 @@ def _identity(item: Manifest) -> tuple[str, str, str]:
     return item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]
 
 
-def _merged(base: Any, patch: Any) -> Any:
+def _merged(base: object, patch: object) -> Any:
     """A strategic merge: maps by key, lists of named things by name, other lists replaced."""
     if isinstance(base, dict) and isinstance(patch, dict):
         result = copy.deepcopy(base)

@@ -44,11 +44,11 @@ def compute_manifest(
     *,
     namespace: str | None = None,
     image: str | None = None,
-    resources: Mapping[str, Any] | None = None,
+    resources: Mapping[str, object] | None = None,
     nodes: int = 1,
     procs_per_node: int = 1,
-    volumes: Iterable[Mapping[str, Any]] = (),
-    env: Mapping[str, Any] | None = None,
+    volumes: Iterable[Mapping[str, object]] = (),
+    env: Mapping[str, object] | None = None,
     idle_timeout_seconds: float | None = None,
     max_lifetime_seconds: float | None = None,
     **more: Any,
@@ -78,7 +78,7 @@ def compute_manifest(
         raise ConfigurationError(
             f"a Compute has no {', '.join(unknown)}. Besides the usual, it has: {', '.join(sorted(_SPEC_FIELDS))}."
         )
-    spec: dict[str, Any] = {"nodes": nodes}
+    spec: dict[str, object] = {"nodes": nodes}
     if procs_per_node > 1:
         spec["procsPerNode"] = procs_per_node
     if image:
@@ -103,7 +103,7 @@ def _limit_text(seconds: float) -> str:
     return duration_text(math.ceil(seconds))
 
 
-def _quantity(name: str, value: Any) -> str:
+def _quantity(name: str, value: object) -> str:
     text = str(value).strip()
     quantity(text, f"resources: {name}")
     if name.startswith(_WHOLE_DEVICES) and not text.isdigit():
@@ -127,7 +127,7 @@ def _volume(row: Mapping[str, Any]) -> dict[str, str]:
     return {**{key: str(value) for key, value in row.items()}, "storage": _quantity(row["name"], row["storage"])}
 
 
-def _variable(name: str, value: Any) -> dict[str, Any]:
+def _variable(name: str, value: object) -> dict[str, object]:
     if not _VARIABLE.fullmatch(name):
         raise ConfigurationError(f"{name!r} cannot name an environment variable.")
     if name in ("SKYPROXY_TOKEN", "COMPUTE_POOL"):

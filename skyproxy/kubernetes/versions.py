@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from skyproxy.errors import ClusterError
 
@@ -12,7 +11,7 @@ MINIMUM = (1, 20)
 """The oldest version on which skyproxy was tried; server-side apply and what custom resources need came before."""
 
 
-def check_version(answer: Mapping[str, Any]) -> str:
+def check_version(answer: Mapping[str, object]) -> str:
     """Check what an API server says at /version.
 
     Returns:

@@ -73,7 +73,7 @@ def _set_by(node: ast.AST) -> Iterator[str]:
         yield from _set_by(child)
 
 
-def inputs_of(cell: Cell, namespace: Mapping[str, object], hidden: Mapping[str, object]) -> dict[str, Any]:
+def inputs_of(cell: Cell, namespace: Mapping[str, object], hidden: Mapping[str, object]) -> dict[str, object]:
     """Those of a notebook's variables that a cell may read.
 
     Args:
@@ -88,7 +88,7 @@ def inputs_of(cell: Cell, namespace: Mapping[str, object], hidden: Mapping[str, 
     }
 
 
-def run_cell(cell: Cell, variables: dict[str, Any], filename: str) -> dict[str, object]:
+def run_cell(cell: Cell, variables: dict[str, object], filename: str) -> dict[str, object]:
     """Runs a cell; on the worker.
 
     Args:
@@ -101,7 +101,7 @@ def run_cell(cell: Cell, variables: dict[str, Any], filename: str) -> dict[str, 
     """
     linecache.cache[filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), filename)
     tree = ast.parse(cell.source, filename)
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins, **variables}
+    namespace: dict[str, object] = {"__name__": "__main__", "__builtins__": builtins, **variables}
     last = tree.body[-1] if tree.body else None
     value: Any = None
     if isinstance(last, ast.Expr):

@@ -28,7 +28,7 @@ def reduce_exception(error: BaseException) -> object:
     return make_exception, (kind, arguments, state)
 
 
-def make_exception(kind: type[BaseException], arguments: tuple[object, ...], state: Any) -> BaseException:
+def make_exception(kind: type[BaseException], arguments: tuple[object, ...], state: object) -> BaseException:
     """Make an exception from its `args` and attributes, without the `__init__` that its class has written in Python."""
     error: Any = kind.__new__(kind, *arguments)
     # The nearest one in C sets what `__new__` leaves to it, such as the `errno` of an OSError.

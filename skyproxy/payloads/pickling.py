@@ -53,7 +53,7 @@ class Pickled:
     not_plain: str = ""
 
     @property
-    def tables(self) -> dict[str, Any]:
+    def tables(self) -> dict[str, object]:
         """The tables that must travel with the pieces."""
         tables = {"tensors": self.tensors, "bases": self.bases, "form": self.form}
         return {**tables, "not_plain": self.not_plain} if self.not_plain else tables

@@ -14,7 +14,7 @@ import pathlib
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from pathlib import PurePath
 
 MAX_DEPTH = 300
 """Of lists in lists; both sides walk through them by recursion."""
@@ -22,9 +22,9 @@ HEAD = struct.Struct("<Q")
 """The bytes of the structure, before it; the atoms are behind it."""
 ATOMS = frozenset({type(None), bool, float, str, bytes})
 """Beside integers of 64 bits."""
-FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
+FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
 """Types that the `default_factory` of a defaultdict may be."""
-PATHS: dict[str, Any] = {
+PATHS: dict[str, type[PurePath]] = {
     kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 }
 

@@ -9,7 +9,7 @@ import fractions
 import types
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -20,6 +20,8 @@ from skyproxy.payloads import rebuilding
 from skyproxy.payloads.plain import ATOMS, FACTORIES, HEAD, MAX_DEPTH, PATHS, Code
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import Row, TensorReader
+
+T = TypeVar("T")
 
 
 class PlainReader:
@@ -43,7 +45,7 @@ class PlainReader:
         self._codes: list[Any] = []
         self._atoms: list[Any] = []
         self._code = self._atom = 0
-        self._made: list[Any] = []
+        self._made: list[object] = []
         self._depth = self._hashed = 0
 
     def read(self) -> Any:
@@ -107,7 +109,7 @@ class PlainReader:
             raise TypeError("something else in place of a string")
         return value
 
-    def made(self, value: object) -> Any:
+    def made(self, value: T) -> T:
         """Take note of a value that may be named again; return it."""
         self._made.append(value)
         return value
@@ -170,14 +172,14 @@ def _get_list(reader: PlainReader) -> list[object]:
     count, value = reader.number(), reader.made([])
     for item in reader.several(count):
         value.append(item)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _get_tuple(reader: PlainReader) -> tuple[object, ...]:
     items: list[object] = []
     for item in reader.several(reader.number()):
         items.append(item)
-    return reader.made(tuple(items))  # type: ignore[no-any-return]
+    return reader.made(tuple(items))
 
 
 def _get_atom_dict(reader: PlainReader) -> dict[object, object]:
@@ -325,12 +327,12 @@ def _get_namespace(reader: PlainReader) -> types.SimpleNamespace:
     count, value = reader.number(), reader.made(types.SimpleNamespace())
     for name, item in reader.pairs(count):
         vars(value)[str(name)] = item
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _get_dataclass(reader: PlainReader) -> object:
     count, module, qualname = reader.number(), reader.text(), reader.text()
-    value = reader.made(object.__new__(rebuilding.find_dataclass(module, qualname)))
+    value: object = reader.made(object.__new__(rebuilding.find_dataclass(module, qualname)))
     for _ in range(count):
         name = reader.text()
         rebuilding.set_field(value, name, reader.get())
@@ -356,7 +358,7 @@ def _get_exception(reader: PlainReader) -> Exception:
         error = rebuilding.build_exception(kind, arguments, state)
     except Exception as problem:
         raise UnknownClassError(f"{module}.{qualname}: {text:.200}") from problem
-    return reader.made(error)  # type: ignore[no-any-return]
+    return reader.made(error)
 
 
 _READERS: dict[int, Callable[[PlainReader], object]] = {

@@ -10,7 +10,7 @@ import fractions
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ class PlainWriter:
     def __init__(self, refer: Refer) -> None:
         self._tensors = TensorTable(refer)
         self._codes: list[int] = []
-        self._atoms: list[Any] = []
-        self._buffers: list[Any] = []
+        self._atoms: list[object] = []
+        self._buffers: list[Buffer] = []
         self._known: dict[int, int] = {}
         self._count = 0
         self._keep: list[object] = []
@@ -103,7 +103,7 @@ class PlainWriter:
             self._codes.append(Code.BIG_INT)
             self._atoms.append(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
-    def note(self, value: Any) -> None:
+    def note(self, value: object) -> None:
         """Give a value its number, by which it is named when it comes again. Called where the reader has made it."""
         self._known[id(value)] = self._count
         self._count += 1
@@ -112,16 +112,16 @@ class PlainWriter:
         """Write what follows is made into."""
         self._codes += (code, *numbers)
 
-    def atom(self, *values: Any) -> None:
+    def atom(self, *values: object) -> None:
         """Write atoms that belong to the code before."""
         self._atoms += values
 
-    def buffer(self, content: Any) -> int:
+    def buffer(self, content: Buffer) -> int:
         """Have bytes travel beside the document; return their number."""
         self._buffers.append(content)
         return len(self._buffers) - 1
 
-    def part(self, value: Any, place: str) -> None:
+    def part(self, value: object, place: str) -> None:
         """Write a part of the present value; `place` leads there, as in an expression."""
         self._path.append(place)
         try:
@@ -141,7 +141,7 @@ class PlainWriter:
             return False
         return True
 
-    def attributes(self, items: dict[Any, object]) -> None:
+    def attributes(self, items: Mapping[str, object]) -> None:
         """Write those of a value's attributes that are plain data, and how many they are."""
         place, written = len(self._codes), 0
         self._codes.append(0)
@@ -184,7 +184,7 @@ class PlainWriter:
         self.note(value)
 
 
-def _packed(values: list[Any]) -> bytes:
+def _packed(values: Sequence[object]) -> bytes:
     """The values as a run of msgpack: as a list, without what would say that it is one."""
     packed = msgpack.packb(values, unicode_errors="surrogatepass")
     count = len(values)
@@ -216,7 +216,7 @@ def _only_atoms(values: Iterable[object]) -> bool:
     return kinds <= ATOMS
 
 
-def _put_list(writer: PlainWriter, value: list[Any]) -> None:
+def _put_list(writer: PlainWriter, value: list[object]) -> None:
     writer.note(value)
     if _only_atoms(value):
         writer.begin(Code.ATOM_LIST, len(value))
@@ -365,7 +365,7 @@ def _put_dataclass(writer: PlainWriter, value: object) -> None:
         writer.part(item, f".{name}")
 
 
-def _put_named_tuple(writer: PlainWriter, value: Any) -> None:
+def _put_named_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
     if not rebuilding.may_be_the_programs(type(value)):
         raise NotPlainError(rebuilding.full_name(type(value)), writer._path)
     writer.begin(Code.NAMED_TUPLE, len(value))
@@ -373,7 +373,7 @@ def _put_named_tuple(writer: PlainWriter, value: Any) -> None:
     writer.inside(value, lambda: writer.parts(value))
 
 
-def _put_return_type(writer: PlainWriter, value: Any) -> None:
+def _put_return_type(writer: PlainWriter, value: tuple[object, ...]) -> None:
     writer.begin(Code.RETURN_TYPE, len(value))
     writer.atom(type(value).__name__)
     writer.inside(value, lambda: writer.parts(value))
@@ -460,7 +460,7 @@ def _single(code: Code, atoms: Callable[[Any], Sequence[object]]) -> Callable[[P
     return put
 
 
-def _put_datetime(writer: PlainWriter, value: Any) -> None:
+def _put_datetime(writer: PlainWriter, value: datetime.datetime | datetime.time) -> None:
     if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
         raise NotPlainError(rebuilding.full_name(type(value.tzinfo)), writer._path)
     writer.begin(Code.DATETIME if type(value) is datetime.datetime else Code.TIME)

@@ -25,7 +25,7 @@ _END_LOOPS = (StopIteration, StopAsyncIteration)
 """Exceptions that end a loop of whoever calls us, without a word."""
 _C_DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _PROGRAM = frozenset({"__main__", "__mp_main__"})
-RETURN_TYPES: dict[str, Any] = {
+RETURN_TYPES: dict[str, type] = {
     kind.__name__: kind
     for kind in vars(torch.return_types).values()
     if isinstance(kind, type) and issubclass(kind, tuple)
@@ -107,7 +107,7 @@ def find_dataclass(module: str, qualname: str) -> type:
     return kind
 
 
-def set_field(value: Any, name: Any, content: Any) -> None:
+def set_field(value: object, name: object, content: object) -> None:
     """Give an object that `find_dataclass`'s class was the type of one of its fields.
 
     Raises:

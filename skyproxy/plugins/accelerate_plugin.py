@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS, abort_process_group, process_group
@@ -12,6 +12,10 @@ from skyproxy.plugins.requirements import requirement, with_requirements
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import environment
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class AcceleratePlugin(Plugin):
     def name(self) -> str:
         return "accelerate"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds accelerate."""
         return with_requirements(image, [requirement("accelerate", self.version)])
 

@@ -6,12 +6,16 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skyproxy.plugins.requirements import requirement, with_requirements
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import environment
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 logger = logging.getLogger("skyproxy")
 
@@ -39,7 +43,7 @@ class HuggingFacePlugin(Plugin):
     def name(self) -> str:
         return "huggingface"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds the libraries."""
         return with_requirements(image, [requirement("transformers", self.version), "datasets", "tokenizers"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS
@@ -13,6 +13,10 @@ from skyproxy.plugins.requirements import has_cuda, requirement, with_requiremen
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import environment, port_for
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 _SHUTDOWN_SECONDS = 10
 
@@ -44,7 +48,7 @@ class JaxPlugin(Plugin):
     def name(self) -> str:
         return "jax"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds jax, with its CUDA wheels where they can be used."""
         package = f"jax[{self.cuda}]" if has_cuda(cluster) else "jax"
         return with_requirements(image, [requirement(package, self.version)])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.requirements import requirement, with_requirements
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class JoblibPlugin(Plugin):
     def name(self) -> str:
         return "joblib"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds joblib."""
         return with_requirements(image, [requirement("joblib", self.version)])
 
@@ -47,13 +51,13 @@ class JoblibPlugin(Plugin):
 
         joblib.register_parallel_backend("sky", SkyBackend)
 
-    def around_client(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+    def around_client(self, pool: object) -> contextlib.AbstractContextManager[Any]:
         """`Parallel` without a word about its backend uses the pool, on the thread of the `with` block."""
         return _by_default(pool, self.n_jobs)
 
 
 @contextlib.contextmanager
-def _by_default(pool: Any, n_jobs: int) -> Iterator[None]:
+def _by_default(pool: object, n_jobs: int) -> Iterator[None]:
     try:
         import joblib
     except ModuleNotFoundError as error:

@@ -7,13 +7,17 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.requirements import requirement, with_requirements
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import environment
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 _BACKENDS = ("jax", "torch", "tensorflow", "openvino", "numpy")
 
@@ -44,7 +48,7 @@ class KerasPlugin(Plugin):
     def name(self) -> str:
         return "keras"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds keras; the backend's own plugin brings the backend, with the right wheels."""
         return with_requirements(image, [requirement("keras", self.version)])
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from skyproxy.errors import ConfigurationError
 
-I = TypeVar("I")  # noqa: E741 - an Image; its class is not imported here, for workers load this module too
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image, PipIndex
+
 
 _CONSTRAINT = re.compile(r"\s*(===|==|~=|!=|<=|>=|<|>)\s*[\w.]")
 _VERSION = re.compile(r"\s*v?\d[\w.!+*-]*\s*")
@@ -36,31 +39,31 @@ def requirement(name: str, version: str) -> str:
     )
 
 
-def with_requirements(image: I, packages: Sequence[str], indexes: Sequence[object] = ()) -> I:
+def with_requirements(image: Image, packages: Sequence[str], indexes: Sequence[PipIndex] = ()) -> Image:
     """A copy of the image with more packages and indexes behind those it has; equal ones are not repeated.
 
     Raises:
         ConfigurationError: the image has locked requirements, and these are not among them.
     """
-    have: Any = image
-    if have.requirements is not None:
+    if image.requirements is not None:
+        assert isinstance(image.requirements, str), "an Image reads its file when it is made"
         from skyproxy.providers.locked_requirements import unmet
 
-        lacking = unmet(have.requirements, packages)
+        lacking = unmet(image.requirements, packages)
         if lacking:
             raise ConfigurationError(
                 f"Image(requirements=...): a plugin needs {', '.join(lacking)}. Add that to what you lock, and lock it "
                 "again."
             )
         packages = ()
-    return replace(  # type: ignore[no-any-return]
-        have,
-        pip=(*have.pip, *(package for package in packages if package not in have.pip)),
-        pip_indexes=(*have.pip_indexes, *(index for index in indexes if index not in have.pip_indexes)),
+    return replace(
+        image,
+        pip=(*image.pip, *(package for package in packages if package not in image.pip)),
+        pip_indexes=(*image.pip_indexes, *(index for index in indexes if index not in image.pip_indexes)),
     )
 
 
-def has_cuda(cluster: Any) -> bool:
+def has_cuda(cluster: Cluster) -> bool:
     """Return whether the nodes that are to be launched have an accelerator that CUDA runs on."""
     accelerator = cluster.spec.accelerator
     return bool(accelerator is not None and accelerator.metadata.get("cuda"))

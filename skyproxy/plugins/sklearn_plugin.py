@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skyproxy.plugins.joblib_plugin import JoblibPlugin
 from skyproxy.plugins.requirements import requirement, with_requirements
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,6 @@ class SklearnPlugin(JoblibPlugin):
     def name(self) -> str:
         return "sklearn"
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds scikit-learn, which brings joblib."""
         return with_requirements(image, [requirement("scikit-learn", self.version)])

@@ -6,13 +6,17 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS, abort_process_group, process_group
 from skyproxy.plugins.requirements import has_cuda, requirement, with_requirements
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.plugin import Plugin
+
+if TYPE_CHECKING:
+    from skyproxy.pools.specification import Cluster
+    from skyproxy.providers.image import Image
 
 WHEELS = "https://download.pytorch.org/whl"
 
@@ -56,7 +60,7 @@ class TorchPlugin(Plugin):
         wanted = {"torch": self.version, "torchvision": self.vision, "torchaudio": self.audio}
         return [requirement(package, version) for package, version in wanted.items() if version is not None]
 
-    def transform(self, image: Any, cluster: Any) -> Any:
+    def transform(self, image: Image, cluster: Cluster) -> Image:
         """Adds the packages, and the index of their wheels for these packages alone."""
         from skyproxy.providers.image import PipIndex, requirement_name
 

@@ -50,7 +50,7 @@ class ActorMethod:
         name: of the method.
     """
 
-    def __init__(self, owner: Any, calls: ActorCalls, name: str, function: Callable[..., object]) -> None:
+    def __init__(self, owner: object, calls: ActorCalls, name: str, function: Callable[..., object]) -> None:
         self.owner = owner
         self.name = name
         self.__name__ = name

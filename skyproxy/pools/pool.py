@@ -75,11 +75,11 @@ class Compute:
         procs_per_node: int | str = 1,
         vcpus: float | None = None,
         memory_gb: float | None = None,
-        resources: Mapping[str, object] | None = None,
+        resources: Mapping[str, Any] | None = None,
         image: Image | str | None = None,
         plugins: Sequence[Plugin] = (),
-        volumes: Sequence[Volume | Mapping[str, object]] = (),
-        env: Mapping[str, object] | None = None,
+        volumes: Sequence[Volume | Mapping[str, Any]] = (),
+        env: Mapping[str, Any] | None = None,
         concurrency: int = 1,
         retry: Retry | int | None = None,
         timeout: float | str = _DEFAULT_TIMEOUT_SECONDS,
@@ -321,7 +321,7 @@ class Compute:
         """The end of what a worker process itself wrote, apart from the output of functions."""
         return loop_thread().run(self.launched.logs(rank))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return what the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks"."""
         busy, waiting = self._running_scheduler().load()
         ranks = [

@@ -147,12 +147,12 @@ def end_of(stream: list[Any], position: int) -> int:
     return position + 1 + OPERANDS[stream[position]]
 
 
-Handler = Callable[[dict[int, Any], list[Any], int], int]
+Handler = Callable[[dict[int, object], list[Any], int], int]
 """`handler(slots, stream, position)` runs the command at `position` and returns the position of the next one."""
 
 
 def execute(
-    stream: list[Any], position: int, handlers: Sequence[object], slots: dict[int, Any], pause: object
+    stream: list[Any], position: int, handlers: Sequence[object], slots: dict[int, object], pause: object
 ) -> tuple[int, int, Exception | None]:
     """Run commands one after another until the stream ends, one fails, or there is reason to pause behind one.
 

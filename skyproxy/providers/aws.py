@@ -205,7 +205,7 @@ class AWS:
             lifetime_seconds=spec.max_lifetime_seconds,
             store=store,
         )
-        request: dict[str, Any] = {
+        request: dict[str, object] = {
             "ImageId": ami,
             "InstanceType": kind,
             "MinCount": spec.nodes,
@@ -259,7 +259,7 @@ class Instances:
         self._instances: list[dict[str, Any]] = []
         self._starting: asyncio.Task[None] | None = None
 
-    async def start(self, request: dict[str, Any], report: Report) -> None:
+    async def start(self, request: dict[str, object], report: Report) -> None:
         """Asks for the instances, and waits until every worker process accepts connections."""
         # Not interrupted halfway: what was asked for and not noted down would be paid for and forgotten.
         self._starting = asyncio.create_task(asyncio.to_thread(self._run, request))
@@ -309,7 +309,7 @@ class Instances:
             except Exception as error:
                 logger.warning("skyproxy: the SSM parameter %s was left behind: %s", self.parameter, error)
 
-    def _run(self, request: dict[str, object]) -> None:
+    def _run(self, request: dict[str, Any]) -> None:
         tags = [
             {"Key": "Name", "Value": self._name},
             {"Key": _POOL, "Value": self._spec.name},

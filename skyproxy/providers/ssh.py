@@ -52,7 +52,7 @@ class SshWorker:
         """Its name on the host, where workers of our other machines may be called the same."""
         return f"{self.name}-{installation_id()[:8]}"
 
-    def ask(self, operation: str, **request: Any) -> dict[str, Any]:
+    def ask(self, operation: str, **request: object) -> dict[str, Any]:
         """Run an operation of `ssh_remote` on the host.
 
         Raises:

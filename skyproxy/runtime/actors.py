@@ -19,7 +19,7 @@ class Actors:
         self._lock = threading.Lock()
         self._actors: dict[tuple[str, str], object] = {}
 
-    def put(self, session: str, identity: str, actor: Any) -> None:
+    def put(self, session: str, identity: str, actor: object) -> None:
         """Keep an actor under its name."""
         with self._lock:
             self._actors[session, identity] = actor

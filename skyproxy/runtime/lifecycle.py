@@ -106,7 +106,7 @@ class Lifecycle:
                 )
             manager.__enter__()
 
-        def leave(*exc_info: Any) -> None:
+        def leave(*exc_info: object) -> None:
             with reporting(plugin, hook, where + ", on the way out"):
                 manager.__exit__(None, None, None)
 

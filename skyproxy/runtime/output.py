@@ -7,9 +7,9 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TextIO, TypeVar, overload
 
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
@@ -152,7 +152,9 @@ def filtering(streams: tuple[str, ...], only: Only) -> Iterator[None]:
             _MUTED.reset(token)
 
 
-def filtered_generator(generator: Any, streams: tuple[str, ...], only: Only) -> Any:
+def filtered_generator(
+    generator: Generator[object, object, object], streams: tuple[str, ...], only: Only
+) -> Generator[object, object, object]:
     """`generator`, muted while it runs, and not while its consumer does."""
     step: Callable[[], object] = functools.partial(next, generator)
     while True:
@@ -175,7 +177,7 @@ def filtered_generator(generator: Any, streams: tuple[str, ...], only: Only) -> 
 class _Mutable:
     """A stream that swallows what a muted task writes; it stands in for streams that do not ask `muted` themselves."""
 
-    def __init__(self, stream: Any, name: str) -> None:
+    def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
         self._name = name
 
@@ -184,7 +186,7 @@ class _Mutable:
             return len(text)
         return int(self._stream.write(text) or 0)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 

@@ -164,7 +164,7 @@ def _take_items(array: Any, picked: Sequence[int] | slice, indices: Sequence[int
         return items
 
 
-def _rebuilt(array: Any, columns: dict[str, Any]) -> object:
+def _rebuilt(array: Any, columns: dict[str, object]) -> object:
     """A mapping like `array` with other columns; its own attributes stay where it knows how to copy itself."""
     try:
         rebuilt = array.copy()

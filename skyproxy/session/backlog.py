@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
@@ -119,7 +119,7 @@ class Backlogs:
 class TerminalLine:
     """One line of a terminal, written over and over, and gone in the end."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def update(self, text: str) -> None:

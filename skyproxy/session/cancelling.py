@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
@@ -23,7 +22,7 @@ class _Mark(Waiter):
         super().__init__()
         self.on_answer = on_answer
 
-    def set(self, value: Any, buffers: tuple[Buffer, ...] = ()) -> None:
+    def set(self, value: object, buffers: tuple[Buffer, ...] = ()) -> None:
         self.on_answer(value)
         super().set(value, buffers)
 
@@ -71,7 +70,7 @@ class Cancelling:
         if self._open:
             post(CancelOperations(self._open[-1]))
 
-    def _on_end(self, number: int, report: Any) -> None:
+    def _on_end(self, number: int, report: object) -> None:
         """Note the lines of what was dropped, while they are known. Called by the thread that reads."""
         if isinstance(report, dict):
             places = report.get("places")

@@ -54,10 +54,10 @@ class FailureReports:
         self.recordings: dict[int, SentBatch] = {}
         self.lines: dict[tuple[int, int], str] = {}
         self.warnings = WorkerWarnings()
-        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_ERRORS)
+        self.recent: deque[dict[str, object]] = deque(maxlen=_RECENT_ERRORS)
         self._recorder = recorder
 
-    def error(self, record: dict[str, Any]) -> RemoteError:
+    def error(self, record: dict[str, object]) -> RemoteError:
         """Return the error that a command's failure on the worker is here; it names the line that recorded it.
 
         Raises:
@@ -66,7 +66,7 @@ class FailureReports:
         """
         return self._noted(record, self._line_of(record))
 
-    def answer(self, record: dict[str, Any]) -> RemoteError:
+    def answer(self, record: dict[str, object]) -> RemoteError:
         """Return the error for whoever waits; where the record names no command, it names no line."""
         line = ""
         with contextlib.suppress(KeyError, TypeError):
@@ -80,7 +80,7 @@ class FailureReports:
             return describe_line(sent, place["position"], self._recorder.widths) if sent is not None else ""
         return ""
 
-    def _noted(self, record: dict[str, Any], line: str) -> RemoteError:
+    def _noted(self, record: dict[str, object], line: str) -> RemoteError:
         error = remote_error(record, line)
         place = {"sequence": record.get("sequence"), "position": record.get("position"), "graph": record.get("graph")}
         kind, message = (visible(record.get(key) or "") for key in ("type", "message"))
@@ -120,7 +120,7 @@ class FailureReports:
         return self._recorder.sent(place["sequence"]) if graph is None else self.recordings.get(graph)
 
 
-def remote_error(record: dict[str, Any], user_line: str) -> RemoteError:
+def remote_error(record: dict[str, object], user_line: str) -> RemoteError:
     """Return the error that a worker describes; whatever it says, there is one, for somebody waits for it."""
     name = str(record.get("type", ""))
     foreign = _ERRORS.get(name) or getattr(builtins, name, RuntimeError)

@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.waiters import Waiter
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PATIENCE_SECONDS = 1.0
 """Waits that are over before show nothing."""
@@ -30,7 +33,7 @@ Display = Callable[[str], object]
 class RichBar:
     """A bar of `rich` on standard error that vanishes in the end. It has no thread of its own."""
 
-    def __init__(self, text: str, console: Any) -> None:
+    def __init__(self, text: str, console: Console) -> None:
         from rich import progress
 
         self._bar = progress.Progress(

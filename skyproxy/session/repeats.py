@@ -53,12 +53,12 @@ def changes(before: list[Any], now: list[Any]) -> list[object]:
     return result
 
 
-def _has_zero(value: Any) -> bool:
+def _has_zero(value: object) -> bool:
     """Return whether there is a zero in it: zeros have signs, which == does not see."""
     return 0.0 in value if type(value) is list else value == 0.0
 
 
-def _shortened(value: Any) -> object:
+def _shortened(value: object) -> object:
     if type(value) is list and len(value) > 1 and value[0] != 0.0 and value.count(value[0]) == len(value):
         return [[len(value), value[0]]]
     return value

@@ -93,7 +93,7 @@ class Requests:
         """The latest errors of the worker, with the lines that caused them; see `FailureReports.recent`."""
         return list(self._failures.recent)
 
-    def line_of(self, place: dict[str, Any]) -> str:
+    def line_of(self, place: dict[str, object]) -> str:
         """Return the line that recorded the command at a "sequence" and "position"; empty where that is not known."""
         return self._failures.line_at(place)
 
@@ -111,7 +111,7 @@ class Requests:
 
     # --- commands and questions --------------------------------------------------------------------------------------
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """Asks the worker's control `name`, after everything recorded so far; waits for its answer.
 
         Raises:
@@ -120,7 +120,7 @@ class Requests:
         """
         return self.request(name, lambda number: (commands.CALL, number, name, list(arguments)))
 
-    def do(self, name: str, *arguments: Any) -> None:
+    def do(self, name: str, *arguments: object) -> None:
         """Records the worker's control `name`; does not wait."""
         self.recorder.append(commands.DO, name, list(arguments))
 

@@ -28,7 +28,7 @@ class Signatures:
         self._lock = threading.RLock()
         self.known: Callable[[Any], int | None] = self._numbers.get
 
-    def number(self, structure: Any, define: Callable[[], list[Any]], width: int) -> int:
+    def number(self, structure: object, define: Callable[[], list[Any]], width: int) -> int:
         """Return the number of an op's signature; define it for the worker the first time.
 
         Args:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -323,7 +322,7 @@ class Uploads:
         self._lock = threading.RLock()
 
     def send(
-        self, transfer: int, view: memoryview, width: int, keep_alive: Any, announce: Callable[[], object]
+        self, transfer: int, view: memoryview, width: int, keep_alive: object, announce: Callable[[], object]
     ) -> None:
         """Sends the bytes as one transfer and waits until they were read; inside `together`, its end waits.
 

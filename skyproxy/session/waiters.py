@@ -26,7 +26,7 @@ class Waiter:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def set(self, value: Any, buffers: tuple[Buffer, ...] = ()) -> None:
+    def set(self, value: object, buffers: tuple[Buffer, ...] = ()) -> None:
         if not self.done:
             self.value, self.buffers, self.done = value, buffers, True
             self._lock.release()

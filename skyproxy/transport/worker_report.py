@@ -94,7 +94,7 @@ def _hang_up(connection: http.client.HTTPConnection) -> None:
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """A worker's words, so that whoever shows them need not think of what they could do to a terminal."""
     if isinstance(value, str):
         return visible(value)

@@ -13,12 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
 from typing import Any
 
 from skyproxy.webpage import page_file, security_headers
 
 logger = logging.getLogger("skyproxy")
 
+_Request = socket | tuple[bytes, socket]
+"""A connection, as socketserver has it."""
 _HOST = "127.0.0.1"
 _OWN_HOST = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?")
 """Names by which a browser calls us; another name came from a hostile DNS server. A forwarded port may be any."""
@@ -107,7 +110,7 @@ class PageServer(ThreadingHTTPServer):
 
     # --- connections -------------------------------------------------------------------------------------------------
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: _Request, client_address: object) -> None:
         """Serve a connection on a thread of its own; one too many is closed."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
@@ -118,14 +121,14 @@ class PageServer(ThreadingHTTPServer):
             self._room.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: _Request, client_address: object) -> None:
         """Serve a connection on this thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: _Request, client_address: object) -> None:
         """Note an error; a browser that leaves in the middle is none to speak of."""
         logger.debug("a request to the web view failed: %r", sys.exception())
 
@@ -198,6 +201,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *arguments: Any) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing by default: what is asked for says little, and a terminal would be full of it."""
         logger.debug("web view: %s", format % arguments)

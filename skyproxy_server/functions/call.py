@@ -63,7 +63,7 @@ class FunctionCall:
         self._task: dict[str, Any] | None = None
         self._pieces: Sequence[object] = ()
         self._function: KnownFunction | None = None
-        self._arguments: list[Any] | None = None
+        self._arguments: list[object] | None = None
         self._streams: Sequence[torch.cuda.Stream] = ()
         self._counted = False
         self._count: Callable[[bool], None] = lambda begins: None
@@ -118,7 +118,7 @@ class FunctionCall:
                 self._count, self._on_end, self._function = count, on_end, function
                 self._begin()
 
-    def bind(self, arguments: list[Any], streams: Sequence[torch.cuda.Stream]) -> None:
+    def bind(self, arguments: list[object], streams: Sequence[torch.cuda.Stream]) -> None:
         """The tensor arguments are here.
 
         Args:

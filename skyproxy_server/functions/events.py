@@ -82,7 +82,7 @@ class Events:
     def add(
         self,
         kind: str,
-        value: dict[str, Any],
+        value: dict[str, object],
         pickled: Pickled | None = None,
         kept: list[torch.Tensor] | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from skyproxy import patching
 from skyproxy.runtime.output import muted
@@ -58,7 +58,7 @@ class OutputRouter(io.TextIOBase):
 
     asks_muted = True
 
-    def __init__(self, original: Any, name: str) -> None:
+    def __init__(self, original: TextIO, name: str) -> None:
         self._original = original
         self._name = name
         self._process = os.getpid()

@@ -202,13 +202,13 @@ class Calls:
 
     # --- what operations ask for -------------------------------------------------------------------------------------
 
-    def bind(self, session: str, identity: str, arguments: list[Any], streams: Sequence[torch.cuda.Stream]) -> None:
+    def bind(self, session: str, identity: str, arguments: list[object], streams: Sequence[torch.cuda.Stream]) -> None:
         """Gives a call its tensor arguments."""
         call = self._get_or_make(identity, session)
         if call is not None:
             call.bind(arguments, streams)
 
-    def refuse(self, session: str, identity: str, words: dict[str, Any]) -> None:
+    def refuse(self, session: str, identity: str, words: dict[str, object]) -> None:
         """Ends a call whose arguments do not exist."""
         call = self._get_or_make(identity, session)
         if call is not None:

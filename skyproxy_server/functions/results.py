@@ -43,7 +43,7 @@ class ResultWriter:
         self._versions = {number: _version(tensor) for number, tensor in arguments.items()}
         self._roots = {storage_key(tensor): number for number, tensor in arguments.items()}
 
-    def pickle(self, value: Any) -> tuple[Pickled, list[torch.Tensor]]:
+    def pickle(self, value: object) -> tuple[Pickled, list[torch.Tensor]]:
         """Write a value. One that is not plain data goes as a pickle all the same, and says so: the client may come to
         trust us.
 

@@ -6,7 +6,8 @@ import faulthandler
 import io
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from skyproxy import patching
 from skyproxy.runtime.calls import current_call
@@ -22,7 +23,7 @@ _TEXT = (
 class _Input(io.TextIOBase):
     """Stands in for `sys.stdin`: refuses functions, and passes on what anybody else asks."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: TextIO) -> None:
         self._original = original
 
     def _ask(self, name: str, *args: object) -> Any:
@@ -77,7 +78,7 @@ def install() -> None:
 class _Breakpoint:
     """Stands in for `sys.breakpointhook`."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Callable[..., object]) -> None:
         self._original = original
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
