@@ -40,6 +40,17 @@ print(values.cpu().round().tolist())
 """
 
 
+def has_ended(process_id: int) -> bool:
+    """Return whether a process ends within a minute: a busy machine takes its time to bury one that was killed."""
+    try:
+        psutil.Process(process_id).wait(60)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
 def test_a_first_value_waits_once_and_does_not_load_the_compiler_of_pytorch(tmp_path: Path) -> None:
     with worker(tmp_path) as (url, token):
         assert json.loads(succeed(FIRST_VALUE.format(url=url, token=token), timeout=100)) == [4.0, False, 1]
@@ -88,7 +99,7 @@ def test_the_early_worker_is_the_one_that_sky_means_where_nothing_else_has_chang
     source = EARLY.format(between=between)
     *rest, early = json.loads(succeed(source, timeout=150, XDG_CONFIG_HOME=str(tmp_path)))
     assert rest == [4.0, [True, True], False, used, True]
-    assert not psutil.pid_exists(early)
+    assert has_ended(early)
 
 
 def test_a_worker_that_nobody_uses_ends_with_its_program(tmp_path: Path) -> None:
@@ -99,7 +110,7 @@ def test_a_worker_that_nobody_uses_ends_with_its_program(tmp_path: Path) -> None
     assert skyproxy.start_early()
     print(EARLY_WORKER._worker.process_id)
     """
-    assert not psutil.pid_exists(int(succeed(source, XDG_CONFIG_HOME=str(tmp_path))))
+    assert has_ended(int(succeed(source, XDG_CONFIG_HOME=str(tmp_path))))
 
 
 def test_a_connection_to_another_worker_ends_the_early_one(tmp_path: Path) -> None:
@@ -110,6 +121,7 @@ def test_a_connection_to_another_worker_ends_the_early_one(tmp_path: Path) -> No
     assert skyproxy.start_early()
     early = EARLY_WORKER._worker
     skyproxy.connect({url!r}, token={token!r})
+    early._process.wait(60)
     assert EARLY_WORKER._worker is None and not early.is_running
     assert not skyproxy.start_early()
     """
