@@ -14,7 +14,7 @@ def start_early() -> bool:
     """Start the worker that `sky:0` will mean, without waiting for it; loads no PyTorch.
 
     A worker loads PyTorch for as long as a program does. Called before `import torch`, this lets both do it at once, so
-    that the first value comes about a second sooner. Call it in programs that are sure to use `sky:0`.
+    that the first value comes up to a second sooner. Call it in programs that are sure to use `sky:0`.
 
     Returns:
         Whether a worker waits now; False where `sky:0` means another one (SKYPROXY_URL, or one that `skyproxy up`

@@ -109,7 +109,14 @@ def _norms_of_weights(given: dict[str, Any]) -> None:
         given[vector] = found.contiguous()
     if "grad_w" in given:
         require(given["grad_w"].shape == weight.shape, "the gradient does not match the weight")
+        require(weight.shape[dim] > 0, "there is no norm, and its kernel divides by their number")
         given["grad_w"] = given["grad_w"].contiguous()
+
+
+@_checks("_logcumsumexp")
+def _cumulated_sums(given: dict[str, Any]) -> None:
+    out = given.get("out")
+    require(out is None or out.dtype is given["self"].dtype, "the kernel writes elements of the input's dtype")
 
 
 @_checks("_compute_linear_combination")

@@ -126,7 +126,9 @@ def _batch_norm(given: dict[str, Any]) -> None:
         backward = "grad_out" in given
         needed = ("save_mean", "save_invstd", "save_var") if training else ("running_mean", "running_var")
         for name in needed if backward or not training else ():
-            require(name not in given or given[name] is not None, f"batch_norm needs {name} here")
+            # Forward ops without these arguments can only train; backward ones have what they save under other names.
+            is_there = given.get(name) is not None or (backward and name not in given)
+            require(is_there, f"batch_norm needs {name} here")
     grad = given.get("grad_out")
     require(grad is None or grad.shape == tensor.shape, "the gradient does not match the input")
 

@@ -92,6 +92,10 @@ def ask_directly() -> None:
     aten = torch.ops.aten
     for dtype in (torch.float32, torch.complex64):
         aten._compute_linear_combination(torch.rand(3, 2, 2, dtype=dtype), torch.rand(4, 3, dtype=dtype))
+    for dtype in (torch.float32, torch.complex64):
+        numbers = torch.rand(3, 4, dtype=dtype)
+        aten._logcumsumexp(numbers, 1)
+        aten._logcumsumexp.out(numbers, 0, out=torch.empty(3, 4, dtype=dtype))
     aten._grid_sampler_2d_cpu_fallback(torch.rand(1, 2, 4, 4), torch.rand(1, 3, 3, 2), 0, 0, False)
     images, weight = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3)
     result = aten._slow_conv2d_forward(images, weight, [3, 3], None, [1, 1], [0, 0])
@@ -133,6 +137,14 @@ def test_sequences_of_sobol_are_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 PAIR = {"grad_output": FLOATS(2, 3), "output": FLOATS(2, 3)}
+NORMS = {
+    "grad_w": FLOATS(2, 3),
+    "saved_v": FLOATS(2, 3),
+    "saved_g": FLOATS(2, 1),
+    "saved_norms": FLOATS(2, 1),
+    "dim": 0,
+}
+EMPTY_NORMS = dict.fromkeys(("saved_g", "saved_norms"), FLOATS(0, 1))
 WINDOWS = {"grad_in": FLOATS(2, 2, 3), "input_sizes": [2, 6], "dim": 1, "size": 3, "step": 2}
 CONVOLUTION = {
     "self": FLOATS(1, 2, 5, 5),
@@ -219,6 +231,8 @@ MARGINS = {
         ("grid_sampler_2d", {"interpolation_mode": 0, "padding_mode": 0}, {"padding_mode": 64}),
         ("_weight_norm_interface", {"v": FLOATS(2, 3, 4), "g": FLOATS(2), "dim": 0}, {"dim": 1}),
         ("_weight_norm_interface", {"v": FLOATS(2, 3), "g": FLOATS(2), "dim": 0}, {"g": FLOATS(2, 3)}),
+        ("_weight_norm_interface_backward", NORMS, dict.fromkeys(("grad_w", "saved_v"), FLOATS(0, 3)) | EMPTY_NORMS),
+        ("_logcumsumexp", {"self": SIX, "out": SIX}, {"out": SIX.bool()}),
         ("_compute_linear_combination", {"input": FLOATS(3, 2), "coefficients": FLOATS(4, 3)}, {"input": FLOATS(2, 2)}),
         (
             "_compute_linear_combination",
@@ -262,6 +276,10 @@ def test_indices_are_clamped_and_what_is_ignored_stays() -> None:
 def test_batch_norm_without_its_statistics_is_refused() -> None:
     with pytest.raises(RuntimeError, match="running_mean"):
         SAFE_FORMS["aten::_batch_norm_no_update"](FLOATS(1, 2, 3), None, None, None, None, 0.1, 1e-5)
+    legit = SAFE_FORMS["aten::_native_batch_norm_legit.no_stats"]
+    with pytest.raises(RuntimeError, match="running_mean"):
+        legit(FLOATS(1, 2, 3), None, None, False, 0.1, 1e-5)
+    assert legit(FLOATS(1, 2, 3), None, None, True, 0.1, 1e-5)[0].shape == (1, 2, 3)
 
 
 def test_an_op_that_is_replaced_on_the_cpu_is_checked_there_too() -> None:
