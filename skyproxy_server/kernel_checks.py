@@ -152,8 +152,10 @@ def _observers(given: dict[str, Any]) -> None:
     count = tensor.shape[axis] if rows else 1
     for name in ("observer_on", "fake_quant_on"):
         require(given[name].numel() == 1, f"{name} is one number")
-    for name in ("running_min", "running_max", "scale", "zero_point"):
-        require(given[name].numel() in ((0, count) if rows else (1,)), f"{name} is not of {count} channels")
+    # Where nothing of the channels is known yet, the kernel resizes all four.
+    begins = rows and given["running_min"].numel() == given["running_max"].numel() == 0
+    for name in () if begins else ("running_min", "running_max", "scale", "zero_point"):
+        require(given[name].numel() == count, f"{name} is not of {count} channels")
 
 
 @_checks("_nested_compute_contiguous_strides_offsets")

@@ -80,13 +80,19 @@ def _leave_out_own_frames() -> None:
         rules._recompile_re()
         rules.get_mod_inlinelist().discard(inlined)
 
-    patching.registered(
-        "torch._dynamo.trace_rules.add",
-        undo,
-        why="Dynamo would trace our own code, and looks through what is put around functions of the user",
-        test="tests/tensor/torch_api/test_dynamo.py::test_our_own_frames_are_not_compiled",
-        when=When.DYNAMO,
-    )
+    why = "Dynamo would trace our own code, and looks through what is put around functions of the user"
+    test = "tests/tensor/torch_api/test_dynamo.py::test_our_own_frames_are_not_compiled"
+    patching.registered("torch._dynamo.trace_rules.add", undo, why=why, test=test, when=When.DYNAMO)
+
+    def clearing(clear: Callable[[], None]) -> Callable[[], None]:
+        def clear_but_for_ours() -> None:
+            clear()
+            rules.get_mod_inlinelist().add(inlined)
+
+        return clear_but_for_ours
+
+    # `init_process_group` has it made anew.
+    patching.wrap(rules, "clear_lru_cache", clearing, why=why, test=test, when=When.DYNAMO)
 
 
 def _wrapping_remote(wrap: Callable[..., object]) -> Callable[..., object]:
