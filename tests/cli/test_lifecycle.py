@@ -104,7 +104,7 @@ def test_up_of_a_running_worker_says_which_options_change_nothing(run: Run, dev:
     before = find(dev)
     result = run("up", dev, "--provider", "local", "--gpus", "1", "--env", "TOKEN=hidden", "--env", "HOME")
     assert result.exit_code == 0, result.output
-    assert "--gpus 1, --env TOKEN, --env HOME changed nothing" in " ".join(result.stderr.split())
+    assert "--gpus 1, --env TOKEN, --env HOME had no effect" in " ".join(result.stderr.split())
     assert "skyproxy down dev; skyproxy up dev --provider local" in " ".join(result.stderr.split())
     assert "hidden" not in result.output
     assert find(dev) == before
@@ -256,7 +256,7 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
         (["up", "x", "--provider", "kubernetes", "--volume", "cache"], "NAME:SIZE:PATH"),
         (["up", "x", "--provider", "kubernetes", "--gpu-type", "A100", "--gpus", "0"], "--gpu-type was given"),
         (["status"], "no worker is named and no context is chosen"),
-        (["run", "x.py"], "no context is chosen"),
+        (["run", "-m", "x"], "no context is chosen"),
         (["run", "--nproc-per-node", "2", "x.py"], "there is no script 'x.py'"),
         (["run", "--nproc-per-node", "gpus", __file__], "nproc_per_node='gpus'"),
         (["run", "--max-restarts", "1", __file__], "--max-restarts is for scripts under torchrun"),

@@ -146,7 +146,7 @@ def test_a_launch_that_is_cancelled_takes_back_what_it_made(cluster: Cluster, us
     ) as launch:
         assert launch.stdout is not None
         assert launch.stdin is not None
-        assert launch.stdout.readline().startswith("provisioning made Compute gone")
+        assert launch.stdout.readline().startswith("provisioning created Compute gone")
         cluster.wait(path_of(user.namespace, "gone"), bool, "the Compute exists")
         launch.stdin.write(os.linesep)
         launch.stdin.close()

@@ -126,7 +126,7 @@ def test_each_knows_its_own_rank() -> None:
     [
         (["--port", "1234"], "--token-file"),
         (["--port", "0", "--token-file", "x"], "--port 0"),
-        (["--port", "65535", "--token-file", "x"], "not 2 ports"),
+        (["--port", "65535", "--token-file", "x"], "fewer than 2 ports"),
         (["--port-file", "x", "--token-file", "x"], "--port-file"),
     ],
 )
