@@ -57,7 +57,8 @@ class WorkerWarnings:
 
     def _place_of(self, filename: str) -> tuple[str, dict[Any, Any]]:
         """Return the name of the module of a file, and where Python notes what was shown there already."""
-        for module in list(sys.modules.values()):
+        # No module lies in a file of such a name.
+        for module in () if filename.startswith("<") else list(sys.modules.values()):
             names = getattr(module, "__dict__", {})
             if names.get("__file__") == filename:
                 return str(names.get("__name__")), names.setdefault("__warningregistry__", {})

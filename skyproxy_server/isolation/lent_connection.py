@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
@@ -80,9 +81,11 @@ class LentConnection:
                 )
             else:
                 assert isinstance(stream, PlainStream)
-                self._before = bytes_written(stream.fileno())
-                session.hand_over(stream.fileno(), slot, self._hello, welcome, received, self._attempt)
-                self._await_end(stream)
+                # A descriptor of our own: a supervisor that ends closes the stream meanwhile.
+                with socket.socket(fileno=os.dup(stream.fileno())) as watched:
+                    self._before = bytes_written(watched.fileno())
+                    session.hand_over(watched.fileno(), slot, self._hello, welcome, received, self._attempt)
+                    self._await_end(watched.fileno())
         except (ChannelClosedError, OSError) as error:
             logger.debug("a connection of session %s could not be lent: %s", session.identity[:8], error)
         finally:
@@ -106,17 +109,17 @@ class LentConnection:
         if not self._over.wait(patience) or (code_name == "bad-token" and not self._session.ended.wait(patience)):
             self._session.kill(reason.rstrip(".") or "its connection was to be closed, and it did not answer")
 
-    def _await_end(self, stream: PlainStream) -> None:
+    def _await_end(self, connection: int) -> None:
         """Wait until the connection is over on both sides, or the process has ended."""
         session = self._session
         poll = select.poll()
-        poll.register(stream.fileno(), select.POLLRDHUP)
+        poll.register(connection, select.POLLRDHUP)
         poll.register(session.pidfd, select.POLLIN)
         while True:
             events = dict(poll.poll())
-            if session.pidfd in events or events[stream.fileno()] & ~select.POLLRDHUP:
+            if session.pidfd in events or events[connection] & ~select.POLLRDHUP:
                 return
-            poll.modify(stream.fileno(), 0)  # from now on: until the process has ended its side, too
+            poll.modify(connection, 0)  # from now on: until the process has ended its side, too
             self._await_process()
 
     def _await_process(self) -> None:

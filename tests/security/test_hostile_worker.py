@@ -173,4 +173,5 @@ def test_warnings_of_a_worker_have_bounds() -> None:
         for number in range(30_000):
             kept.add("UserWarning", f"{number}", None)
             kept.show()
-    assert len(shown) == 10_000
+    # Of the process's others, such as those of what the collector finds, there may be some.
+    assert sum(str(one.message).isdecimal() for one in shown) == 10_000

@@ -19,7 +19,7 @@ from skyproxy.nodes import Node
 from skyproxy.payloads.pickling import Pickler
 from skyproxy.settings import Settings
 from skyproxy_server.functions import call as worker_call
-from skyproxy_server.functions.results import Returning
+from skyproxy_server.functions.results import ResultWriter
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.worker_session import WorkerHost
 
@@ -95,10 +95,10 @@ def test_an_object_of_an_untrusted_worker_is_refused_by_name_and_not_lost(node: 
 
 
 def test_a_worker_that_does_not_ask_is_refused_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pickles(self: Returning, value: Any) -> Any:
+    def pickles(self: ResultWriter, value: Any) -> Any:
         return Pickler(lambda tensor: None).pickle(Bomb()), []
 
-    monkeypatch.setattr(Returning, "pickle", pickles)
+    monkeypatch.setattr(ResultWriter, "pickle", pickles)
     with pytest.raises(UntrustedResultError, match="returned a pickle"):
         node.run(lambda: 1)
     assert ran() == []
