@@ -154,5 +154,6 @@ def test_copies_travel_and_a_failed_attempt_is_made_again(node: sky.Node, folder
     told: list[str] = []
     call = node.submit(run_script, (packed,), on_output=lambda stream, text: told.append(text))
     call.result(300)
-    lines = sorted(line for line in "".join(told).splitlines() if "place" in line)
-    assert lines == [f"[rank {rank}] place {rank} 2 {rank} 2 0 0x1.0000000000000p+0" for rank in (0, 1)]
+    # Rank 0 may have come as far in the first attempt.
+    lines = {line for line in "".join(told).splitlines() if "place" in line}
+    assert lines == {f"[rank {rank}] place {rank} 2 {rank} 2 0 0x1.0000000000000p+0" for rank in (0, 1)}
