@@ -116,7 +116,12 @@ class Comparison(TorchDispatchMode):
 
     def _is_compared(self, func: Any, call: Sample) -> bool:
         plan = plan_of(func)
-        if plan.special is not None or plan.learns or plan.writes or any(part in plan.name for part in _NOT_DRAWN):
+        if (
+            plan.special is not None
+            or plan.asks_worker_for_shape
+            or plan.writes
+            or any(part in plan.name for part in _NOT_DRAWN)
+        ):
             return False
         found = _tensors(call)
         return bool(found) and all(x.layout is torch.strided and not x.is_conj() and not x.is_neg() for x in found)
