@@ -26,7 +26,7 @@ from skyproxy.tensor.torch_api.tensor_methods import exchange
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _plain_apply: Any = None
 _ALONE = 3
-"""References to a moved tensor that only `Crossing` holds: those of its two functions, and that of who counts."""
+"""References to a moved tensor that only `DeviceMove` holds: those of its two functions, and that of who counts."""
 
 
 class _Move(threading.local):
