@@ -86,7 +86,8 @@ class Backlogs:
         batches, queued = recorder.sent_batches(), recorder.unsent_lines // 2
         if load is None or "sequence" not in load:
             queued += sum(len(batch.lines) // 2 for batch in batches)
-            return Backlog(self.device, queued, is_working=bool(queued) if load is None else bool(load["executing"]))
+            is_working = bool(queued if load is None else load.get("executing"))
+            return Backlog(self.device, queued, is_working=is_working)
         sequence, is_working = load["sequence"], bool(load.get("executing"))
         queued += sum(len(batch.lines) // 2 for batch in batches if batch.sequence > sequence)
         batch = next((batch for batch in batches if batch.sequence == sequence), None)

@@ -78,6 +78,10 @@ def test_it_counts_what_is_not_begun(load: dict[str, int] | None, text: str) -> 
     assert str(backlogs().read(load)) == text
 
 
+def test_a_worker_that_says_nothing_of_use_is_not_working() -> None:
+    assert not backlogs().read({}).is_working
+
+
 def test_one_operation_and_none() -> None:
     assert str(Backlog("sky:0", 1)) == "sky:0 is working: 1 operation queued"
     assert str(Backlog("sky:0", 0, is_working=False)) == "sky:0 has nothing to do"
