@@ -86,9 +86,9 @@ _lock = threading.RLock()
 
 
 def replace(
-    owner: Any,
+    owner: object,
     name: str,
-    new: Any,
+    new: object,
     *,
     why: str,
     test: str,

@@ -114,7 +114,7 @@ class Program:
         for i in range(inputs):
             numbers.add(NUMBER if i in scalars else TENSOR)
 
-        def node(number: Any) -> torch.fx.Node:
+        def node(number: object) -> torch.fx.Node:
             if type(number) is not int or not 0 <= number < len(made):
                 raise ProtocolError(f"a compiled graph names the value {number!r:.40} before it is made")
             found: torch.fx.Node = made[number]
@@ -208,7 +208,7 @@ class Program:
             raise UnsupportedOpError(f"{op}: a list of strings cannot be part of a compiled graph")
         return torch_codec.decode_graph_argument(fields, node)
 
-    def __call__(self, *args: Any) -> object:
+    def __call__(self, *args: object) -> object:
         """Runs the program; its one result, or all of them in order."""
         run = self._fixed
         if run is None:

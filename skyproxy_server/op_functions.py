@@ -40,13 +40,13 @@ def _with_results_apart(function: Function, outs: list[str]) -> Function:
     so another one on the same memory keeps its sizes.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         written = [tensor for name in outs for tensor in _tensors(kwargs.get(name))]
         known = {id(tensor) for tensor in written}
         if len(known) < len(written):
             raise RuntimeError("out= names one tensor for two results. Give each result a tensor of its own")
 
-        def apart(value: Any) -> Any:
+        def apart(value: object) -> Any:
             if isinstance(value, torch.Tensor):
                 return value.detach() if id(value) in known else value
             return [apart(item) for item in value] if isinstance(value, list) else value
@@ -57,7 +57,7 @@ def _with_results_apart(function: Function, outs: list[str]) -> Function:
     return call
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list):

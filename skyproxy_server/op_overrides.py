@@ -8,7 +8,6 @@ the results are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -110,7 +109,7 @@ def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @_override("aten::mkldnn_rnn_layer")
-def lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
+def lstm_layer(*arguments: object) -> tuple[Tensor, ...]:
     """One oneDNN layer of an LSTM. The kernel rounds otherwise where gradients are off.
 
     The last argument, whether to train, tells whether they are on for the client.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from skyproxy.protocol.messages import Buffer, Failure, Message, Reply, RequestId, Warned
 from skyproxy_server.failures import Failed
@@ -45,7 +44,7 @@ class Reports:
             self.watch(message)
         self._send(message)
 
-    def reply(self, request: int, result: Any, buffers: tuple[Buffer, ...] = ()) -> None:
+    def reply(self, request: int, result: object, buffers: tuple[Buffer, ...] = ()) -> None:
         """Answer a question."""
         self.send(Reply(RequestId(request), result, buffers))
 

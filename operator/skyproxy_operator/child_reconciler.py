@@ -367,7 +367,7 @@ def _is_as_applied(existing: Object, wanted: Object) -> bool:
     return mark is not None and annotations.get(APPLIED) == mark and _covers(existing, wanted)
 
 
-def _covers(existing: Any, wanted: Any) -> bool:
+def _covers(existing: object, wanted: object) -> bool:
     """Return whether everything that is wanted is there; what the server filled in does not count."""
     if isinstance(wanted, Mapping):
         return isinstance(existing, Mapping) and all(_covers(existing.get(key), value) for key, value in wanted.items())

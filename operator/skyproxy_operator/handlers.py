@@ -140,7 +140,7 @@ async def start(settings: kopf.OperatorSettings, memo: Any, **_: object) -> None
 
 
 @kopf.on.cleanup()
-async def stop(memo: Any, **_: object) -> None:
+async def stop(memo: object, **_: object) -> None:
     """After everything."""
     if hasattr(memo, "operator"):
         await memo.operator.stop()

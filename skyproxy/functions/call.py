@@ -431,7 +431,7 @@ class Call:
         return f"<Call {self.id[:8]} of {self.name}: {state}>"
 
 
-def _no_reference(row: Any, number: int) -> Any:
+def _no_reference(row: object, number: int) -> Any:
     raise ProtocolError("an exception with a remote tensor")
 
 

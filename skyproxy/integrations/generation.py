@@ -144,7 +144,7 @@ class _LateStopCheck:
         return too_many
 
 
-def _may_be_undone(cache: Any, is_returned: bool) -> bool:
+def _may_be_undone(cache: object, is_returned: bool) -> bool:
     """Return whether the steps that were too many can be taken out of the cache again, or nobody sees it."""
     if cache is None or not is_returned:
         return True
@@ -196,7 +196,7 @@ def install(module: Any) -> None:
             return kind(input_ids, *args, **kwargs)
 
         @staticmethod
-        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        def is_supported(device: torch.device, cache: object, cache_is_returned: bool, is_assistant: bool) -> bool:
             if device.type != "sky":
                 return bool(plain.is_supported(device, cache, cache_is_returned, is_assistant=is_assistant))
             return _current.get() is not None and not is_assistant and _may_be_undone(cache, cache_is_returned)

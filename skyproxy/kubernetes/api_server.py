@@ -69,7 +69,7 @@ class ApiServer:
         path: str,
         *,
         query: Query = (),
-        body: Any = None,
+        body: object = None,
         content_type: str = "application/json",
     ) -> Manifest:
         """One request and its answer.

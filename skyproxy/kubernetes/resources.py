@@ -51,7 +51,7 @@ def compute_manifest(
     env: Mapping[str, object] | None = None,
     idle_timeout_seconds: float | None = None,
     max_lifetime_seconds: float | None = None,
-    **more: Any,
+    **more: object,
 ) -> Manifest:
     """The Compute that the operator makes workers of; holds what is given and nothing else.
 

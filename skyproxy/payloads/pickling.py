@@ -86,7 +86,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors = TensorTable(refer)
         self._by_value = ""
 
-    def pickle(self, value: Any) -> Pickled:
+    def pickle(self, value: object) -> Pickled:
         """Raises:
         Exception: something in `value` cannot be pickled; whatever its class raised.
         """
@@ -99,7 +99,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         table = self._tensors
         return Pickled(pieces, table.rows, table.bases(), table.references, self._by_value, keep)
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if is_wrapper(obj):
             return _reduce_wrapper(obj)
         if isinstance(obj, types.ModuleType) and obj.__name__ == "torch.sky":
@@ -123,7 +123,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._by_value = obj.__qualname__
         return reduced
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Any:
         if isinstance(obj, torch.Tensor):
             return self._tensor(obj)
         if type(obj) is torch.device:

@@ -47,7 +47,7 @@ class PlainWriter:
         self._path: list[str] = []
         self._hashed = 0
 
-    def write(self, value: Any) -> Pickled:
+    def write(self, value: object) -> Pickled:
         """Return the value as bytes.
 
         Raises:

@@ -18,7 +18,7 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     supports_sharedmem = False
     default_n_jobs = -1
 
-    def __init__(self, pool: Any = None, nesting_level: int | None = None, **options: Any) -> None:
+    def __init__(self, pool: Any = None, nesting_level: int | None = None, **options: object) -> None:
         """Made by `joblib.parallel_config("sky", pool=pool)`.
 
         Args:
@@ -52,7 +52,7 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
             future.add_done_callback(callback)
         return future
 
-    def _ended(self, future: Any) -> None:
+    def _ended(self, future: object) -> None:
         with self._lock:
             self._running.discard(future)
 

@@ -144,7 +144,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
     def __and__(self, other: PendingCompute[U]) -> PendingGroup[T_co, U]: ...
     @overload
     def __and__(self, other: PendingGroup[*Ts]) -> PendingGroup[T_co, *Ts]: ...
-    def __and__(self, other: Any) -> PendingGroup[*tuple[object, ...]]:
+    def __and__(self, other: object) -> PendingGroup[*tuple[object, ...]]:
         return _joined([self], other)
 
 

@@ -88,7 +88,7 @@ class Compute:
         keep: bool = False,
         on_event: Callable[[Progress], object] | None = None,
         progress: bool | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Checks what is asked for; nothing is provisioned before the `with` block, or `start`.
 

@@ -56,7 +56,7 @@ class _Layout:
         self.values: Callable[[Message], tuple[Any, ...]] = getter if len(names) > 1 else lambda m: (getter(m),)
 
 
-def _check_for(annotation: Any) -> Callable[[Any], bool] | None:
+def _check_for(annotation: object) -> Callable[[Any], bool] | None:
     """The test that a decoded value has the type that `annotation` asks for; None where anything goes."""
     annotation = getattr(annotation, "__supertype__", annotation)
     if annotation is Any:
@@ -143,7 +143,7 @@ def _encode_unusual(message: Message, values: tuple[Any, ...]) -> bytes:
     Apart from the common path, because a packer with a Python callback is slower and reports large integers worse.
     """
 
-    def convert(value: Any) -> msgpack.ExtType:
+    def convert(value: object) -> msgpack.ExtType:
         if isinstance(value, complex):
             return msgpack.ExtType(COMPLEX_EXTENSION, _COMPLEX.pack(value.real, value.imag))
         name = type(message).__name__

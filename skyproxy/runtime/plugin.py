@@ -65,7 +65,7 @@ class Plugin:
         """In a rank's process, on a thread of its own, when another rank failed: ends what tasks wait for in vain."""
 
 
-def name_of(plugin: Any) -> str:
+def name_of(plugin: object) -> str:
     """Return the name by which errors call a plugin."""
     return str(getattr(plugin, "name", None) or type(plugin).__name__)
 

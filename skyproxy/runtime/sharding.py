@@ -77,7 +77,7 @@ def shard(
     return shares[0] if len(shares) == 1 else shares
 
 
-def _columns(array: Any) -> Mapping[str, object] | None:
+def _columns(array: object) -> Mapping[str, object] | None:
     """The columns of a mapping or a named tuple, None for everything else."""
     if isinstance(array, Mapping):
         return array

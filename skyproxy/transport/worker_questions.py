@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from skyproxy.errors import ConnectError, visible
 from skyproxy.protocol import commands
@@ -21,7 +20,7 @@ def ask_control(
     url: str,
     token: str,
     control: str,
-    *arguments: Any,
+    *arguments: object,
     certificate: str | Path | None = None,
     server_name: str | None = None,
     timeout_seconds: float = 30.0,

@@ -100,7 +100,7 @@ def load_expression_printer() -> type[PythonPrinter]:
     return PythonPrinter
 
 
-def is_plain_convolution(*arguments: Any) -> bool:
+def is_plain_convolution(*arguments: object) -> bool:
     """Return True if PyTorch's own kernel for images computes a convolution, and no library that it has for them."""
     return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Slow2d)  # type: ignore[attr-defined]
 

@@ -250,6 +250,6 @@ def _number(a: object) -> Number:
     raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")
 
 
-def frozen(value: Any) -> Any:
+def frozen(value: object) -> Any:
     """Return the value with tuples in place of lists, so that it can be hashed."""
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value

@@ -169,7 +169,7 @@ def _full(op: OpOverload) -> Callable[..., object]:
 def _full_result(op: OpOverload) -> Callable[..., object]:
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
-    def kernel(*args: Any, **kwargs: object) -> object:
+    def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             given = kwargs.get("dtype") if len(args) <= position else args[position]
             if _eligible(args[0]) and given is None:
@@ -182,7 +182,7 @@ def _full_result(op: OpOverload) -> Callable[..., object]:
 def _norm(op: OpOverload, with_dtype: OpOverload, count: int) -> Callable[..., object]:
     defaults = [argument.default_value for argument in op._schema.arguments]
 
-    def kernel(*args: Any, **kwargs: Any) -> object:
+    def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             if not _eligible(args[0]):
                 return op(*args, **kwargs)

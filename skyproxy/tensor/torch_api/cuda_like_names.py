@@ -49,15 +49,15 @@ class _StorageType(torch.storage._LegacyStorage):
     """A legacy storage type, as `torch.cuda.FloatStorage`: its name, its module and its dtype are all it has."""
 
     @classmethod
-    def from_buffer(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_buffer(cls, *args: object, **kwargs: object) -> Any:
         raise RuntimeError("from_buffer: Not available for sky storage")
 
     @classmethod
-    def _new_with_weak_ptr(cls, *args: Any, **kwargs: Any) -> Any:
+    def _new_with_weak_ptr(cls, *args: object, **kwargs: object) -> Any:
         raise RuntimeError("_new_with_weak_ptr: Not available for sky storage")
 
     @classmethod
-    def _new_shared_filename(cls, *args: Any, **kwargs: Any) -> Any:
+    def _new_shared_filename(cls, *args: object, **kwargs: object) -> Any:
         raise RuntimeError("_new_shared_filename: Not available for sky storage")
 
 

@@ -162,7 +162,7 @@ def _compile_fx(self: object, model_: Any, inputs_: Sequence[object], *, config_
 _plain_compile_fx: Callable[..., object]
 
 
-def _coerce(self: RemoteTensor, expected_metadata: Any, expected_type: Any = None) -> RemoteTensor:
+def _coerce(self: RemoteTensor, expected_metadata: object, expected_type: object = None) -> RemoteTensor:
     """A gradient that comes into compiled code: equivalent to a plain tensor."""
     return self
 

@@ -230,7 +230,7 @@ def _materialize(self: Any, shape: Any, device: torch.device | str | int | None 
 def _born_lazy(plain_new: Callable[..., Any]) -> Callable[..., object]:
     signature = inspect.signature(plain_new)
 
-    def new(cls: Any, *args: object, **kwargs: object) -> object:
+    def new(cls: object, *args: object, **kwargs: object) -> object:
         call = signature.bind(cls, *args, **kwargs)
         device = call.arguments.get("device")
         place = torch.device(device) if device is not None else torch.get_default_device()

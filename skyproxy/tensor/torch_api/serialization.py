@@ -40,7 +40,7 @@ def _saving(save: Callable[..., object]) -> Callable[..., object]:
     """`torch.save`, whose storages come in blocks."""
 
     @functools.wraps(save)
-    def save_in_blocks(*args: Any, **kwargs: object) -> None:
+    def save_in_blocks(*args: object, **kwargs: object) -> None:
         with reading_ahead():
             save(*args, **kwargs)
 
@@ -180,7 +180,7 @@ def _opening(plain: Callable[..., object]) -> Callable[..., object]:
     """`safetensors.safe_open` knows devices by a list of names that ours is not in, or by the accelerator's number."""
 
     @functools.wraps(plain, updated=())
-    def safe_open(filename: Any, framework: str, device: object = "cpu", **options: object) -> object:
+    def safe_open(filename: object, framework: str, device: object = "cpu", **options: object) -> object:
         if isinstance(device, str | torch.device) and str(device).partition(":")[0] == "sky":
             device = DEVICES.of(device).index
         return plain(filename, framework, device, **options)
@@ -216,7 +216,7 @@ def _saving_tensors(save: Callable[..., object]) -> Callable[..., object]:
     """Return what writes a dict of tensors, which come in blocks."""
 
     @functools.wraps(save)
-    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: object) -> object:
+    def save_in_blocks(tensors: dict[str, torch.Tensor], *args: object, **kwargs: object) -> object:
         with reading_ahead(tensors.values()):
             return save(tensors, *args, **kwargs)
 

@@ -215,7 +215,7 @@ def _in_turn(state_dict: Callable[..., object]) -> Callable[..., object]:
     """`Module.state_dict`, whose values come in blocks if somebody copies them one by one."""
 
     @functools.wraps(state_dict)
-    def remembered(self: torch.nn.Module, *args: Any, **kwargs: object) -> object:
+    def remembered(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
         result = state_dict(self, *args, **kwargs)
         whole = not args and kwargs.get("destination") is None and not kwargs.get("keep_vars")
         if whole and type(result) is OrderedDict and not torch.compiler.is_compiling():
