@@ -210,7 +210,7 @@ def test_a_silent_worker_is_given_up() -> None:
     attempt("recording", record)
     attempt("uploading", lambda device, x: torch.zeros(64 << 20).to(device))
     """
-    succeed(source, SKYPROXY_PING_INTERVAL_SECONDS="0.2", SKYPROXY_LIVENESS_TIMEOUT_SECONDS="1")
+    succeed(source, timeout=100.0, SKYPROXY_PING_INTERVAL_SECONDS="0.2", SKYPROXY_LIVENESS_TIMEOUT_SECONDS="1")
 
 
 @pytest.mark.slow
