@@ -86,3 +86,46 @@ def test_the_page_of_the_architecture_has_every_part_in_the_order_of_the_layers(
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     rows = [re.split(r" [:|] ", row) for row in CONTRACTS["layers"]["layers"]]
     assert listed == [layer.strip("()").removeprefix("skyproxy.") for row in rows for layer in row]
+
+
+TESTS = ROOT / "tests"
+PLACES = tomllib.loads((TESTS / "project/tested_by.toml").read_text(encoding="utf-8"))
+TESTED_BY, SUBJECTS = PLACES["modules"], PLACES["subjects"]
+PACKAGES = {"": "skyproxy", "server/": "skyproxy_server", "operator/": "operator/skyproxy_operator"}
+
+
+def modules() -> dict[str, str]:
+    """Return where each module's own test lies, by the module's name in the table."""
+    found = {}
+    for prefix, package in PACKAGES.items():
+        for path in (ROOT / package).rglob("*.py"):
+            if path.stem != "__init__":
+                name = prefix + path.relative_to(ROOT / package).with_suffix("").as_posix()
+                folder, _, stem = name.rpartition("/")
+                found[name] = f"{folder}/test_{stem}.py".lstrip("/")
+    return found
+
+
+def test_each_module_has_a_test_of_its_name_or_a_row_that_names_one() -> None:
+    """Write the test, or name in tests/project/tested_by.toml the one that shows the module."""
+    own = {name for name, test in modules().items() if (TESTS / test).is_file()}
+    rows = set(TESTED_BY)
+    assert modules().keys() - own - rows == set()
+    assert rows - modules().keys() == set()  # rows of modules that are no more
+    assert rows & own == set()  # the row can go
+    assert {test for test in TESTED_BY.values() if not (TESTS / test).is_file()} == set()
+
+
+def test_each_test_lies_beside_its_module_or_has_a_subject() -> None:
+    places = set(modules().values()) | set(TESTED_BY.values())
+    tests = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    with_subject = {name for name in tests if SUBJECTS.keys() & {name, name.partition("/")[0]}}
+    assert tests - places - with_subject == set()
+    assert {name for name in SUBJECTS if name.endswith(".py") and name in set(modules().values())} == set()
+    assert {name for name in SUBJECTS if not (TESTS / name).exists()} == set()
+
+
+def test_files_of_tests_have_one_subject_each() -> None:
+    """A file of more than 500 lines has several."""
+    lengths = {path.relative_to(TESTS).as_posix(): path.read_text("utf-8").count("\n") for path in TESTS.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > 500} == {}
