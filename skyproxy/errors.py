@@ -219,7 +219,7 @@ class UntrustedResultError(SkyproxyError, TypeError):
         call: the function's call.
     """
 
-    call: Any = None
+    call: object = None
 
 
 class RemoteTraceback(SkyproxyError):

@@ -68,11 +68,11 @@ def constant_for_cpp(answer: object) -> property:
     asked, told = repeat(fields[0], _FOREVER), repeat(answer, _FOREVER)
     tell = partial(next, told)
     copies = zip(iter(_thread.get_ident, None), map(bytes, repeat(_error_was_set)), strict=False)
-    nothing: dict[Any, Any] = {}
+    nothing: dict[object, object] = {}
     # `append` gives None, and what `nothing` has for it is `tell`.
     tell_after_parking = map(nothing.get, map(_parked.append, copies), repeat(tell))
 
-    class ByErrorType(dict[Any, object]):
+    class ByErrorType(dict[object, object]):
         __missing__ = staticmethod(partial(next, tell_after_parking))  # not None: there is an error
 
     choose = ByErrorType({None: tell}).__getitem__

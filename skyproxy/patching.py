@@ -67,7 +67,7 @@ class Patch:
     """
 
     place: str
-    owner: Any
+    owner: object
     name: str
     original: object
     replacement: object
@@ -109,7 +109,9 @@ def replace(
     return _set(owner, name, new, why=why, test=test, when=when, label=label, undo=undo, stays=stays)
 
 
-def wrap(owner: object, name: str, make: Callable[[Any], Any], *, why: str, test: str, when: When = When.IMPORT) -> Any:
+def wrap(
+    owner: object, name: str, make: Callable[[Any], object], *, why: str, test: str, when: When = When.IMPORT
+) -> Any:
     """Replace an attribute by what `make` makes of it; return the original.
 
     Raises:

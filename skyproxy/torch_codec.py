@@ -193,7 +193,7 @@ def decode_constant(tag: str, value: Any) -> Any:
 NODE = "node"
 LIST = "list"
 
-GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
+GRAPH_FUNCTIONS: dict[str, Callable[..., object]] = {
     f"python::{function.__name__}": function
     for function in (
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.neg),

@@ -14,7 +14,7 @@ import torch
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.torch_codec import DTYPE_NAMES, DTYPES
 
-Record = tuple[tuple[str, Any], ...]
+Record = tuple[tuple[str, object], ...]
 """Modes by name, in the table's order, each with a value that is not its usual one."""
 
 USUAL: Record = ()
@@ -52,8 +52,8 @@ class Mode(NamedTuple):
 
     name: str
     usual: object
-    accepts: Callable[[Any], bool]
-    read: Callable[[], Any]
+    accepts: Callable[[object], bool]
+    read: Callable[[], object]
     write: Callable[[Any], object]
     setters: tuple[str, ...]
     cuda_only: bool = False
@@ -88,7 +88,7 @@ def _is_bool(value: object) -> bool:
     return type(value) is bool
 
 
-def _one_of(*choices: object) -> Callable[[Any], bool]:
+def _one_of(*choices: object) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in choices
 
 
@@ -167,7 +167,7 @@ def _cell(library: str, kind: str) -> Mode:
     )
 
 
-def _unless_overruled(getter: str) -> Callable[[], Any]:
+def _unless_overruled(getter: str) -> Callable[[], object]:
     """Reads a mode that `fp32_precision` may overrule: then PyTorch's getter raises, and there is nothing to tell."""
 
     def read() -> object:

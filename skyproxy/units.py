@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skyproxy.errors import ConfigurationError
 
@@ -165,7 +165,7 @@ def settings_from(environ: Mapping[str, str] | None, prefix: str, kind: type[_Se
         ConfigurationError: a variable's text is not of its field's kind; names the variable.
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         variable = prefix + item.name.upper()
         text = environ.get(variable)

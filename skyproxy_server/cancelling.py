@@ -111,8 +111,8 @@ class CommandSkipper:
         values: Values,
         reports: Reports,
         graphs: Graphs,
-        owe_check: Callable[[Any, list[Any], int], None],
-        fail: Callable[[list[Any], int, Exception], int],
+        owe_check: Callable[[Any, list[object], int], None],
+        fail: Callable[[list[object], int, Exception], int],
     ) -> None:
         """Args:
         cancellation: what it is for.

@@ -98,11 +98,11 @@ class Program:
         self.draws = False
         self.ran = ""
         self.trouble = ""
-        self._checked: dict[torch.fx.Node, Callable[..., Any]] = {}
+        self._checked: dict[torch.fx.Node, Callable[..., object]] = {}
         self._module = self._build(inputs, numbers, fields, on_cpu)
-        self._eager: Callable[..., Any] = self._as_checked().forward
+        self._eager: Callable[..., object] = self._as_checked().forward
         self._single = outputs == 1
-        self._variants: dict[object, Callable[..., Any]] = {}
+        self._variants: dict[object, Callable[..., object]] = {}
         self._fixed: Callable[..., Any] | None = None
 
     def _build(
@@ -124,7 +124,7 @@ class Program:
             if len(fields["nodes"]) > MOST_NODES:
                 raise UnsupportedOpError(f"a compiled graph of {len(fields['nodes'])} operations; {MOST_NODES} may be")
             for name, arguments, keywords in fields["nodes"]:
-                checked: Callable[..., Any] | None = None
+                checked: Callable[..., object] | None = None
                 if name in torch_codec.GRAPH_FUNCTIONS:
                     if keywords:
                         raise ProtocolError(f"{name} takes no keywords")
@@ -160,8 +160,8 @@ class Program:
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
     def _functions(
-        self, name: Any, arguments: list[Any], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        self, name: Any, arguments: list[object], keywords: dict[str, Any], numbers: Numbers, on_cpu: bool
+    ) -> tuple[Callable[..., object], Callable[..., object] | None]:
         """Return what a compiler gets of an op, and what runs it op by op if that is a checked form.
 
         Its arguments are held against its schema.
@@ -216,7 +216,7 @@ class Program:
         results = run(*args)
         return results[0] if self._single else results
 
-    def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _choose(self, args: tuple[object, ...]) -> Callable[..., Any]:
         if self._mode == "auto" and not self.trouble:
             self.trouble = compiler_problem(self._kind)
         if self._mode == "eager" or (self._mode == "auto" and self.trouble):
@@ -268,7 +268,7 @@ def _look(value: object) -> object:
     return value
 
 
-def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
+def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., object]:
     """The module, compiled by inductor for arguments that look like these.
 
     On a thread of its own: the executor's runs below autograd's dispatch keys, where nothing can be traced.

@@ -250,7 +250,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _any_nested(values: list[Any]) -> bool:
+def _any_nested(values: list[object]) -> bool:
     flat = (item for value in values for item in (value if isinstance(value, list | tuple) else [value]))
     return any(isinstance(item, torch.Tensor) and item.is_nested for item in flat)
 

@@ -19,7 +19,7 @@ def graph_define(
     session: SessionState,
     number: int,
     stream: list[object],
-    exports: list[Any],
+    exports: list[object],
     places: list[Any],
     modes: dict[str, object],
 ) -> None:

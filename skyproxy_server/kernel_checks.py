@@ -92,7 +92,7 @@ def _probabilities(given: dict[str, Any]) -> None:
 
 
 @_checks("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")
-def _grid_modes(given: dict[str, Any]) -> None:
+def _grid_modes(given: dict[str, object]) -> None:
     # In another mode, the kernel writes nothing.
     require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
 

@@ -48,7 +48,7 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if torch_codec.is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous()
 
 
-def check_inputs(name: str, read: list[Any], believed: list[Any]) -> None:
+def check_inputs(name: str, read: list[object], believed: list[Any]) -> None:
     """Hold what an op reads against what the client believes of it.
 
     Raises:

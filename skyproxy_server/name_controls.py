@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgpack
 import torch
@@ -80,7 +79,7 @@ def named_value(session: SessionState, key: str) -> dict[str, object]:
     return {"version": value.version, "document": value.document, "rows": msgpack.packb(_rows(held, value))}
 
 
-def _rows(held: NamedSession, value: NamedValue) -> list[list[Any]]:
+def _rows(held: NamedSession, value: NamedValue) -> list[list[object]]:
     """For each tensor: its number, what it looks like, its device, the size of its storage, the numbers of all that
     share that.
     """
@@ -90,7 +89,7 @@ def _rows(held: NamedSession, value: NamedValue) -> list[list[Any]]:
         key = storage_key(tensor)
         if key is not None:
             kin.setdefault(key, []).append(held.number_of(tensor))
-    rows: list[list[Any]] = []
+    rows: list[list[object]] = []
     for tensor in value.tensors:
         key = storage_key(tensor)
         rows.append(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol.messages import MAX_NAMES, Batch, Message, NamedBatch, Repeat
 
@@ -15,7 +13,7 @@ class NamedBatches:
     """The named batches of one session."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[list[Any], list[int]]] = {}
+        self._known: dict[int, tuple[list[object], list[int]]] = {}
 
     def resolve(self, message: Message) -> Batch | None:
         """The batch that a message stands for; None if it carries no commands.

@@ -10,7 +10,7 @@ import torch
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 from skyproxy_server.safe_forms import SAFE_FORMS
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 
 def function_of(name: str, overload: torch._ops.OpOverload, *, on_cpu: bool) -> Function:

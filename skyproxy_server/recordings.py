@@ -29,7 +29,7 @@ class Replayer(Protocol):
     def is_live(self) -> bool:
         """True if replays are launches of a graph by now."""
 
-    def replay(self, inputs: list[Any], run: Run) -> Made:
+    def replay(self, inputs: list[object], run: Run) -> Made:
         """Replay once: as a graph, or command by command with `run`."""
 
 

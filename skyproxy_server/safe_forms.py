@@ -134,7 +134,7 @@ def _batch_norm(given: dict[str, Any]) -> None:
 
 
 @_checks("_batch_norm_no_update")
-def _batch_norm_as_learned(given: dict[str, Any]) -> None:
+def _batch_norm_as_learned(given: dict[str, object]) -> None:
     for name in ("running_mean", "running_var"):
         require(given.get(name) is not None, f"batch_norm needs {name} here")
     _batch_norm(given)

@@ -112,7 +112,7 @@ class Signature:
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
 
-    def _schema_argument(self, argument: Any, template: Any) -> str:
+    def _schema_argument(self, argument: Any, template: object) -> str:
         """The text that stands for an argument in the call; a constant is held against the schema."""
         written = argument.alias_info is not None and argument.alias_info.is_write
         before = len(self._constants)

@@ -34,7 +34,7 @@ class Items:
 
     def get(self) -> concurrent.futures.Future[Any]:
         """A future of the next item."""
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
         with self._lock:
             if self._ready:
                 future.set_result(self._ready.popleft())

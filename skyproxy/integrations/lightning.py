@@ -88,7 +88,7 @@ class _SkyDevices:
         return "sky"
 
 
-def _placed(choose: Callable[[object], object], single_device: Callable[..., object]) -> Callable[[Any], Any]:
+def _placed(choose: Callable[[object], object], single_device: Callable[..., object]) -> Callable[[object], object]:
     """The strategy for one of our devices; Lightning knows only "cuda" and "mps" by name, and takes the CPU."""
 
     @functools.wraps(choose)
@@ -100,7 +100,7 @@ def _placed(choose: Callable[[object], object], single_device: Callable[..., obj
     return choose_strategy
 
 
-def _cast(check: Callable[[object], Any], mixed: object) -> Callable[[Any], Any]:
+def _cast(check: Callable[[object], Any], mixed: object) -> Callable[[object], object]:
     """Mixed precision with autocast and gradient scaler of our device, where Lightning takes those of CUDA."""
 
     @functools.wraps(check)

@@ -127,7 +127,7 @@ class ApiServer:
         rest = self._api.rest_client
         # The kubelet's streaming server produces no JSON: it refuses a handshake that accepts nothing else with 406.
         headers = await self._headers(None, accept="*/*")
-        options: dict[str, Any] = {"headers": headers, "protocols": (protocol,), "max_msg_size": 0}
+        options: dict[str, object] = {"headers": headers, "protocols": (protocol,), "max_msg_size": 0}
         options |= {"proxy": rest.proxy} if rest.proxy else {}
         options |= {"server_hostname": rest.server_hostname} if getattr(rest, "server_hostname", None) else {}
         try:

@@ -78,7 +78,7 @@ class _Relay:
     """A streamer of transformers that passes token ids on, and ends the generation when nobody wants them."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.stopped = False
 
     def put(self, value: Any) -> None:
@@ -131,7 +131,7 @@ def stream_generate(
     return outcome["value"]
 
 
-def _placed(model: Any, inputs: Mapping[str, object]) -> dict[str, Any]:
+def _placed(model: Any, inputs: Mapping[str, object]) -> dict[str, object]:
     import torch
 
     return {

@@ -48,7 +48,7 @@ class Pickled:
     bases: list[int]
     references: list[torch.Tensor]
     by_value: str = ""
-    keep: list[Any] = field(default_factory=list)
+    keep: list[object] = field(default_factory=list)
     form: str = PICKLE
     not_plain: str = ""
 
@@ -72,7 +72,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self,
         refer: Refer,
-        refer_device: Callable[[torch.device], Any] = lambda device: None,
+        refer_device: Callable[[torch.device], object] = lambda device: None,
         *,
         sends_projects: bool = False,
     ) -> None:

@@ -42,8 +42,8 @@ class PlainReader:
         self._buffers = pieces[1:first]
         self._tensors = TensorReader(tables["tensors"], tables["bases"], pieces[first:], referred)
         self._document = memoryview(pieces[0])
-        self._codes: list[Any] = []
-        self._atoms: list[Any] = []
+        self._codes: list[object] = []
+        self._atoms: list[object] = []
         self._code = self._atom = 0
         self._made: list[object] = []
         self._depth = self._hashed = 0
@@ -142,7 +142,7 @@ class PlainReader:
 
 
 def from_plain(
-    pieces: Sequence[Any], tables: dict[str, object], referred: Callable[[Row, int], torch.Tensor]
+    pieces: Sequence[object], tables: dict[str, object], referred: Callable[[Row, int], torch.Tensor]
 ) -> object:
     """Return the value that `to_plain` has written; arguments and errors are those of `PlainReader`."""
     return PlainReader(pieces, tables, referred).read()

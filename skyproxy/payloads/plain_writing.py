@@ -283,7 +283,7 @@ def _put_ordered_dict(writer: PlainWriter, value: collections.OrderedDict[object
         writer.part(metadata, "._metadata")
 
 
-def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[object, Any]) -> None:
+def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[object, object]) -> None:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and FACTORIES.get(name) is not factory:

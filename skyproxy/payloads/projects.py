@@ -19,7 +19,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 import cloudpickle
 
@@ -202,7 +201,7 @@ def reduce_decorated(function: FunctionType) -> object:
     name, module = function.__qualname__, sys.modules.get(function.__module__ or "")
     if module is None or "<" in name or not is_project_module(module):
         return NotImplemented
-    found: Any = module
+    found: object = module
     try:
         for part in name.split("."):
             found = getattr(found, part)
@@ -244,6 +243,6 @@ def _project_modules() -> list[ModuleType]:
     return _projects
 
 
-def _same(one: list[Any], other: list[Any]) -> bool:
+def _same(one: list[object], other: list[object]) -> bool:
     """Return whether both have the very same objects, whatever these think of equality."""
     return len(one) == len(other) and all(map(operator.is_, one, other))

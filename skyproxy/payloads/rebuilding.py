@@ -53,7 +53,7 @@ def find_class(module: str, qualname: str) -> type:
     Raises:
         UnknownClassError: the program has not loaded such a class.
     """
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for part in qualname.split("."):
         # Not by `getattr`: it would run a lazy module's code, or a descriptor's.
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None

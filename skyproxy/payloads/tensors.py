@@ -24,7 +24,7 @@ Row = list[Any]
 """`[VALUE or REFERENCE, description, requires gradients, is a parameter, ...]`; then the number of the storage, or
 whatever the one who made the reference put there."""
 
-Refer = Callable[[torch.Tensor], list[Any] | None]
+Refer = Callable[[torch.Tensor], list[object] | None]
 """For a tensor that goes by reference, what its row ends with; None for one that goes by value."""
 
 

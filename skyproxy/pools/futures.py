@@ -119,7 +119,7 @@ class PoolFuture(Future[T]):
 def together(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[Any, ...]]:
     """The results of several futures, in their order. The first failure is raised, and ends the others."""
     parts = list(futures)
-    whole: PoolFuture[tuple[Any, ...]] = PoolFuture(name)
+    whole: PoolFuture[tuple[object, ...]] = PoolFuture(name)
     left = len(parts)
     lock = threading.Lock()
 

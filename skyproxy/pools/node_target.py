@@ -27,7 +27,7 @@ class NodeTarget:
 
     def submit_call(self, call: CallSpec) -> PoolFuture[Any]:
         """Makes the call."""
-        future: PoolFuture[Any] = PoolFuture(call.name)
+        future: PoolFuture[object] = PoolFuture(call.name)
         future.follow(self._start(call))
         return future
 

@@ -28,7 +28,7 @@ class RemoteFunction(Generic[P, T_co]):
     the call is written, not when it runs.
     """
 
-    def __init__(self, function: Callable[P, Any], options: CallOptions = _DEFAULTS) -> None:
+    def __init__(self, function: Callable[P, object], options: CallOptions = _DEFAULTS) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._options = options

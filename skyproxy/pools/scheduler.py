@@ -51,7 +51,7 @@ class Job:
         self.tries = 0
         self.future: PoolFuture[object] = PoolFuture(call.name)
         self.running: Call | None = None
-        self.keeps: Any = None
+        self.keeps: object = None
         self.span = telemetry.begin("skyproxy.pool_call", function=call.name)
         if self.span is not None:
             self.future.add_done_callback(partial(_end_span, self.span))

@@ -73,7 +73,7 @@ class Profile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, record_shapes: bool, with_stack: bool) -> None:
-        self.trace: dict[str, Any] | None = None
+        self.trace: dict[str, object] | None = None
         self._path = Path(path) if path is not None else None
         self._shapes = record_shapes
         self._stacks = with_stack
@@ -194,9 +194,9 @@ def profile(
     return Profile(path, record_shapes, with_stack)
 
 
-def _exported(profiler: Any) -> dict[str, Any]:
+def _exported(profiler: Any) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="skyproxy-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        result: dict[str, Any] = json.loads(path.read_bytes())
+        result: dict[str, object] = json.loads(path.read_bytes())
     return result

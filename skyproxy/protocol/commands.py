@@ -137,7 +137,7 @@ def walk(stream: list[Any], widths: Mapping[int, int], end: int | None = None) -
     return positions
 
 
-def op_at(stream: list[Any], position: int) -> int:
+def op_at(stream: list[object], position: int) -> int:
     """Return where the command proper stands: behind the EXPECT at `position`, or there itself."""
     return end_of(stream, position) if stream[position] == EXPECT else position
 
@@ -147,7 +147,7 @@ def end_of(stream: list[Any], position: int) -> int:
     return position + 1 + OPERANDS[stream[position]]
 
 
-Handler = Callable[[dict[int, object], list[Any], int], int]
+Handler = Callable[[dict[int, object], list[object], int], int]
 """`handler(slots, stream, position)` runs the command at `position` and returns the position of the next one."""
 
 

@@ -50,10 +50,10 @@ class _Layout:
         self.count = len(names) + self.has_buffers
         # Fields at the end that have a default need not travel: they were added, and others may not know them.
         defaults = [item.default for item in fields(message_type) if item.default is not MISSING]
-        self.defaults: tuple[Any, ...] = () if self.has_buffers else tuple(defaults)
+        self.defaults: tuple[object, ...] = () if self.has_buffers else tuple(defaults)
         self.checks = [_check_for(hints[name]) for name in names]
         getter = attrgetter(*names)
-        self.values: Callable[[Message], tuple[Any, ...]] = getter if len(names) > 1 else lambda m: (getter(m),)
+        self.values: Callable[[Message], tuple[object, ...]] = getter if len(names) > 1 else lambda m: (getter(m),)
 
 
 def _check_for(annotation: object) -> Callable[[Any], bool] | None:
@@ -137,7 +137,7 @@ def _flat(buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _encode_unusual(message: Message, values: tuple[Any, ...]) -> bytes:
+def _encode_unusual(message: Message, values: tuple[object, ...]) -> bytes:
     """The header of a message with complex numbers, or the reason why it has none.
 
     Apart from the common path, because a packer with a Python callback is slower and reports large integers worse.

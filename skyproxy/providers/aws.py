@@ -309,7 +309,7 @@ class Instances:
             except Exception as error:
                 logger.warning("skyproxy: the SSM parameter %s was left behind: %s", self.parameter, error)
 
-    def _run(self, request: dict[str, Any]) -> None:
+    def _run(self, request: dict[str, object]) -> None:
         tags = [
             {"Key": "Name", "Value": self._name},
             {"Key": _POOL, "Value": self._spec.name},

@@ -302,7 +302,7 @@ def with_packages(pod_template: Mapping[str, Any] | None, image: Image) -> dict[
         raise ConfigurationError(
             "podTemplate says what the worker runs, so Image(pip=[...]) cannot be added. Drop one."
         )
-    wanted: dict[str, Any] = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
+    wanted: dict[str, object] = {"requirements": list(image.pip), "steps": install_steps(image, isolated=False)}
     if image.requirements is not None:
         wanted["lock"] = {"name": LOCK_FILE, "text": packed(str(image.requirements))}
     worker["command"] = ["python", "-m", "skyproxy_server.bootstrap", json.dumps(wanted)]

@@ -180,7 +180,7 @@ def start(
     started = datetime.now(UTC).isoformat(timespec="seconds")
     worker, wheel = SshWorker(name, target, python, started), own_wheel()
     say(f"Looking at {target.shown}")
-    request: dict[str, Any] = {
+    request: dict[str, object] = {
         "wheel": wheel.digest,
         "wheel_name": wheel.name,
         "wheel_bytes": len(wheel.content),

@@ -152,7 +152,7 @@ class SshTarget:
             )
 
 
-def remote_program(target: SshTarget, python: str, request: dict[str, Any]) -> tuple[list[str], bytes]:
+def remote_program(target: SshTarget, python: str, request: dict[str, object]) -> tuple[list[str], bytes]:
     """Return the command that runs `ssh_remote` on a host, and its input; a token in the request is in no command line.
 
     Args:
@@ -168,7 +168,7 @@ def remote_program(target: SshTarget, python: str, request: dict[str, Any]) -> t
     return [*target.command(), line], b"%d\n" % len(program) + program + json.dumps(request).encode() + b"\n"
 
 
-def call(target: SshTarget, python: str, request: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+def call(target: SshTarget, python: str, request: dict[str, object], payload: bytes = b"") -> dict[str, Any]:
     """Run one operation of `ssh_remote` on a host, and return its answer.
 
     Raises:

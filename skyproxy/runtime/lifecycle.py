@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.runtime.calls import current_call
@@ -79,7 +78,7 @@ class Lifecycle:
                 self._leave()
                 raise
 
-    def once(self, key: str, info: InstanceInfo, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def once(self, key: str, info: InstanceInfo, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         """Enters a context manager that stays open like a plugin's; the first of several threads does it.
 
         Args:

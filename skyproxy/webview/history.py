@@ -112,7 +112,7 @@ def totals(workers: Iterable[Mapping[str, object]]) -> dict[str, float]:
     return sums
 
 
-def _list(value: object) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

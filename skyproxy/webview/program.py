@@ -32,7 +32,7 @@ class WebView:
     """
 
     def __init__(self, port: int) -> None:
-        self._profile: dict[str, Any] | None = None
+        self._profile: dict[str, object] | None = None
         self._history = History(self._look, _INTERVAL_SECONDS)
         self._server = PageServer(self._history.status, port)
         self.url = self._server.url
@@ -76,7 +76,7 @@ class WebView:
     def _on_profile(self, profile: profiles.Profile) -> None:
         self._profile = {"at": time.time(), **bounded_spans(profile.trace or {})}
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> dict[str, object]:
         nodes = [node for node in list_nodes() if node.alive]
         workers = [looked_at(_name_of(node), node.worker_status) for node in nodes]
         running = {str(row.get("session")): row["running"] for worker in workers for row in worker["sessions"]}
@@ -136,7 +136,7 @@ def _name_of(node: Node) -> str:
     return f"{', '.join(map(str, node.devices))} ({node.url})"
 
 
-def _session_row(node: Node, running: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def _session_row(node: Node, running: dict[Any, dict[str, object]]) -> dict[str, object]:
     session = node._session
     name = session.welcome.session[:8]
     batches, byte_count = session.queue
@@ -144,12 +144,12 @@ def _session_row(node: Node, running: dict[Any, dict[str, Any]]) -> dict[str, An
     return {"session": name, "queued_batches": batches, "queued_bytes": byte_count, "line": line}
 
 
-def _error_rows(node: Node) -> list[dict[str, Any]]:
+def _error_rows(node: Node) -> list[dict[str, object]]:
     session = node._session
     return [{**row, "session": session.welcome.session[:8]} for row in session.recent_errors]
 
 
-def _pool_rows() -> list[dict[str, Any]]:
+def _pool_rows() -> list[dict[str, object]]:
     pools = sys.modules.get("skyproxy.pools.pool")  # who has a pool has loaded it
     rows = []
     for pool in pools.running_pools() if pools is not None else ():

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import socket
-from typing import Any
 
 from skyproxy.webpage import page_file, security_headers
 
@@ -49,7 +48,7 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(
-        self, status: Callable[[], dict[str, Any]], port: int = 0, on_used: Callable[[], object] = lambda: None
+        self, status: Callable[[], dict[str, object]], port: int = 0, on_used: Callable[[], object] = lambda: None
     ) -> None:
         """Listen.
 

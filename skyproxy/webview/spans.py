@@ -17,8 +17,8 @@ def bounded_spans(trace: dict[str, Any]) -> dict[str, Any]:
         "total": of the whole, in microseconds; "rows": each a "name" and "spans", `[start, length, name]`; "shown" and
         "all": how many spans.
     """
-    processes: dict[Any, str] = {}
-    spans: defaultdict[tuple[Any, Any], list[list[Any]]] = defaultdict(list)
+    processes: dict[object, str] = {}
+    spans: defaultdict[tuple[object, object], list[list[Any]]] = defaultdict(list)
     for event in trace.get("traceEvents", ()):
         if event.get("ph") == "M" and event.get("name") == "process_name":
             processes[event["pid"]] = str(event["args"]["name"])

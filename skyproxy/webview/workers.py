@@ -8,7 +8,7 @@ from typing import Any
 
 from skyproxy.errors import SkyproxyError
 
-Ask = Callable[[], dict[str, Any]]
+Ask = Callable[[], dict[str, object]]
 
 _MAX_TEXT = 1000
 _MAX_ITEMS = 200
@@ -56,15 +56,15 @@ def shaped(answer: object) -> dict[str, Any]:
     }
 
 
-def _items(value: object) -> list[Any]:
+def _items(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _rows(value: object) -> list[dict[str, Any]]:
+def _rows(value: object) -> list[dict[str, object]]:
     return [row for row in _items(value) if isinstance(row, dict)]
 
 
-def _table(value: object) -> dict[str, Any]:
+def _table(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 

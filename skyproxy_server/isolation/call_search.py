@@ -148,7 +148,7 @@ class CallSearch(Generic[_S]):
         finally:
             tensors.abandon()
 
-    def _tell(self, session: CallSearchTarget, message: dict[str, Any], descriptors: Iterable[int]) -> None:
+    def _tell(self, session: CallSearchTarget, message: dict[str, object], descriptors: Iterable[int]) -> None:
         with suppress(ChannelClosedError):
             session.order(message, descriptors)
 

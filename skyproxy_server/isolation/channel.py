@@ -43,7 +43,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any], descriptors: Sequence[int] = (), *, wait: bool = True) -> None:
+    def send(self, message: dict[str, object], descriptors: Sequence[int] = (), *, wait: bool = True) -> None:
         """Send a message, and copies of these descriptors with it.
 
         Args:

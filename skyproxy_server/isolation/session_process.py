@@ -179,7 +179,7 @@ class SessionProcess:
         finally:
             self._visitors.discard(visitor)
 
-    def _report(self, rows_wanted: bool) -> dict[str, Any]:
+    def _report(self, rows_wanted: bool) -> dict[str, object]:
         self._tells_rows = self._tells_rows or rows_wanted
         activity = self._host.activity()
         if self._tells_rows:
@@ -210,7 +210,7 @@ class SessionProcess:
         threading.Thread(target=self._serve, args=arguments, name="skyproxy-connection", daemon=True).start()
 
     def _serve(
-        self, served: ConnectionHandler | None, transport: WebSocketTransport, hello: Hello, order: dict[str, Any]
+        self, served: ConnectionHandler | None, transport: WebSocketTransport, hello: Hello, order: dict[str, object]
     ) -> None:
         try:
             # On this thread: one that replaces another cuts that first.
@@ -241,7 +241,7 @@ class SessionProcess:
 
     def _prepare(self, order: dict[str, Any]) -> None:
         """Tell the supervisor how far the session has come, for its client is there again."""
-        answer: dict[str, Any] = {"prepared": order["number"]}
+        answer: dict[str, object] = {"prepared": order["number"]}
         try:
             answer["attempt"], answer["received"] = self._host.prepare_resume(
                 self._session, order["secret"], self._client

@@ -103,7 +103,7 @@ class Template:
             raise ConfigurationError(answer["refused"])
         return answer
 
-    def fork(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
+    def fork(self, order: dict[str, object], descriptors: Sequence[int]) -> None:
         """Have a session's process forked.
 
         Raises:

@@ -73,7 +73,7 @@ class SupervisedSession:
         slots: Slots,
         uploads: tuple[Channel, UploadDesk] | None,
         on_end: Callable[[SupervisedSession], None],
-        on_message: Callable[[SupervisedSession, dict[str, Any]], bool],
+        on_message: Callable[[SupervisedSession, dict[str, object]], bool],
         resume: Resume = Resume(),
     ) -> None:
         self.identity = identity
@@ -184,7 +184,7 @@ class SupervisedSession:
             if hello.role == OPERATIONS:
                 self._begun.set()
 
-    def order(self, message: dict[str, Any], descriptors: Iterable[int] = ()) -> None:
+    def order(self, message: dict[str, object], descriptors: Iterable[int] = ()) -> None:
         """Send an order without waiting for room.
 
         Raises:
@@ -340,7 +340,7 @@ class SupervisedSession:
 
     def _note_prepared(self, message: dict[str, Any]) -> None:
         number = int(message["prepared"])
-        answer: dict[str, Any] = {"prepared": number}
+        answer: dict[str, object] = {"prepared": number}
         if "attempt" in message:
             answer.update(attempt=int(message["attempt"]), received=int(message["received"]))
         with self._answered:

@@ -367,7 +367,7 @@ class ProcessHost:
             memory_bytes += _CGROUP_BESIDE_BYTES + (self._blobs.max_bytes if self._blobs is not None else 0)
         self._cgroups.add(identity, pid, CgroupBounds(memory_bytes, self._bounds.cpus))
 
-    def _on_message(self, session: SupervisedSession, message: dict[str, Any]) -> bool:
+    def _on_message(self, session: SupervisedSession, message: dict[str, object]) -> bool:
         if "over" in message:
             self._bound_lingering(session)
             return True

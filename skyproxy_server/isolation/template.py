@@ -80,7 +80,7 @@ def _load(setup: dict[str, Any]) -> None:
     open_ops(setup["allow_ops"])
 
 
-def _look(choice: str) -> dict[str, Any]:
+def _look(choice: str) -> dict[str, object]:
     import torch
 
     from skyproxy.torch_versions import software
@@ -89,7 +89,7 @@ def _look(choice: str) -> dict[str, Any]:
     return {"devices": inventory(choice), "software": software(torch.__version__)}
 
 
-def _in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _in_child(look: Callable[[], dict[str, object]]) -> dict[str, object]:
     """Return what `look` returns in a child: a process that has asked for GPUs cannot be forked any more.
 
     Raises:
@@ -118,7 +118,7 @@ def _in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         os.waitpid(child, 0)
     if "refused" in answer:
         raise ConfigurationError(answer["refused"])
-    found: dict[str, Any] = answer["found"]
+    found: dict[str, object] = answer["found"]
     return found
 
 
@@ -136,7 +136,7 @@ def _sweep(user: SessionUser) -> None:
         os._exit(0)
 
 
-def _fork_session(channel: Channel, order: dict[str, Any], descriptors: list[int]) -> None:
+def _fork_session(channel: Channel, order: dict[str, object], descriptors: list[int]) -> None:
     """Fork a session's process, which becomes a child of the supervisor because the process between ends at once."""
     middle = os.fork()
     if middle:

@@ -296,7 +296,7 @@ class SharedUploads:
     def __len__(self) -> int:
         return self.stats()["blobs"]
 
-    def ask(self, question: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def ask(self, question: dict[str, object]) -> tuple[dict[str, Any], list[int]]:
         """Ask the supervisor; an empty answer once it does not answer any more, for keeping is a favour."""
         with self._lock:
             if self._channel is None:

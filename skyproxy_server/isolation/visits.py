@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -114,7 +113,7 @@ class Visits:
         settings: limits.
     """
 
-    def __init__(self, calls: Calls, ask: Callable[[dict[str, Any]], None], settings: Settings) -> None:
+    def __init__(self, calls: Calls, ask: Callable[[dict[str, object]], None], settings: Settings) -> None:
         self._calls = calls
         self._ask = ask
         self._settings = settings
