@@ -100,7 +100,7 @@ class Settings:
     """The interval at which a silent bulk connection is asked whether the worker still lives."""
     liveness_timeout_seconds: float = 30.0
     """A worker that answered nothing for this long is lost."""
-    reconnect: bool = False
+    reconnect: bool = True
     """True if a session with a worker elsewhere outlives its connections: they are made anew when they break."""
     reconnect_seconds: float = 600.0
     """The time for which a client tries to get a broken connection back."""

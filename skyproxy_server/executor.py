@@ -12,7 +12,7 @@ from skyproxy.settings import Settings
 from skyproxy_server import graph_controls, name_controls
 from skyproxy_server.cancelling import CommandSkipper
 from skyproxy_server.controls import CONTROLS
-from skyproxy_server.failures import Failed, PoisonedError
+from skyproxy_server.failures import Failed, PoisonedError, is_out_of_memory
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.tensor_commands import TensorCommands
@@ -29,6 +29,7 @@ class Executor:
     Attributes:
         state: the parts of the session.
         commands_done: how many commands were executed, up to the latest whole batch.
+        make_room: called where memory is short; frees what nobody uses now, and returns whether there was any.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Executor:
     ) -> None:
         self.state = state = SessionState(devices, send, transfers, settings)
         self.commands_done = 0
+        self.make_room: Callable[[], bool] = lambda: False
         self._values, self._ops, self._reports = state.values, state.ops, state.reports
         self._max_handles = settings.max_handles
         self._tensors = TensorCommands(state.values, state.reports, transfers, state.devices)
@@ -80,7 +82,7 @@ class Executor:
             if error is None:
                 position, count, error = commands.execute(stream, position, handlers, slots, gates)
                 done += count
-            if error is not None:
+            if error is not None and not (is_out_of_memory(error) and self._can_run_again(stream, position)):
                 position = self._after_failure(stream, position, error)
         self.commands_done += done
         if gates:
@@ -103,6 +105,13 @@ class Executor:
         except Exception as error:
             return error
         return None
+
+    def _can_run_again(self, stream: list[Any], position: int) -> bool:
+        """Return whether there is room now for the op at `position`, which found none and has changed nothing."""
+        at = commands.op_at(stream, position)
+        signature = self._ops.signatures.get(stream[at])
+        unchanged = signature is not None and not signature.draws and not signature.written_slots(stream, at)
+        return unchanged and self.make_room()
 
     def _after_failure(self, stream: list[object], position: int, error: Exception) -> int:
         """Poison what the command at `position` should have made; return the next one's position.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import torch
+
 CANCELLED = "CancelledOperationError"
 
 
@@ -59,3 +61,8 @@ class PoisonedError(Exception):
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.record["message"])
         self.failed = failed
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether this is how PyTorch says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -50,6 +50,8 @@ logger = logging.getLogger("skyproxy.server")
 
 _ACK_EVERY_BATCHES = 16
 _ACK_DELAY_SECONDS = 0.002
+_ROOM_SECONDS = 5.0
+"""The time that a session without a connection has to free its memory for another one."""
 
 
 class WorkerSession:
@@ -73,6 +75,7 @@ class WorkerSession:
         grace_seconds: float = 0.0,
         on_detach: Callable[[], object] = lambda: None,
         secret: bytes = b"",
+        make_room: Callable[[WorkerSession], bool] = lambda session: False,
     ) -> None:
         self.identity = identity or secrets.token_hex(16)
         self.client = client_of(transport)
@@ -93,6 +96,7 @@ class WorkerSession:
         self._transfers.lasting = self.lasting is not None
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
+        self._executor.make_room = lambda: make_room(self)
         self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
         self._over = threading.Event()
@@ -168,6 +172,14 @@ class WorkerSession:
         """End the session, and tell its client why; return whether it is over in time."""
         self._farewell = reason  # of whichever connection the client reads first
         self._transport.close("done", reason)
+        return self._over.wait(timeout_seconds)
+
+    def expire(self, reason: str, timeout_seconds: float = 0.0) -> bool:
+        """End the session if it has no connection; return whether it is over in time."""
+        if self.lasting is None or not self.is_detached:
+            return False
+        audit.note(self.client, "ended", reason=reason, session=self.identity[:8])
+        self.lasting.expire()
         return self._over.wait(timeout_seconds)
 
     def take_functions(self, connection: FunctionsConnection) -> None:
@@ -403,6 +415,7 @@ class WorkerHost:
             grace_seconds=min(hello.grace_seconds, self._settings.session_grace_seconds),
             on_detach=self._limit_detached,
             secret=secret,
+            make_room=self._make_room,
         )
         if self.named is not None:
             session.use_names(self.named)
@@ -480,15 +493,23 @@ class WorkerHost:
         for _, lasting in detached[: max(len(detached) - self._settings.max_detached_sessions, 0)]:
             lasting.expire()
 
+    def _make_room(self, session: WorkerSession) -> bool:
+        """End one session that the same client left without a connection; return whether there was one.
+
+        Never another client's: who fills the memory would end the sessions of whoever has no connection just then.
+        """
+        with self._lock:
+            own = [one for one in self._sessions.values() if one.client.name == session.client.name]
+        return any(one.expire("its client needs the memory", _ROOM_SECONDS) for one in own if one is not session)
+
     def end_refused(self, refusal: Callable[[Identity], str]) -> None:
         """End the sessions that wait for a client who is refused now."""
         with self._lock:
             detached = [session for session in self._sessions.values() if session.is_detached]
         for session in detached:
             reason = refusal(session.client)
-            if reason and session.lasting is not None:
-                audit.note(session.client, "ended", reason=reason)
-                session.lasting.expire()
+            if reason:
+                session.expire(reason)
 
     def join_bulk(self, session_id: str, transport: Transport) -> _Bulk:
         """Gives a session its bulk connection.

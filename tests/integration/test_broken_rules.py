@@ -63,17 +63,21 @@ def test_malformed_commands_end_that_session_only(intruder: tuple[skyproxy.Node,
     assert good.alive
 
 
+def _link(connection: Any) -> Any:
+    """The WebSocket of a connection that is replaced when it breaks."""
+    return connection._link
+
+
 def test_a_batch_out_of_order_ends_that_session_only(intruder: tuple[skyproxy.Node, skyproxy.Node]) -> None:
     bad, good = intruder
     kept = torch.arange(3.0, device=good.devices[0])
     bad.synchronize()
-    transport = bad._session._operations
+    transport = _link(bad._session._operations)
     wrong = Batch(Sequence(bad._session.recorder.batches + 7), [])
     # Past our own rules, as a broken client would.
     from skyproxy.protocol import framing
 
-    frame = transport._frame(framing.encode(wrong, SETTINGS.max_frame_bytes))  # type: ignore[attr-defined]
-    transport._outbox.post(frame)  # type: ignore[attr-defined]
+    transport._outbox.post(transport._frame(framing.encode(wrong, SETTINGS.max_frame_bytes)))
     with pytest.raises(SessionLostError, match="none may be missing"):
         bad.synchronize()
         bad.synchronize()
@@ -88,7 +92,7 @@ def test_an_oversized_frame_ends_that_session_only(intruder: tuple[skyproxy.Node
     from skyproxy.transport.outbox import Frame
 
     header = ws.frame_header(ws.BINARY, SETTINGS.max_frame_bytes + 1, b"abcd")
-    bad._session._operations._outbox.post(Frame([header], len(header)))  # type: ignore[attr-defined]
+    _link(bad._session._operations)._outbox.post(Frame([header], len(header)))
     with pytest.raises(SessionLostError):
         bad.synchronize()
         bad.synchronize()
@@ -99,8 +103,8 @@ def test_garbage_on_the_bulk_connection_ends_that_session_only(intruder: tuple[s
     bad, good = intruder
     kept = torch.arange(3.0, device=good.devices[0])
     bad.synchronize()
-    transport = bad._session._bulk
-    transport._outbox.post(transport._small_frame(2, b"\x00" * 64))  # type: ignore[attr-defined]
+    transport = _link(bad._session._bulk)
+    transport._outbox.post(transport._small_frame(2, b"\x00" * 64))
     with pytest.raises(SessionLostError):
         for _ in range(1000):
             bad.synchronize()
