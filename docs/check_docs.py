@@ -157,6 +157,21 @@ def check_settings(root: Path, settings: type) -> Iterator[str]:
         yield f"{name}: the code has no setting {setting}"
 
 
+def check_variables(root: Path, variables: ModuleType) -> Iterator[str]:
+    """Differences between the settings page's table of other variables and the module that knows them.
+
+    Args:
+        variables: the module whose `OTHER_VARIABLES` are the truth.
+    """
+    page = root / "docs/reference/settings.md"
+    documented = [row[0] for row in table_rows(page.read_text(encoding="utf-8"), columns=2)]
+    name = page.relative_to(root)
+    for variable in variables.OTHER_VARIABLES.keys() - set(documented):
+        yield f"{name}: no row for the variable {variable}"
+    for variable in set(documented) - variables.OTHER_VARIABLES.keys():
+        yield f"{name}: the code has no variable {variable}"
+
+
 def check_errors(root: Path, errors: ModuleType) -> Iterator[str]:
     """Differences between the errors page and the module.
 
@@ -319,13 +334,14 @@ def check_threads(root: Path) -> Iterator[str]:
 
 def problems(root: Path) -> list[str]:
     """Everything that is wrong with the documentation under `root`, compared with the code that can be imported."""
-    from skyproxy import errors, settings
+    from skyproxy import errors, settings, variables
 
     return [
         *check_links(root),
         *check_python(root),
         *check_make_targets(root),
         *check_settings(root, settings.Settings),
+        *check_variables(root, variables),
         *check_errors(root, errors),
         *check_named_files(root),
         *check_threads(root),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError, SkyproxyError
+from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.functions.runner import Runner
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.loading.node_names import NodeNames
@@ -390,6 +391,7 @@ def _connect(
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
 ) -> Node:
     activate()
+    tell_misspelt_variables()  # first: the variable with the token may be one of them
     token = token or os.environ.get("SKYPROXY_TOKEN")
     if not token:
         raise ConfigurationError(
@@ -512,9 +514,16 @@ def _start_default() -> None:
         if DEVICES.existing():
             return
         if url := os.environ.get("SKYPROXY_URL"):
-            _connect_environment(url)
-        elif open_saved() is None:
-            _launch_local("auto", "embedded worker, nothing else is configured")
+            node = _connect_environment(url)
+        else:
+            node = open_saved() or _launch_local("auto", "embedded worker, nothing else is configured")
+        _announce(node)
+
+
+def _announce(node: Node) -> None:
+    preferred = node._devices[0]
+    name = str(preferred.row.get("name", ""))
+    tell_worker(str(preferred.worker_device), name, node.url, node.source, embedded=node._worker is not None)
 
 
 def _connect_environment(url: str) -> Node:

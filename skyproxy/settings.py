@@ -130,6 +130,9 @@ class Settings:
     show_progress: bool = True
     """True if transfers that take longer than a second show a progress bar, and other waits of more than two seconds
     what they wait for, on a terminal or in a notebook."""
+    announce_worker: bool = True
+    """True if the first use of `sky:0` says in a line on standard error which worker it is, where the program did not
+    choose one itself."""
     cancel_on_stop: bool = True
     """True if Stop in a notebook also drops the operations that the worker has not begun; without it, they run, and the
     next cell waits for them."""

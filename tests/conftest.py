@@ -15,6 +15,8 @@ import trustme
 
 # Whatever worker this machine's owner has chosen with `skyproxy up`, the tests use their own.
 os.environ["SKYPROXY_CONTEXT"] = ""
+# Tests compare what programs print; tests/test_first_use.py has the line itself.
+os.environ["SKYPROXY_ANNOUNCE_WORKER"] = "0"
 
 
 @pytest.fixture(scope="session")

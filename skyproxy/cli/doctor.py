@@ -26,6 +26,7 @@ from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
 from skyproxy.errors import SkyproxyError
 from skyproxy.extras import install_command
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.variables import misspelt_variables, remedy
 
 _SLOW_SECONDS = 0.1
 _MARKS = {
@@ -63,6 +64,7 @@ def examine(address: ClusterAddress, say: Callable[[str], None] = lambda _: None
     """All checks, in the order in which things depend on one another."""
     yield _python()
     yield _torch()
+    yield from _variables()
     yield _library("kubernetes_asyncio", "kubernetes", "for clusters")
     say("Looking for a worker")
     yield from _context()
@@ -86,6 +88,12 @@ def _torch() -> Finding:
     if (caution := torch_versions.caution(found)) is not None:
         return Finding("torch", "warning", f"{found} has not been tested", caution)
     return Finding("torch", "ok", found)
+
+
+def _variables() -> Iterator[Finding]:
+    """Name the environment variables that are meant for skyproxy and that nothing reads; not their values."""
+    for name, near in misspelt_variables().items():
+        yield Finding(name, "warning", "not a variable of skyproxy; it has no effect", remedy(near))
 
 
 def _library(name: str, extra: str, purpose: str) -> Finding:

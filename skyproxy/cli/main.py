@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -28,6 +29,7 @@ from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import code_of
 from skyproxy.cli.output import fail, show_json
 from skyproxy.errors import SkyproxyError
+from skyproxy.first_use import tell_misspelt_variables
 
 
 class _Commands(TyperGroup):
@@ -75,6 +77,8 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
         ("doctor", doctor.doctor),
     ],
 }
+_TELL_OF_VARIABLES = (["doctor"], ["run"])
+"""Commands that name misspelt variables themselves: among their findings, or in the program that they run."""
 _PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 for panel, commands in _PANELS.items():
     for command_name, command in commands:
@@ -111,6 +115,8 @@ def _version_of(distribution: str) -> str:
 
 def main() -> None:
     """The entry point of the `skyproxy` command."""
+    if sys.argv[1:2] not in _TELL_OF_VARIABLES:
+        tell_misspelt_variables()
     app()
 
 

@@ -63,7 +63,7 @@ class Machine:
         torch = f"torch=={version('torch').partition('+')[0]}"
         self.types("python -m venv", sys.executable, "-m", "venv", str(self._folder / "venv"))
         pip = (str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        self.types(f'pip install "skyproxy[{extras}]"', *pip, torch, f"{wheel}[{extras}]")
+        self.types(f'pip install ".[{extras}]"', *pip, torch, f"{wheel}[{extras}]")
 
     def gets_the_number(self) -> None:
         """README's four lines."""
