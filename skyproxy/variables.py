@@ -23,19 +23,19 @@ OTHER_VARIABLES = {
 }
 """The variables of users that are no settings, and what they say."""
 _MARKS = frozenset({"SKYPROXY_WORKER_MARK", "SKYPROXY_SCRIPT_MARK"})
-"""What skyproxy sets itself, to find again the processes that it started."""
+"""Variables that skyproxy sets itself, to find again the processes that it started."""
 _COMPONENTS = ("SKYPROXY_OPERATOR_", "SKYPROXY_E2E_", "SKYPROXY_TEST_", "SKYPROXY_SWEEP_")
-"""What the variables of the operator and of the project's own tests begin with."""
+"""Beginnings of the variables of the operator, and of the project's own tests."""
 # Kubernetes sets these in every Pod beside a service that is called skyproxy or skyproxy-something.
 _OF_A_SERVICE = re.compile(
     r"SKYPROXY_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 _RARE = frozenset({"SKYPROXY_TEST_DEVICE"})
-"""What nobody means who has another name."""
+"""Variables that nobody means who wrote another name."""
 _SHORTENED = 3
 """From this length on, the beginning of a name is taken for a shortened one."""
 _CERTAIN, _LIKELY = 0.86, 0.6
-"""How near a name has to be to a known one: with another beginning than ours, and with ours."""
+"""Likeness that a name needs to a known one: with another beginning than ours, and with ours."""
 
 
 def known_variables() -> frozenset[str]:

@@ -45,7 +45,7 @@ def test_a_worker_that_was_chosen_has_a_line_with_its_address_and_who_chose_it(t
     with worker(tmp_path) as (url, token):
         (line,) = told(USE, tmp_path, SKYPROXY_URL=url, SKYPROXY_TOKEN=token)
         assert line.startswith("skyproxy: sky:0 is cpu")
-        assert line.endswith(f"in the worker at {url}; chosen by SKYPROXY_URL")
+        assert line.endswith(f"in the worker at {url}, from SKYPROXY_URL")
         kept = tmp_path / "kept"
         kept.write_text(token)
         contexts = tmp_path / "skyproxy" / "contexts"
@@ -53,7 +53,7 @@ def test_a_worker_that_was_chosen_has_a_line_with_its_address_and_who_chose_it(t
         row = {"name": "far", "provider": "remote", "options": {"url": url, "token_file": str(kept)}}
         (contexts / "far.json").write_text(json.dumps(row))
         (line,) = told(USE, tmp_path, SKYPROXY_CONTEXT="far")
-        assert line.endswith(f"in the worker at {url}; chosen by saved context 'far' (remote)")
+        assert line.endswith("in the worker of the saved context 'far' (remote)")
         # Whoever names a worker in the program knows which one it is.
         assert told(f"import skyproxy; skyproxy.connect({url!r}, token={token!r}); {USE}", tmp_path) == []
         assert told(USE, tmp_path, SKYPROXY_CONTEXT="far", SKYPROXY_ANNOUNCE_WORKER="0") == []

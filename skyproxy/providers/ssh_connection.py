@@ -252,8 +252,9 @@ class Tunnel:
     def _open(self) -> subprocess.Popen[bytes]:
         leads = f"127.0.0.1:{self.port}:127.0.0.1:{self._remote_port}"
         options = ("-o", "ExitOnForwardFailure=yes", "-L", leads)
-        # `cat` ends with its input, which is ours: no tunnel outlives this process, however that ends.
-        command = [*self._target.command(*options, shared=False), f"echo {_READY.decode().strip()}; exec cat"]
+        # `cat` ends with its input, which is ours: no tunnel outlives this process, however that ends. The first `echo`
+        # ends the line of a greeting that has no end.
+        command = [*self._target.command(*options, shared=False), f"echo; echo {_READY.decode().strip()}; exec cat"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

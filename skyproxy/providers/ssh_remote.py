@@ -172,7 +172,7 @@ def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
         for environment in (ROOT / "environments").glob("*"):
             if environment.name.partition(".")[0] not in used:
                 shutil.rmtree(environment) if environment.is_dir() else environment.unlink(missing_ok=True)
-    for empty in (ROOT / "workers", ROOT / "environments", ROOT, ROOT.parent):
+    for empty in (ROOT / "workers", ROOT / "environments", ROOT, *ROOT.parents[:2]):
         with contextlib.suppress(OSError):
             empty.rmdir()
     return {"there": there}
@@ -309,4 +309,5 @@ def main() -> None:
         full = error.errno in (28, 122)  # no space left, or over the quota
         answer = {"error": "disk" if full else "system", "text": str(error)}
     if request["operation"] != "logs":
-        _write_out(json.dumps(answer).encode() + b"\n")
+        # On a line of its own: what a profile prints, a greeting for instance, may end without one.
+        _write_out(b"\n" + json.dumps(answer).encode() + b"\n")
