@@ -21,6 +21,8 @@ SkyproxyError
     ├── UnsupportedOpError (NotImplementedError)   the op cannot run on sky
     ├── InferenceMismatchError            the worker's result has other metadata than we announced
     ├── LimitExceededError                a bound of the worker was hit
+    ├── SnapshotError                     a snapshot of a session cannot be written, or not be used
+    │   └── SnapshotNotNowError           it cannot be taken at this moment
     ├── CancelledOperationError           an interrupt, or `torch.sky.cancel()`, came before the op was begun
     └── RemoteFunctionError               a function raised what cannot be made again here
 
@@ -196,6 +198,14 @@ class UnsupportedOpError(RemoteError, NotImplementedError):
 
 class InferenceMismatchError(RemoteError):
     """The worker's result has other sizes or another dtype than the client had announced. Never a silent difference."""
+
+
+class SnapshotError(RemoteError):
+    """A snapshot of a session cannot be written or used; says why, what is still safe, and what to do next."""
+
+
+class SnapshotNotNowError(SnapshotError):
+    """A snapshot cannot be taken at this moment; the session goes on, and a later step is a good one."""
 
 
 class LimitExceededError(RemoteError):

@@ -101,6 +101,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--share-uploads", action="store_true", help="share kept uploads between the clients of all tokens")
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
+    add(
+        "--snapshots",
+        type=Path,
+        metavar="PATH",
+        default=os.environ.get("SKYPROXY_SNAPSHOTS") or None,
+        help="keep snapshots of sessions in this folder, for clients that protect theirs (default: SKYPROXY_SNAPSHOTS)",
+    )
     add("--no-functions", action="store_true", help="accept tensor operations only; run no client code")
     add(
         "--allow-ops",
@@ -350,7 +357,11 @@ def _wants_processes(arguments: argparse.Namespace) -> bool:
 def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> ProcessHost:
     hide_memory()
     setup = TemplateSetup(
-        arguments.device, not arguments.no_functions, tuple(arguments.allow_ops), arguments.log_level.upper()
+        arguments.device,
+        not arguments.no_functions,
+        tuple(arguments.allow_ops),
+        arguments.log_level.upper(),
+        snapshots=str(arguments.snapshots.absolute()) if arguments.snapshots is not None else "",
     )
     bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction, arguments.session_cpus)
     users = options.session_users(arguments)
@@ -376,7 +387,11 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
     if _everybody_runs_code(arguments):
         trust_clients()
     host: SessionHost = WorkerHost(
-        devices=devices, settings=SETTINGS, blobs=blobs, functions=not arguments.no_functions
+        devices=devices,
+        settings=SETTINGS,
+        blobs=blobs,
+        functions=not arguments.no_functions,
+        snapshots=arguments.snapshots,
     )
     return host
 

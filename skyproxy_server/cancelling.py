@@ -53,6 +53,16 @@ class Cancellation:
         """True if commands are dropped now."""
         return self._asked > self._met
 
+    @property
+    def met(self) -> int:
+        """The number of the latest mark."""
+        return self._met
+
+    def go_on_behind(self, number: int) -> None:
+        """Take all marks up to this one for met."""
+        with self._lock:
+            self._met = max(self._met, number)
+
     def ask(self, number: int) -> None:
         """Drop what is not begun, up to the mark of this number. For the thread that reads the bulk connection."""
         with self._lock:

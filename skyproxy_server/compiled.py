@@ -338,7 +338,7 @@ class CompiledSignature(Signature):
 
     def forget(self) -> None:
         """The client needs the program no more."""
-        self.program = None
+        self.program, self.is_forgotten = None, True
         error = RuntimeError("this compiled graph was forgotten")
         self.handler = lambda values, stream, position: _raising(error)()
 

@@ -393,6 +393,10 @@ def _host_memory() -> tuple[int, int]:
 # --- events and streams ----------------------------------------------------------------------------------------------
 
 
+class HostEvent(float):
+    """A point in the order of execution on the CPU: the time of `time.perf_counter`."""
+
+
 @_control
 def record_event(session: SessionState, slot: int, device: list[object], timing: bool) -> None:
     """A point in the order of execution. On CUDA a real event, on the CPU the clock."""
@@ -403,7 +407,7 @@ def record_event(session: SessionState, slot: int, device: list[object], timing:
             event.record()
         session.values.slots[slot] = event
     else:
-        session.values.slots[slot] = time.perf_counter()
+        session.values.slots[slot] = HostEvent(time.perf_counter())
 
 
 @_control

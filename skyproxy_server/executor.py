@@ -15,12 +15,13 @@ from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError, is_out_of_memory
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.session_state import SessionState
+from skyproxy_server.snapshots import controls as snapshot_controls
 from skyproxy_server.tensor_commands import TensorCommands
 from skyproxy_server.transfers import Transfers
-from skyproxy_server.verification import Verification
 
 graph_controls.install()
 name_controls.install()
+snapshot_controls.install()
 
 
 class Executor:
@@ -41,7 +42,7 @@ class Executor:
         self._values, self._ops, self._reports = state.values, state.ops, state.reports
         self._max_handles = settings.max_handles
         self._tensors = TensorCommands(state.values, state.reports, transfers, state.devices)
-        self._verification = Verification(state.ops, state.values, state.modes)
+        self._verification = state.verification
         self._dropping = CommandSkipper(
             state.cancellation,
             state.ops,

@@ -46,6 +46,13 @@ class Failed:
         }
         return made
 
+    @classmethod
+    def of_record(cls, record: dict[str, Any], *, delivered: bool) -> Failed:
+        """Make the failure that had this record."""
+        made = cls.__new__(cls)
+        made.record, made.delivered = record, delivered
+        return made
+
     @property
     def was_cancelled(self) -> bool:
         """True if the operation did not fail, but was given up."""

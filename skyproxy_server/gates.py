@@ -144,6 +144,42 @@ class Gates:
         """Waits until all bytes have come and gone."""
         self.open_finished(wait=True)
 
+    def wait_for_arrivals(self) -> None:
+        """Wait until all bytes have come; those that never do leave poison behind."""
+        self.open_finished()
+        for key, gates in list(self._closed.items()):
+            for gate in list(gates):
+                if gate.finished is not None and gate.blocks_reads:
+                    self._open(key, gate)
+                    with contextlib.suppress(PoisonedError):
+                        self._wait(gate)
+
+    def failed_changes(self) -> list[tuple[torch.UntypedStorage, Failed]]:
+        """The storages that should have been changed, each with what failed."""
+        return [
+            (gate.storage, gate.failed)
+            for gates in self._closed.values()
+            for gate in gates
+            if gate.failed is not None and gate.storage is not None
+        ]
+
+    def shrunk(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages that were made smaller than they had been, with their former bytes."""
+        return list(self._shrunk.values())
+
+    def mark_storage_failed(self, storage: torch.UntypedStorage, failed: Failed) -> None:
+        """The storage was to be changed by a command that failed."""
+        self._closed.setdefault(int(storage._cdata), []).append(Gate(storage, failed=failed))
+
+    def mark_shrunk(self, storage: torch.UntypedStorage, former_bytes: int) -> None:
+        """The storage had so many bytes before."""
+        self._shrunk[int(storage._cdata)] = storage, former_bytes
+
+    def forget_all(self) -> None:
+        """Forget every mark."""
+        self._closed.clear()
+        self._shrunk.clear()
+
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
         for key, (storage, _) in list(self._shrunk.items()):

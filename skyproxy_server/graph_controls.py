@@ -49,10 +49,7 @@ def compiler_trouble(session: SessionState, device: list[Any]) -> str:
 
 def forget_compiled(session: SessionState, number: int) -> None:
     """The client needs a compiled graph no more."""
-    signature = session.ops.signatures.get(number)
-    if isinstance(signature, CompiledSignature):
-        signature.forget()
-        session.ops.handlers[number] = signature.handler
+    session.ops.forget_program(number)
 
 
 def compile_report(session: SessionState) -> dict[str, object]:

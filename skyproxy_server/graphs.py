@@ -56,6 +56,16 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._recordings)
 
+    @property
+    def recordings(self) -> list[Recording]:
+        """The recordings, in the order in which they were captured."""
+        return list(self._recordings.values())
+
+    @property
+    def filled_by(self) -> dict[int, Recording]:
+        """The recording whose replays fill a slot, by slot."""
+        return self._filled_by
+
     # --- capture -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -107,8 +117,42 @@ class Graphs:
         for slot, fields in exports:
             held[slot] = self._unfilled(number, fields, device)
             self._filled_by[slot] = recording
+        recording.places = places
         recording.replayer = replayer_for(places, recording, self._random)
         self._forget_deferred()
+
+    def restore(self, recording: Recording, places: list[list[object]], *, intact: bool) -> None:
+        """Keep a recording that another session captured.
+
+        Args:
+            recording: its stream is not decoded yet; what it reads from outside is there.
+            places: the devices that it computes on.
+            intact: whether its commands succeeded there, so that they need not be checked any more.
+
+        Raises:
+            ProtocolError: it reads what is not there, or cannot be one of ours.
+            LimitExceededError: there are too many.
+        """
+        if len(self._recordings) >= _MAX_GRAPHS or recording.number in self._recordings:
+            raise LimitExceededError(f"graph {recording.number} is there already, or one too many")
+        outside = recording.decode(self._ops.handlers, self._ops.signatures, self._ops.widths)
+        if not recording.externals.keys() | set(recording.dynamic) >= set(outside):
+            raise ProtocolError(f"graph {recording.number} reads what nobody has")
+        for place in places:
+            self._devices.find(place)
+        recording.places = places
+        recording.replayer = replayer_for(places, recording, self._random)
+        if intact:
+            recording.settle(self._ops.handlers, self._ops.signatures)
+        self._recordings[recording.number] = recording
+
+    def fill(self, slot: int, number: int) -> None:
+        """Note that the replays of a recording fill a slot.
+
+        Raises:
+            KeyError: there is no such recording.
+        """
+        self._filled_by[slot] = self._recordings[number]
 
     def abort(self, slots: list[int]) -> None:
         """Ends a capture that failed; `slots` are held by tensors that it would have made."""

@@ -21,6 +21,7 @@ class OpTable:
     Attributes:
         handlers: by a command's number, what runs it; None where a number means nothing.
         signatures: by an op's number, what is known of it.
+        definitions: the same as the client gave them.
         widths: how many operands each command takes, by number.
     """
 
@@ -36,6 +37,7 @@ class OpTable:
         self._on_cpu = on_cpu
         self._max_signatures = max_signatures
         self.signatures: dict[int, Signature] = {}
+        self.definitions: dict[int, list[Any]] = {}
         self.widths = commands.width_table()
         self.handlers: list[Handler | None] = [None] * commands.FIRST_SIGNATURE
         self.handlers[commands.DEFINE] = self._define
@@ -45,12 +47,34 @@ class OpTable:
         for number, handler in handlers.items():
             self.handlers[number] = handler
 
+    def forget_definitions(self) -> None:
+        """Forget all ops."""
+        del self.handlers[commands.FIRST_SIGNATURE :]
+        self.signatures.clear()
+        self.definitions.clear()
+        self.widths = commands.width_table()
+
+    def define_next(self, definition: list[Any]) -> int:
+        """Define an op as a client does; return its number.
+
+        Raises:
+            ProtocolError: the definition is malformed, or one too many.
+        """
+        number = len(self.handlers)
+        self._define({}, [commands.DEFINE, number, definition], 0)
+        return number
+
+    def forget_program(self, number: int) -> None:
+        """The client needs a compiled graph no more."""
+        signature = self.signatures.get(number)
+        if isinstance(signature, CompiledSignature):
+            signature.forget()
+            self.handlers[number] = signature.handler
+
     def _define(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         number, definition = stream[position + 1], stream[position + 2]
         if number == commands.FIRST_SIGNATURE:  # the client starts its table anew
-            del self.handlers[commands.FIRST_SIGNATURE :]
-            self.signatures.clear()
-            self.widths = commands.width_table()
+            self.forget_definitions()
         if number != len(self.handlers):
             raise ProtocolError(f"signature {number} is defined out of order, expected {len(self.handlers)}")
         if number - commands.FIRST_SIGNATURE >= self._max_signatures:
@@ -60,6 +84,7 @@ class OpTable:
         if signature.draws:
             signature.handler = self._random.guarded(signature.handler)
         self.signatures[number], self.widths[number] = signature, signature.width
+        self.definitions[number] = definition
         compiled = isinstance(signature, CompiledSignature)
         self.handlers.append(signature.handler if compiled else self.first_run(number, signature))
         return position + 3

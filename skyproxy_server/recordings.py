@@ -59,6 +59,7 @@ class Recording:
         modes: PyTorch's global modes when it was captured.
         externals: what the recording reads from outside, by slot.
         dynamic: slots that it reads from outside and that another recording fills.
+        places: the devices that it computes on, each `[type, index]`.
         replayer: runs it as a CUDA graph; None on the CPU.
         intact: whether every step succeeded the last time.
     """
@@ -71,6 +72,7 @@ class Recording:
         self.modes = modes
         self.externals: dict[int, object] = {}
         self.dynamic: list[int] = []
+        self.places: list[list[object]] = []
         self.replayer: Replayer | None = None
         self.intact = False
 

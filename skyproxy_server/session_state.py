@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,10 +22,30 @@ from skyproxy_server.random_state import RandomState
 from skyproxy_server.reports import Reports
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.values import Values
+from skyproxy_server.verification import Verification
 
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
     from skyproxy_server.named_sessions import NamedValueRequests
+
+
+class SnapshotRequests(Protocol):
+    """The answers to what a session asks about its snapshots; see `snapshots.requests`."""
+
+    def save(self, state: SessionState, name: str) -> object:
+        """Write what the session is now; what the client is told of it, or a `Deferred` that will tell it."""
+
+    def load(self, state: SessionState, name: str, number: str) -> dict[str, object]:
+        """Make the empty session what a snapshot says; tell the client of it."""
+
+    def rows(self, name: str) -> list[dict[str, object]]:
+        """Return a row for each snapshot; of one name, or of all."""
+
+    def delete(self, name: str, number: str) -> bool:
+        """Delete a snapshot, or, without a number, all of a name; return whether there was one."""
+
+    def end(self) -> None:
+        """The session is over."""
 
 
 class SessionState:
@@ -39,6 +59,7 @@ class SessionState:
         values: what its slots hold.
         ops: what runs each command.
         graphs: captured streams of commands.
+        verification: what holds ops against what the client believes of them.
         cancellation: which commands are dropped.
         transfers: large tensors that come and go.
         profile: what watches the session, else None.
@@ -46,6 +67,7 @@ class SessionState:
         identity: the name of the session; empty in tests.
         calls: the functions of this worker; None where it runs none.
         names: the named sessions of this worker; None where there are none.
+        snapshots: where its snapshots lie; None where the worker keeps none.
         streams: the CUDA streams that the ops run on, one a device.
     """
 
@@ -61,6 +83,7 @@ class SessionState:
             self.reports, self.random, on_cpu=self.devices.on_cpu, max_signatures=settings.max_signatures
         )
         self.graphs = Graphs(self.values, self.ops, self.reports, self.modes, self.random, self.devices)
+        self.verification = Verification(self.ops, self.values, self.modes)
         self.cancellation = Cancellation(self.values, self.reports)
         self.transfers = transfers
         self.profile: WorkerProfile | None = None
@@ -68,6 +91,7 @@ class SessionState:
         self.identity = ""
         self.calls: Calls | None = None
         self.names: NamedValueRequests | None = None
+        self.snapshots: SnapshotRequests | None = None
         self.streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
@@ -81,6 +105,8 @@ class SessionState:
         if self.profile is not None:
             profile, self.profile = self.profile, None
             profile.abandon()
+        if self.snapshots is not None:
+            self.snapshots.end()
         self.graphs.end()
         self.values.forget()
         self.random.forget()

@@ -59,6 +59,7 @@ class Signature:
         reshapes: whether the op changes in place what a tensor looks like, and none of its values.
         fills_outs: whether the op writes to `out=` arguments, which it may resize.
         warns: whether its kernel has warned of something.
+        is_forgotten: whether the client needs it no more.
     """
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
@@ -133,7 +134,7 @@ class Signature:
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.watch: Watch | None = None
-        self.draws = self.views = self.warns = self.reshapes = self.fills_outs = False
+        self.draws = self.views = self.warns = self.reshapes = self.fills_outs = self.is_forgotten = False
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:

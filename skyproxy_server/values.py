@@ -73,6 +73,13 @@ class Values:
             if entry is not None:
                 raise PoisonedError(entry[1])
 
+    def mark_not_replayed(self, graph: int, failed: Failed, memory: object) -> None:
+        """No replay has made what lies in this tensor's storage."""
+        key = storage_key(memory) if isinstance(memory, torch.Tensor) else None
+        if key is None:
+            raise ProtocolError("what no replay has made lies in no memory")
+        self.not_replayed[key] = (graph, failed, memory)
+
     @contextlib.contextmanager
     def scope(self, slots: dict[int, object], graph: int) -> Iterator[None]:
         """Let commands find other values during the block: those of the graph that is being replayed."""

@@ -124,6 +124,17 @@ class Verification:
             raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
         shapes[key] = expected
 
+    def watch(self, number: int, signature: Signature, watch: Watch) -> None:
+        """Go on with what was found out about an op.
+
+        Raises:
+            LimitExceededError: that is more than is ever found out.
+        """
+        if len(watch.restrided) > _CONFORMED_SHAPES or len(watch.owed) > _CONFORMED_SHAPES:
+            raise LimitExceededError(f"{signature.name} needed its strides mended for too many shapes")
+        signature.watch = watch
+        self._ops.handlers[number] = self._watching(number, signature, watch)
+
     def _watched(self, number: int, signature: Signature) -> Watch:
         """Return what is done about an op beyond running it; from the first time on, its handler asks."""
         if signature.watch is None:

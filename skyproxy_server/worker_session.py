@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from skyproxy_server.session_report import (
     running_op,
     running_place,
 )
+from skyproxy_server.snapshots.requests import SessionSnapshots
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
@@ -102,6 +104,8 @@ class WorkerSession:
         self._over = threading.Event()
         self._farewell = "the session ended"
         self._executing = 0
+        self._settings = settings
+        self._has_jumped = False
         self._thread_id: int | None = None
         self._began_at = time.monotonic()
         self._memory = MemoryGauge()
@@ -168,6 +172,16 @@ class WorkerSession:
         """Let the client put values where they outlive this session."""
         self._executor.state.names = NamedValueRequests(store, self.client.name, self)
 
+    def use_snapshots(self, root: Path) -> None:
+        """Let the client save what the session is in a folder of the worker's."""
+        self._executor.state.snapshots = SessionSnapshots(
+            root, self.client.name, self._jump, self._settings.max_handles
+        )
+
+    def _jump(self, sequence: int) -> None:
+        self._transport.connection.jump_to(sequence)
+        self._has_jumped = True
+
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End the session, and tell its client why; return whether it is over in time."""
         self._farewell = reason  # of whichever connection the client reads first
@@ -219,6 +233,8 @@ class WorkerSession:
                         self._activity.touch()
                         last = batch.sequence
                         unacked += 1
+                        if self._has_jumped:  # the client counts from elsewhere, and knows that this one is done
+                            self._has_jumped, unacked = False, 0
                         if unacked >= _ACK_EVERY_BATCHES:
                             transport.send(Ack(Sequence(last)))
                             unacked = 0
@@ -356,6 +372,7 @@ class WorkerHost:
         blobs: where uploads are kept; None keeps none.
         functions: whether clients may run functions. Then the process's output streams are replaced by some that
             know whose function prints.
+        snapshots: the folder where snapshots of sessions lie; None where there are none.
 
     Attributes:
         calls: the functions of all clients; None if there may be none.
@@ -371,8 +388,10 @@ class WorkerHost:
         blobs: Uploads | None = None,
         *,
         functions: bool = False,
+        snapshots: Path | None = None,
     ) -> None:
         self._devices = devices
+        self._snapshots = snapshots
         self._blobs = blobs
         self._settings = settings
         self._software = software(torch.__version__)
@@ -419,6 +438,8 @@ class WorkerHost:
         )
         if self.named is not None:
             session.use_names(self.named)
+        if self._snapshots is not None:
+            session.use_snapshots(self._snapshots)
         with self._lock:
             # Those without a connection have a bound of their own.
             others = [other.client for other in self._sessions.values() if not other.is_detached]
@@ -569,6 +590,8 @@ class WorkerHost:
 
     def _welcome(self, session: WorkerSession) -> Welcome:
         limits = {"functions": int(session.calls is not None), "cancels": 1}
+        if self._snapshots is not None:
+            limits["snapshots"] = 1
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.lasting is not None:

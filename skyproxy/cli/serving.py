@@ -99,6 +99,9 @@ def serve_command(
     blob_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep uploads in this folder, which outlives the worker.")
     ] = None,
+    snapshots: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep snapshots of sessions in this folder.")
+    ] = None,
     share_uploads: Annotated[
         bool, typer.Option("--share-uploads", help="Share kept uploads between the clients of all tokens.")
     ] = False,
@@ -186,6 +189,7 @@ def serve_command(
         "--tls-cert": tls_cert,
         "--tls-key": tls_key,
         "--blob-dir": blob_dir,
+        "--snapshots": snapshots,
     }
     bounds = {
         "--session-memory": session_memory,

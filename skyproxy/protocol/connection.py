@@ -196,6 +196,21 @@ class Connection:
         self._forget_answers(received)
         return [answer.message for answer in self._answers if answer.number > received and answer.message is not None]
 
+    def jump_to(self, sequence: int) -> None:
+        """Go on as if `sequence` were the last batch, sent and acknowledged; in a session that continues another one.
+
+        Both sides do so at the same place: behind the batch that brought the other session's state back.
+
+        Raises:
+            ProtocolError: this is no open operations connection.
+        """
+        if self.state is not State.OPEN or self.kind != OPERATIONS or sequence < 0:
+            raise ProtocolError(f"Batches of an open operations connection are counted, not from {sequence}.")
+        batches = self._batches
+        batches.append(SentBatch(sequence, batches[-1].total_bytes))
+        while len(batches) > 1:  # never empty, for other threads read it
+            batches.popleft()
+
     def _forget_answers(self, count: int) -> None:
         answers = self._answers
         while answers[0].number < count:

@@ -145,7 +145,7 @@ def _encode_unusual(message: Message, values: tuple[object, ...]) -> bytes:
 
     def convert(value: object) -> msgpack.ExtType:
         if isinstance(value, complex):
-            return msgpack.ExtType(COMPLEX_EXTENSION, _COMPLEX.pack(value.real, value.imag))
+            return msgpack.ExtType(COMPLEX_EXTENSION, pack_complex(value))
         name = type(message).__name__
         if isinstance(value, int):
             raise ConfigurationError(
@@ -297,7 +297,7 @@ def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
             header,
             max_array_len=_MAX_LENGTH,
             max_map_len=_MAX_LENGTH,
-            ext_hook=_read_extension,
+            ext_hook=read_extension,
             # Timestamps cannot be switched off; as floats they at least bring no type of their own.
             timestamp=1,
             strict_map_key=False,
@@ -317,7 +317,17 @@ def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
     return values
 
 
-def _read_extension(code: int, data: bytes) -> complex:
+def pack_complex(value: complex) -> bytes:
+    """Return the data of the extension that stands for a complex."""
+    return _COMPLEX.pack(value.real, value.imag)
+
+
+def read_extension(code: int, data: bytes) -> complex:
+    """Return the complex that an extension stands for.
+
+    Raises:
+        ProtocolError: it is another extension, or malformed.
+    """
     if code != COMPLEX_EXTENSION or len(data) != _COMPLEX.size:
         raise ProtocolError(f"No msgpack extension {code} of {len(data)} bytes is known.")
     return complex(*_COMPLEX.unpack(data))

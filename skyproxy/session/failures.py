@@ -15,6 +15,8 @@ from skyproxy.errors import (
     InferenceMismatchError,
     LimitExceededError,
     RemoteError,
+    SnapshotError,
+    SnapshotNotNowError,
     UnsupportedOpError,
     remote_error_class,
     visible,
@@ -28,6 +30,8 @@ _ERRORS: dict[str, type[BaseException]] = {
     "UnsupportedOpError": UnsupportedOpError,
     "InferenceMismatchError": InferenceMismatchError,
     "LimitExceededError": LimitExceededError,
+    "SnapshotError": SnapshotError,
+    "SnapshotNotNowError": SnapshotNotNowError,
     "CancelledOperationError": CancelledOperationError,
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from skyproxy.errors import ProtocolError, SessionLostError
@@ -75,7 +76,11 @@ class SessionProcess:
         self._client = Identity.from_plain(start["client"])
         self._uploads = uploads
         self._host = WorkerHost(
-            devices=start["devices"], settings=SETTINGS, blobs=uploads, functions=start["functions"]
+            devices=start["devices"],
+            settings=SETTINGS,
+            blobs=uploads,
+            functions=start["functions"],
+            snapshots=Path(start["snapshots"]) if start["snapshots"] else None,
         )
         self._visits: Visits | None = None
         if self._host.calls is not None:

@@ -32,12 +32,14 @@ class TemplateSetup:
         functions: whether clients may run functions.
         allow_ops: operators and namespaces that clients may call beside the usual ones.
         log_level: how much sessions log.
+        snapshots: the folder of sessions' snapshots; empty for none. The template does not look at it.
     """
 
     device: str = "auto"
     functions: bool = True
     allow_ops: Sequence[str] = field(default_factory=tuple)
     log_level: str = "INFO"
+    snapshots: str = ""
 
 
 class Template:

@@ -236,6 +236,8 @@ class ProcessHost:
         offers = {"functions": int(self._runs_functions(session.client)), "cancels": 1}
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
+        if self._snapshots():
+            offers["snapshots"] = 1
         if session.resume.grace_seconds:
             offers["grace_seconds"] = int(session.resume.grace_seconds)
         # The secret is told once, to whoever opened the session.
@@ -244,6 +246,10 @@ class ProcessHost:
         return LentConnection(
             welcome, hello, session, transport, self._settings, attempt, on_detach=self._limit_detached
         )
+
+    def _snapshots(self) -> str:
+        """The folder of snapshots that sessions can write to; empty for none: a user of its own cannot write there."""
+        return self._setup.snapshots if self._users is None else ""
 
     def _runs_functions(self, client: Identity) -> bool:
         return self._setup.functions and client.may(FUNCTIONS)
@@ -337,6 +343,7 @@ class ProcessHost:
                 "devices": self._devices,
                 "client": client.to_plain(),
                 "functions": self._runs_functions(client),
+                "snapshots": self._snapshots(),
                 "log_level": self._setup.log_level,
                 "memory_bytes": memory_bytes,
                 "gpu_fraction": self._bounds.gpu_fraction,

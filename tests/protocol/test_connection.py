@@ -334,3 +334,28 @@ def test_goodbye_reasons_are_ours_to_keep_and_theirs_to_extend() -> None:
 def test_bad_news_of_a_call(bad: Message) -> None:
     with pytest.raises(ProtocolError, match=type(bad).__name__):
         opened(CLIENT, FUNCTIONS).on_receive(bad)
+
+
+@pytest.mark.parametrize("target", [0, 1, 900])
+@pytest.mark.parametrize("role", [CLIENT, WORKER])
+def test_a_session_that_continues_another_one_counts_on_from_there(role: str, target: int) -> None:
+    connection = opened(role)
+    move = connection.on_send if role == CLIENT else connection.on_receive
+    answer = connection.on_receive if role == CLIENT else connection.on_send
+    move(Batch(Sequence(1), []), 100)
+    connection.jump_to(target)
+    assert (connection.last_sequence, connection.acked_sequence, connection.unacked_bytes) == (target, target, 0)
+    with pytest.raises(ProtocolError):
+        move(Batch(Sequence(target + 2), []))
+    move(Batch(Sequence(target + 1), []), 50)
+    assert connection.unacked_bytes == 50
+    answer(Ack(Sequence(target + 1)))
+    assert connection.unacked_bytes == 0
+
+
+def test_only_an_open_operations_connection_counts_from_elsewhere() -> None:
+    for connection in (Connection(CLIENT), opened(CLIENT, BULK)):
+        with pytest.raises(ProtocolError):
+            connection.jump_to(3)
+    with pytest.raises(ProtocolError):
+        opened(WORKER).jump_to(-1)

@@ -44,7 +44,7 @@ class Session:
             pass
 
 class WorkerHost:
-    def __init__(self, devices, settings, blobs, functions):
+    def __init__(self, devices, settings, blobs, functions, snapshots):
         self.devices = devices
     def open_session(self, hello, transport):
         return Session(transport)

@@ -16,7 +16,7 @@ TOKEN = "a-token-that-nobody-should-see-anywhere"
 
 
 class Worker:
-    """A worker's program, with a process for each session.
+    """A worker's program, with a process for each session unless the arguments say otherwise.
 
     Attributes:
         tokens: the folder of its tokens, of which `TOKEN` is one.
@@ -28,12 +28,13 @@ class Worker:
         token = self.tokens / "owner"
         token.write_text(TOKEN, encoding="ascii")
         token.chmod(0o600)
+        kind = [] if "--sessions-in-process" in arguments else ["--session-processes"]
         self._tls = "--tls-cert" in arguments
         with self.log_file.open("wb") as log:
             self.process = start_worker(
                 self.tokens,
                 log,
-                "--session-processes",
+                *kind,
                 "--port-file",
                 str(self._port_file),
                 *arguments,
