@@ -291,17 +291,6 @@ class Requests:
 
         self._uploads.send(transfer, view, tensor.element_size(), tensor, announce)
 
-    def upload_bytes(self, slot: int, description: Description, values: bytes, device: list[object]) -> None:
-        """Record that `slot` gets values that travel with the commands.
-
-        Args:
-            description: what the tensor looks like, with offset 0.
-            values: its bytes, in the order of memory.
-            device: the worker's device, `[type, index]`.
-        """
-        fields = torch_codec.encode_description(description)
-        self.recorder.append_with_buffer(values, commands.UPLOAD, slot, fields, device)
-
     # --- profiling ---------------------------------------------------------------------------------------------------
 
     def start_trace(self) -> SessionTrace:

@@ -12,12 +12,15 @@ operations of `dispatch.known_results` let it be known again. What writes withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -28,6 +31,8 @@ DTYPES = frozenset(
         torch.uint8, torch.bool,
     }
 )  # fmt: skip
+Value = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor of the CPU, or what makes it: most numbers are never asked for."""
 MOST_BYTES = 16
 """Storages of files up to this size may hold a number."""
 
@@ -45,20 +50,39 @@ class KnownMeta(Meta):
         sources: the looks of what it was computed of; who asks for it asks for them.
     """
 
-    __slots__ = ("base", "epoch", "heir", "recorder", "sources", "unasked", "value")
+    __slots__ = ("_value", "base", "epoch", "heir", "recorder", "sources", "unasked")
     known = True
 
-    def __init__(self, base: Meta, value: torch.Tensor, recorder: Recorder, unasked: int = 0) -> None:
+    def __init__(self, base: Meta, value: Value, recorder: Recorder, unasked: int = 0) -> None:
         self.description, self.size, self.stride, self.offset = base.description, base.size, base.stride, base.offset
         self.dtype, self.layout, self.plain, self.large = base.dtype, base.layout, base.plain, base.large
         self.conjugate, self.negative, self.encoded = base.conjugate, base.negative, base.encoded
         self.base = base
-        self.value: torch.Tensor | None = value
+        self._value: Value | None = value
         self.recorder = recorder
         self.epoch = recorder.hidden_writes
         self.unasked = unasked
         self.heir: KnownMeta | None = None
         self.sources: tuple[KnownMeta, ...] = ()
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        value = self._value
+        if value is None or type(value) is torch.Tensor:
+            return value
+        made: torch.Tensor | None = None
+        # A mode would have its own idea of what is made now.
+        if not count_dispatch_modes() and function_transform_level() is None:
+            try:
+                made = value()  # type: ignore[operator]  # it is a tensor of no other class
+            except RuntimeError:  # the worker says the same, and which line it was
+                made = None
+        self._value = made
+        return made
+
+    @value.setter
+    def value(self, value: torch.Tensor | None) -> None:
+        self._value = value
 
     def asked(self) -> None:
         """Notes that somebody wants the value."""
@@ -78,6 +102,22 @@ def know(handle: Handle, value: torch.Tensor) -> None:
     recorder = handle.device.recorder
     if type(recorder) is Recorder and value.dtype in DTYPES and not handle.meta.known:
         handle.meta = KnownMeta(handle.meta, value, recorder)
+
+
+def know_bytes(handle: Handle, values: bytes) -> None:
+    """Remember the value of a tensor of no dimensions, as `know` does.
+
+    Args:
+        handle: the tensor's.
+        values: its bytes.
+    """
+    recorder, meta = handle.device.recorder, handle.meta
+    if type(recorder) is Recorder and meta.dtype in DTYPES:
+        handle.meta = KnownMeta(meta, partial(_number_of_bytes, values, meta.dtype), recorder)
+
+
+def _number_of_bytes(values: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(values), dtype=dtype).reshape(())
 
 
 def forget(handle: Handle) -> torch.Tensor | None:
@@ -118,4 +158,4 @@ def inherit(root: Handle, handle: Handle) -> None:
         lender.heir = handle.meta  # type: ignore[assignment]
 
 
-__all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "value_of"]
+__all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "know_bytes", "value_of"]

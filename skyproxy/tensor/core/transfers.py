@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 from collections.abc import Callable
+from ctypes import string_at
 
 import torch
 
+from skyproxy.protocol.commands import UPLOAD
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
@@ -18,14 +20,15 @@ from skyproxy.torch_codec import Description, is_dense, packed_stride
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     """A copy of a CPU tensor on a worker's device. The bytes are read before this returns."""
     if (
-        type(tensor) in _OWN_CLASSES
+        type(tensor) in OWN_CLASSES
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and tensor.nbytes <= device.session.settings.max_inline_bytes
         and not (tensor.is_conj() or tensor.is_neg())
     ):
-        return _upload_inline(tensor, device)
+        byte_count = tensor.nbytes
+        if byte_count <= device.session.settings.max_inline_bytes:
+            return _upload_inline(tensor, device, byte_count)
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return _upload_sparse(tensor, device)
@@ -44,18 +47,23 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     return make_tensor(meta, handle)
 
 
-_OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that are not remote and no subclass of somebody's."""
 
 
-def _upload_inline(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
+@functools.lru_cache(1024)
+def _inline_meta(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    return intern_meta(Description(tuple(size), stride, 0, dtype))
+
+
+def _upload_inline(tensor: torch.Tensor, device: SkyDevice, byte_count: int) -> RemoteTensor:
     """The short way of a small contiguous tensor, which travels with the commands."""
-    meta = intern_meta(Description(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype))
+    meta = _inline_meta(tensor.shape, tensor.stride(), tensor.dtype)
     handle = device.new_handle(meta)
-    count = tensor.nbytes
-    values = ctypes.string_at(tensor.data_ptr(), count) if count else b""
-    device.session.upload_bytes(handle.slot, meta.description, values, device.place)
+    values = string_at(tensor.data_ptr(), byte_count) if byte_count else b""
+    device.recorder.append_with_buffer(values, UPLOAD, handle.slot, meta.encoded, device.place)
     if not meta.size:
-        known_values.know(handle, tensor.detach().clone())
+        known_values.know_bytes(handle, values)
     return make_tensor(meta, handle)
 
 
@@ -158,4 +166,4 @@ def plain_copy_meta(meta: Meta) -> Meta:
     return meta_of(torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta")))
 
 
-__all__ = ["download", "move", "start_download", "upload"]
+__all__ = ["OWN_CLASSES", "download", "move", "start_download", "upload"]

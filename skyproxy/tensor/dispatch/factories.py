@@ -6,23 +6,29 @@ The hot path of what has no tensor among its arguments. As in `hot_path`, whatev
 from __future__ import annotations
 
 import sys
+from heapq import heappop
 from typing import Any
 
 from skyproxy.protocol.commands import EXPECT
-from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.core.remote_tensor import make_tensor
-from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
+from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import Entry, expectation
+from skyproxy.tensor.dispatch.known_results import know_filled
 from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, Plan
-from skyproxy.tensor.dispatch.recording import learn, record, remember_line
+from skyproxy.tensor.dispatch.recording import learn, record
 
 _getframe = sys._getframe
+_make_wrapper = make_wrapper_subclass
+_record_lines = SETTINGS.record_lines
 _PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Record an op that makes a tensor of sizes and options, and wrap its result."""
+    """Record an op that makes a tensor of sizes and options, and wrap its result; called by a kernel alone."""
     asked = kwargs.get("device")
     if asked is None or asked.type != "sky" or plan.rule is None or plan.special is not None:
         return record(plan, func, args, kwargs)
@@ -42,35 +48,62 @@ def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         else:
             return record(plan, func, args, kwargs)
         wire.append(a)
-    for name, a in kwargs.items():
-        kind = type(a)
-        if not (a is None or kind in FIXED_TYPES or (a is False and name == "pin_memory")):
-            return record(plan, func, args, kwargs)
-        key.append(a)
-        if a is None and plan.keyword_kinds[name] in (NUMBER, SCALAR):
-            wire.append(a)
+    key += kwargs.values()
+    key += kwargs
     device = DEVICES.at(asked.index)
-    signature = (*key, *kwargs)
-    entry: Entry | None = device.cache.get(signature)
+    signature = tuple(key)
+    try:
+        entry: Entry | None = device.cache.get(signature)
+    except TypeError:  # a list among the options
+        entry = None
     if entry is None:
-        entry = learn(plan, device, signature, args, kwargs)
-        if entry is None or not entry.simple or entry.meta is None:
+        entry = _learned(plan, device, signature, args, kwargs)
+        if entry is None:
             return record(plan, func, args, kwargs)
-        wire[0] = entry.number
-        wire[0:0] = (EXPECT, expectation(entry, ()))
+        wire[0:1] = (EXPECT, expectation(entry, ()), entry.number)
     else:
         wire[0] = entry.number
     meta: Meta = entry.meta  # type: ignore[assignment]  # what has none is not remembered under such a key
-    if plan.followed and not meta.size:
-        return record(plan, func, args, kwargs)  # a number whose value is known from now on
-    handle = device.new_handle(meta)
-    result = make_tensor(meta, handle)
-    wire.append(handle.slot)
     recorder = device.recorder
-    recorder.emit(wire)
-    remember_line(device)
-    recorder.send_if_due()
+    result = _make_wrapper(
+        RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
+    )
+    handle = device.handle_type()
+    handle.meta = meta
+    handle.root = None
+    free = recorder.free
+    if free:  # as in `take_slot`: no call may end between
+        handle.slot = free[0]
+        heappop(free)
+    else:
+        recorder.take_slot(handle)
+    result.__dict__ = {"_sky": handle}
+    wire.append(handle.slot)
+    stream = recorder.stream
+    stream.extend(wire)
+    frame = _getframe(2)
+    if _record_lines:
+        while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
+    recorder.lines.extend((frame.f_code, frame.f_lasti))
+    if plan.followed and not meta.size:  # a number whose value is known from now on
+        know_filled(handle, plan, args)
+    if len(stream) > recorder.limit:
+        recorder.send_some()
     return result
+
+
+def _learned(
+    plan: Plan, device: SkyDevice, signature: tuple[object, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Entry | None:
+    """Infer a call that never came before; None where `record` must take it, each time."""
+    kinds = plan.keyword_kinds
+    for name, a in kwargs.items():
+        is_plain = a is None or type(a) in FIXED_TYPES or (a is False and name == "pin_memory")
+        if not is_plain or kinds[name] in (NUMBER, SCALAR):
+            return None
+    entry = learn(plan, device, signature, args, kwargs)
+    return entry if entry is not None and entry.simple and entry.meta is not None else None
 
 
 __all__ = ["create"]

@@ -6,6 +6,7 @@ See `core.known_values`. Only the few operations below, which are exact on every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,9 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 
 if TYPE_CHECKING:
+    from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.dispatch.binding import Call
+    from skyproxy.tensor.dispatch.op_info import Plan
 
 
 _EXACT_ON_CPUS = frozenset(
@@ -77,6 +80,14 @@ def follow(call: Call, record: Callable[[], object]) -> object:
         if recorder.ops != before + 1:  # another thread may have changed it meanwhile
             forget(handle)
     return result
+
+
+def know_filled(handle: Handle, plan: Plan, args: tuple[object, ...]) -> None:
+    """Remember the value of a number that one of `FOLLOWED` has just made of sizes and options alone."""
+    recorder, meta = handle.device.recorder, handle.meta
+    if type(recorder) is Recorder and meta.dtype in DTYPES and not _modes() and _transforms() is None:
+        fill = partial(plan.func, *args, dtype=meta.dtype, device="cpu")
+        handle.meta = KnownMeta(meta, fill, recorder, 1)
 
 
 def _is_exact(call: Call) -> bool:

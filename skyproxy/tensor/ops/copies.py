@@ -13,7 +13,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
-from skyproxy.tensor.core.transfers import download, move, upload
+from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
 from skyproxy.tensor.dispatch.binding import Call
 from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
 from skyproxy.tensor.dispatch.recording import run
@@ -31,6 +31,15 @@ def _to_copy(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """
     (tensor,) = args
     target = kwargs.get("device")
+    if (
+        type(tensor) in OWN_CLASSES
+        and target is not None
+        and target.type == "sky"
+        and kwargs.get("dtype", tensor.dtype) is tensor.dtype
+        and kwargs.get("layout", tensor.layout) is tensor.layout
+        and kwargs.get("memory_format") is None
+    ):
+        return upload(tensor, DEVICES.at(target.index))
     rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     if type(tensor) is not RemoteTensor:
         if target is None or target.type != "sky":
