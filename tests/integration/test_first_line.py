@@ -26,6 +26,38 @@ value = (torch.ones(2, device="sky:0") + 1).sum().item()
 print(json.dumps([value, "torch._dynamo" in sys.modules, torch.sky.stats()["round_trips"]]))
 """
 
+LOADED = """
+import json, sys
+import torch, skyproxy
+
+node = skyproxy.connect({url!r}, token={token!r})
+assert (torch.ones(2, device="sky:0") + 1).sum().item() == 4.0
+here = sorted(sys.modules)
+print(json.dumps([here, node.run(lambda: sorted(sys.modules))]))
+"""
+
+WITHOUT_US = """
+import json, sys
+import torch
+
+at_first = sorted(sys.modules)
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0]
+
+x = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))
+torch.add(x, x)
+print(json.dumps([at_first, sorted(sys.modules)]))
+"""
+OF_EITHER_SIDE = {"cloudpickle", "msgpack", "skyproxy", "websockets"} | set(sys.stdlib_module_names)
+PARTS_OF_THE_FIRST_VALUE = {
+    "collector", "contexts", "errors", "functions", "import_watcher", "interrupts", "loading", "nodes", "patching",
+    "payloads", "protocol", "runtime", "session", "settings", "telemetry", "tensor", "torch_codec", "torch_modes",
+    "torch_versions", "transport", "units",
+}  # fmt: skip
+
 FIRST_FAKE = """
 import sys
 import torch, skyproxy
@@ -54,6 +86,23 @@ def has_ended(process_id: int) -> bool:
 def test_a_first_value_waits_once_and_does_not_load_the_compiler_of_pytorch(tmp_path: Path) -> None:
     with worker(tmp_path) as (url, token):
         assert json.loads(succeed(FIRST_VALUE.format(url=url, token=token), timeout=100)) == [4.0, False, 1]
+
+
+def packages(modules: set[str]) -> set[str]:
+    """Return the packages of modules, but for private ones of Python and those that compiled modules make up."""
+    names = {name.partition(".")[0] for name in modules}
+    return {name for name in names if not name.startswith("_") and name != "cython_runtime"}
+
+
+def test_a_first_value_loads_on_either_side_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    torch_alone, with_a_wrapper = map(set, json.loads(succeed(WITHOUT_US, timeout=100)))
+    with worker(tmp_path) as (url, token):
+        here, there = map(set, json.loads(succeed(LOADED.format(url=url, token=token), timeout=100)))
+    ours = here - with_a_wrapper
+    assert {name for name in ours if name.startswith("torch.")} <= {"torch.sky", "torch.sky.amp"}
+    assert packages(ours) - OF_EITHER_SIDE <= {"safetensors", "torch"}
+    assert {name.split(".")[1] for name in ours if name.startswith("skyproxy.")} <= PARTS_OF_THE_FIRST_VALUE
+    assert packages(there - torch_alone) - OF_EITHER_SIDE <= {"psutil", "skyproxy_server"}
 
 
 def test_what_the_first_fake_tensor_needs_is_loaded_as_at_the_top_of_a_program(tmp_path: Path) -> None:
