@@ -202,9 +202,12 @@ _FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})
 _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
 
 
+_MASKS = (torch.bool, torch.uint8)
+
+
 def infer(call: Call) -> Entry | None:
     """Infer what the results of `call` look like; None where only the worker can tell."""
-    if call.plan.name in _ANSWERS_DEPEND_ON_VALUES:
+    if call.plan.name in _ANSWERS_DEPEND_ON_VALUES or (call.plan.name == "aten::index.Tensor" and _has_mask(call)):
         return None
     if call.plan.rule is not None:
         found = _ask_rule(call)
@@ -217,6 +220,11 @@ def infer(call: Call) -> Entry | None:
     if call.plan.columns:
         return _infer_columns(call)
     return _infer_by_fake(call)
+
+
+def _has_mask(call: Call) -> bool:
+    """Return whether values choose how much is taken, which fake tensors find out for a millisecond."""
+    return any(tensor.dtype in _MASKS for tensor in call.tensors[1:])
 
 
 def _ask_rule(call: Call) -> RuleAnswer | None:

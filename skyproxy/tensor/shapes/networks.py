@@ -89,7 +89,13 @@ def _lerp_between(x: Meta, end: Meta, weight: Meta) -> RuleResult:
     return _of_one_dtype(x, end, weight)
 
 
-@rule("gelu_backward silu_backward tanh_backward sigmoid_backward")
+@rule("tanh_backward sigmoid_backward")
+def _gate_backward(gradient: Meta, output: Meta) -> RuleResult:
+    """In recurrent networks the output is a part of all gates."""
+    return _of_one_dtype(gradient, output) if gradient.size == output.size and 0 not in output.size else None
+
+
+@rule("gelu_backward silu_backward")
 def _activation_backward(gradient: Meta, x: Meta, *numbers: object, **options: object) -> RuleResult:
     fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
     return _of_one_dtype(gradient, x) if fits else None

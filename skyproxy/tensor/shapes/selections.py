@@ -249,7 +249,7 @@ def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
     return [found]
 
 
-@rule("split.Tensor")
+@rule("split.Tensor unsafe_split.Tensor")
 def _split(x: Meta, length: int, dim: int = 0) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not x.plain or 0 in x.size or type(length) is not int or length < 1:
@@ -258,7 +258,7 @@ def _split(x: Meta, length: int, dim: int = 0) -> RuleResult:
     return _parts(x, at, [length] * whole_parts + [rest] * (rest > 0))
 
 
-@rule("split_with_sizes")
+@rule("split_with_sizes unsafe_split_with_sizes")
 def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
     at = _axis(x, dim)
     if at is None or not x.plain or 0 in x.size or not _integers(sizes) or min(sizes, default=0) < 1:

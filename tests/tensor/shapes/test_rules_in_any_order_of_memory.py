@@ -61,6 +61,13 @@ CASES: dict[str, Arguments] = {
     "hypot_": lambda x: (x, x),
     "logical_not_": lambda x: (x,),
     "binary_cross_entropy": lambda x: (x, x),
+    "sigmoid_backward": lambda x: (x, x),
+    "sigmoid_backward of a gate": lambda x: (x.contiguous(), x),
+    "tanh_backward": lambda x: (x, x.contiguous()),
+    "tanh_backward of an expanded gradient": lambda x: (torch.zeros(()).expand(x.shape), x),
+    "split.Tensor": lambda x: (x, 2, -1),
+    "unsafe_split.Tensor": lambda x: (x, 2, 0),
+    "unsafe_split_with_sizes": lambda x: (x, [1, x.shape[0] - 1], 0),
     "binary_cross_entropy of each": lambda x: (x, x, None, 0),
 }
 
