@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.connection import State
 from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
+from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
@@ -405,6 +406,7 @@ class WorkerHost:
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
+            LIFECYCLE.make_way = self._make_way
             function_controls.install()
             output.install()
             terminal.install()
@@ -522,6 +524,17 @@ class WorkerHost:
         with self._lock:
             own = [one for one in self._sessions.values() if one.client.name == session.client.name]
         return any(one.expire("its client needs the memory", _ROOM_SECONDS) for one in own if one is not session)
+
+    def _make_way(self, session_id: str, holders: Collection[str]) -> bool:
+        """End what the client of a session left of others without a connection; return whether there was any."""
+        with self._lock:
+            asking = self._sessions.get(session_id)
+            held = [self._sessions[name] for name in holders if name in self._sessions]
+        if asking is None:
+            return False
+        own = [one for one in held if one.client.name == asking.client.name]
+        ended = [one.expire("another pool of its client needs this worker", _ROOM_SECONDS) for one in own]
+        return any(ended)
 
     def end_refused(self, refusal: Callable[[Identity], str]) -> None:
         """End the sessions that wait for a client who is refused now."""

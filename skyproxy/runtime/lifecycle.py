@@ -10,7 +10,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.runtime.calls import current_call
@@ -21,6 +21,8 @@ logger = logging.getLogger("skyproxy")
 
 _CLOSE_LOCK_SECONDS = 2.0
 _ABORT_SECONDS = 2.0
+_WAY_SECONDS = 5.0
+"""The time that the hooks of a client without a connection have to be left for those of another pool."""
 
 
 class Lifecycle:
@@ -28,10 +30,16 @@ class Lifecycle:
 
     A job is one generation of one pool. Whoever opens the next one closes the one before: after a failure the group is
     formed anew in the same processes.
+
+    Attributes:
+        make_way: called with a session, and with those that hold the hooks it needs gone; ends the ones of the same
+            client that have no connection, and returns whether there were any.
     """
 
     def __init__(self) -> None:
+        self.make_way: Callable[[str, Collection[str]], bool] = lambda session, holders: False
         self._lock = threading.RLock()
+        self._left = threading.Condition(self._lock)
         self._stack = contextlib.ExitStack()
         self._plugins: tuple[Plugin, ...] = ()
         self._info: InstanceInfo | None = None
@@ -53,17 +61,20 @@ class Lifecycle:
             ConfigurationError: the hooks of another pool are open here.
         """
         with self._lock:
-            if self._info is not None:
-                if self._info.job == info.job:
-                    self._owners.add(_owner())
-                    return
-                ours, theirs = info.job.rpartition("/")[0], self._info.job.rpartition("/")[0]
-                if theirs and ours != theirs:
+            ours = info.job.rpartition("/")[0]
+            if self._holder() not in ("", ours):
+                if self.make_way(_owner(), frozenset(self._owners)):
+                    self._left.wait_for(lambda: self._holder() in ("", ours), _WAY_SECONDS)
+                if (theirs := self._holder()) not in ("", ours):
                     raise ConfigurationError(
                         f"this worker process holds the plugins of pool {theirs!r}, and frameworks know one process "
                         "group a process. End that pool first, or give this one workers of its own. Where its client "
-                        "is gone, it ends as soon as its functions do, at the latest SKYPROXY_CALL_GRACE_SECONDS later."
+                        "is gone, the worker ends it after SKYPROXY_SESSION_GRACE_SECONDS, and functions that run then "
+                        "SKYPROXY_CALL_GRACE_SECONDS later."
                     )
+            if self._info is not None and self._info.job == info.job:
+                self._owners.add(_owner())
+                return
             self._leave()
             self._plugins, self._info, self._owners = tuple(plugins), info, {_owner()}
             _register_exit()
@@ -111,6 +122,10 @@ class Lifecycle:
 
         self._stack.push(leave)
 
+    def _holder(self) -> str:
+        """The pool whose hooks are open, or an empty text."""
+        return self.job.rpartition("/")[0]
+
     def _leave(self) -> None:
         stack, self._stack = self._stack, contextlib.ExitStack()
         self._plugins, self._info, self._owners = (), None, set()
@@ -120,6 +135,7 @@ class Lifecycle:
         except Exception:
             # Whoever comes next has not done it, and the rest of the hooks was left all the same.
             logger.exception("a plugin failed on the way out")
+        self._left.notify_all()
 
     def close(self, pool: str | None = None, timeout_seconds: float = -1) -> None:
         """Leaves all hooks, the last one first; nothing where none is open.
@@ -132,7 +148,7 @@ class Lifecycle:
             logger.warning("plugins are still being set up; the process ends without leaving their hooks")
             return
         try:
-            if pool is None or self.job.rpartition("/")[0] in (pool, ""):
+            if pool is None or self._holder() in (pool, ""):
                 self._leave()
         finally:
             self._lock.release()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from skyproxy.errors import PluginError, RankErrors
 from skyproxy.pools.ranks import RankGroup
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.worker_report import ask_worker
+from tests.integration.programs import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -153,7 +156,11 @@ def test_the_hooks_of_a_client_that_was_killed_are_left(busy: bool, tmp_path: Pa
     told = tmp_path / "told"
     os.mkfifo(told)
     # What its functions get, to be found again by another client: they are given up then.
-    variables = {**worker_environment(), "SKYPROXY_CALL_GRACE_SECONDS": "1"}
+    variables = {
+        **worker_environment(),
+        "SKYPROXY_CALL_GRACE_SECONDS": "1",
+        "SKYPROXY_SESSION_GRACE_SECONDS": "1",
+    }
     workers = [LocalWorker("cpu", SETTINGS, environment=variables) for _ in range(2)]
     urls, tokens = [worker.url for worker in workers], [worker.token for worker in workers]
     arguments = json.dumps([urls, tokens, str(told), busy])
@@ -180,6 +187,36 @@ def test_the_hooks_of_a_client_that_was_killed_are_left(busy: bool, tmp_path: Pa
             assert summed() @ pool == [2.0, 2.0]
     finally:
         words.close()
+        for worker in workers:
+            worker.stop()
+
+
+def test_a_pool_gets_the_workers_that_a_killed_program_of_its_client_held(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    workers = [LocalWorker("cpu", SETTINGS, environment=worker_environment()) for _ in range(2)]
+    urls, tokens = [worker.url for worker in workers], [worker.token for worker in workers]
+
+    def has_noticed(url: str, token: str) -> bool:
+        sessions = ask_worker(url, token, "/status")["sessions"]
+        return [row["state"] for row in sessions] == ["detached"]
+
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps([urls, tokens, str(told), False])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=worker_environment(),
+        ) as program:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            program.kill()
+        for url, token in zip(urls, tokens, strict=True):
+            wait_for(partial(has_noticed, url, token), "the worker notices")
+        with pool_on(urls, tokens) as pool:  # long before the grace of that program's sessions is over
+            assert summed() @ pool == [2.0, 2.0]
+        assert sorted(told.read_text().splitlines()) == ["rank 0 left", "rank 1 left"]
+    finally:
         for worker in workers:
             worker.stop()
 
