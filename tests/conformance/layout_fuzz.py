@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import make_tensor
 from skyproxy.tensor.dispatch import inference
-from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import plan_of
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.layout_checks import CRASHES_LOCALLY, LAYOUTS, Checks, Relayout, Sample
 
 _TRIES = 4
@@ -118,12 +118,12 @@ class Comparison(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _is_compared(self, func: Any, call: Sample) -> bool:
-        plan = plan_of(func)
+        info = info_of(func)
         if (
-            plan.special is not None
-            or plan.asks_worker_for_shape
-            or plan.writes
-            or any(part in plan.name for part in _NOT_DRAWN)
+            info.special is not None
+            or info.asks_worker_for_shape
+            or info.writes
+            or any(part in info.name for part in _NOT_DRAWN)
         ):
             return False
         found = _tensors(call)
@@ -144,7 +144,7 @@ class Comparison(TorchDispatchMode):
         with torch.no_grad():
             try:
                 said = inference.infer(
-                    Call(plan_of(func), *pytree.tree_map_only(torch.Tensor, _remote, (args, kwargs)))
+                    BoundCall(info_of(func), *pytree.tree_map_only(torch.Tensor, _remote, (args, kwargs)))
                 )
             except Exception as error:
                 self._report.failed[f"{name}: {type(error).__name__}: {str(error)[:100]}"] += 1

@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.metadata import plain_meta
-from skyproxy.tensor.dispatch.op_info import plan_of
+from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.conftest import Judge
 from tests.conformance.layout_fuzz import fuzz, main
 from tests.conformance.op_checks import Tally
@@ -34,6 +34,6 @@ def test_results_look_as_pytorchs_in_drawn_orders_of_memory(judge: Judge) -> Non
 def test_a_rule_that_is_wrong_about_transposed_tensors_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_of(torch.ops.aten.sin.default), "rule", lambda x: [(plain_meta(x.size, x.dtype), None)])
+    monkeypatch.setattr(info_of(torch.ops.aten.sin.default), "rule", lambda x: [(plain_meta(x.size, x.dtype), None)])
     assert main(["--only", "sin", "--tries", "8"]) == 1
     assert "aten::sin: " in capsys.readouterr().out

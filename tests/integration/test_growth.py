@@ -125,7 +125,7 @@ def test_a_growing_position_needs_no_inference_by_fake_tensors(sky: str, monkeyp
         write(position)
     calls: list[str] = []
     original = inference._infer_by_fake
-    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: calls.append(call.plan.name) or original(call))
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: calls.append(call.info.name) or original(call))
     for position in range(4, 60):
         write(position)
     assert set(calls) <= {"aten::view"}  # of a transposed batch, once a step

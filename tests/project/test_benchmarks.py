@@ -263,7 +263,7 @@ def test_kinds_of_operations_on_new_shapes_are_inferred_by_rules(sky: str, monke
     shapes: Any = importlib.import_module("_new_shapes")
     asked: set[str] = set()
     by_fake = inference._infer_by_fake
-    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.add(call.plan.name), by_fake(call)][1])
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.add(call.info.name), by_fake(call)][1])
     faked: dict[str, set[str]] = {}
     for name, op in shapes.operations(sky).items():
         asked.clear()

@@ -18,21 +18,21 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, Plan
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, OpInfo
 
 Number = bool | int | float | complex | None
 _MOST_MASKED = 1 << 14
 """Elements of a mask of the CPU that travels as positions: those of larger ones cost more than a round trip."""
 
 
-class Call:
+class BoundCall:
     """One call of an op, taken apart: where it runs, what it looks like, what travels.
 
     Attributes:
         device: the device it runs on.
         has_values: whether a CPU tensor travels as a value.
         key: what the shape of its results depends on.
-        wire: the operands that travel, without the op's number and the results' slots.
+        operands: those that travel, without the op's number and the results' slots.
         templates: how the worker puts the operands together again.
         keyword_templates: the same for keywords.
         tensors: the remote tensors among the arguments, in order.
@@ -43,37 +43,37 @@ class Call:
         "args",
         "device",
         "has_values",
+        "info",
         "key",
         "keyword_templates",
         "known",
         "kwargs",
-        "plan",
+        "operands",
         "templates",
         "tensors",
-        "wire",
     )
 
-    def __init__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.plan = plan
+    def __init__(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.info = info
         self.args = args
         self.kwargs = kwargs
         self.has_values = False
         self.tensors: list[RemoteTensor] = []
         self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
         self.device = self._find_device()
-        if plan.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
+        if info.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
             self.args = args = (args[0], self._placed_indices(*args[:2]), *args[2:])
-        self.key: list[object] = [plan]
-        self.wire: list[object] = []
-        writes = plan.writes
-        self.templates = tuple(self._take(a, plan.kinds[i], plan.names[i] in writes) for i, a in enumerate(args))
+        self.key: list[object] = [info]
+        self.operands: list[object] = []
+        writes = info.writes
+        self.templates = tuple(self._bind(a, info.kinds[i], info.names[i] in writes) for i, a in enumerate(args))
         self.keyword_templates: dict[str, object] = {}
         for name, a in kwargs.items():
             if name == "pin_memory":
                 refuse_to_pin(a)
                 continue
             self.key.append(name)
-            self.keyword_templates[name] = self._take(a, plan.keyword_kinds[name], name in writes)
+            self.keyword_templates[name] = self._bind(a, info.keyword_kinds[name], name in writes)
 
     def _find_device(self) -> SkyDevice:
         found: SkyDevice | None = None
@@ -85,7 +85,7 @@ class Call:
                         found = device
                     elif device is not found:
                         DEVICES.check_sessions(found, device)
-                        raise mixed_devices_error(self.plan.name, found.torch_device, device.torch_device)
+                        raise mixed_devices_error(self.info.name, found.torch_device, device.torch_device)
         asked = self.kwargs.get("device")
         if asked is not None and asked.type == "sky" and (found is None or asked.index not in (None, found.index)):
             return DEVICES.of(asked)
@@ -94,8 +94,8 @@ class Call:
             return (device_of(generator) if generator is not None else None) or DEVICES.at(None)
         return found
 
-    def _take(self, a: Any, how: int, is_written: bool) -> object:
-        """Adds one argument to key and operands; its template."""
+    def _bind(self, a: Any, how: int, is_written: bool) -> object:
+        """Add one argument to the key and the operands; return its template."""
         kind = type(a)
         if kind is RemoteTensor:
             handle = a._sky
@@ -103,22 +103,22 @@ class Call:
             if handle.meta.known:
                 self._forget(handle)
             self.key.append(handle.meta)
-            self.wire.append(handle.slot)
+            self.operands.append(handle.slot)
             return commands.TENSOR
         if isinstance(a, torch.Tensor):
-            return self._take_host(a, is_written)
+            return self._bind_host_tensor(a, is_written)
         if how == TENSORS and a is not None:
-            return self._take_list(a, is_written)
+            return self._bind_list(a, is_written)
         if how == GENERATOR and a is not None:
             self.key.append("generator")
-            self.wire.append(slot_of(a, self.device))
+            self.operands.append(slot_of(a, self.device))
             return commands.TENSOR
         if a is None and how == TENSOR:
             self.key.append(kind)
-            self.wire.append(0)
+            self.operands.append(0)
             return commands.TENSOR
         if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
-            constant = frozen(self._constant(a))
+            constant = freeze(self._constant(a))
             self.key.append(tuple(a) if kind is list else a)
             return (commands.CONSTANT, *constant)
         if how == NUMBER:
@@ -126,15 +126,15 @@ class Call:
             # 1, True and 1.0 are equal as keys, but not as arguments of arange.
             typed = value if kind is int or a is None else (kind, value)
             self.key.append(tuple(value) if type(value) is list else typed)
-            self.wire.append(value)
+            self.operands.append(value)
             return commands.VALUE
         if isinstance(a, list | tuple):
             value = [_number(item) for item in a]
             self.key.append(tuple(type(item) for item in value))
-            self.wire.append(value)
+            self.operands.append(value)
             return commands.VALUE
         self.key.append(kind)
-        self.wire.append(_number(a))
+        self.operands.append(_number(a))
         return commands.VALUE
 
     def _placed_indices(self, indexed: object, indices: Sequence[torch.Tensor | None]) -> list[object]:
@@ -172,24 +172,24 @@ class Call:
             a = DEVICES.of(a).worker_device if a.type == "sky" else a
         return torch_codec.encode_constant(a)
 
-    def _take_host(self, a: torch.Tensor, is_written: bool) -> object:
+    def _bind_host_tensor(self, a: torch.Tensor, is_written: bool) -> object:
         """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
 
         What the op writes is no value: the worker would change a copy.
         """
         self.has_values = True
-        if self.plan.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
+        if self.info.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:
             self.key.append(("host", a.dtype, len(a)))
-            self.wire.append(a.tolist())
+            self.operands.append(a.tolist())
             return (commands.HOST_SCALAR, torch_codec.DTYPE_NAMES[a.dtype])
         if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
-            raise mixed_devices_error(self.plan.name, self.device.torch_device, a.device)
+            raise mixed_devices_error(self.info.name, self.device.torch_device, a.device)
         name = torch_codec.DTYPE_NAMES[a.dtype]
         self.key.append(("host", name))
-        self.wire.append(a.item())
+        self.operands.append(a.item())
         return (commands.HOST_SCALAR, name)
 
-    def _take_list(self, items: Sequence[RemoteTensor | torch.Tensor | None], is_written: bool) -> object:
+    def _bind_list(self, items: Sequence[RemoteTensor | torch.Tensor | None], is_written: bool) -> object:
         slots: list[int] = []
         looks: list[Meta | None] = []
         for item in items:
@@ -205,27 +205,27 @@ class Call:
             slots.append(item._sky.slot)
             looks.append(item._sky.meta)
         self.key.append(tuple(looks))
-        self.wire.append(slots)
+        self.operands.append(slots)
         return commands.TENSORS
 
     def _place_in_list(self, item: object, is_written: bool) -> RemoteTensor:
         """A copy on the device of an item of the CPU. Lists of `_foreach` ops are taken apart instead, item by item."""
         if (
             not is_written
-            and not self.plan.for_each
+            and not self.info.for_each
             and isinstance(item, torch.Tensor)
             and item.device.type == "cpu"
             and item.dim() == 0
         ):
             return upload(item, self.device)
         place = getattr(item, "device", type(item).__name__)
-        raise mixed_devices_error(self.plan.name, self.device.torch_device, place)
+        raise mixed_devices_error(self.info.name, self.device.torch_device, place)
 
     def argument(self, name: str) -> Any:
         """The value of an argument by its schema name; None where it was left out."""
         if name in self.kwargs:
             return self.kwargs[name]
-        position = self.plan.names.index(name)
+        position = self.info.names.index(name)
         return self.args[position] if position < len(self.args) else None
 
 
@@ -250,6 +250,6 @@ def _number(a: object) -> Number:
     raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")
 
 
-def frozen(value: object) -> Any:
+def freeze(value: object) -> Any:
     """Return the value with tuples in place of lists, so that it can be hashed."""
-    return tuple(frozen(item) for item in value) if isinstance(value, list) else value
+    return tuple(freeze(item) for item in value) if isinstance(value, list) else value

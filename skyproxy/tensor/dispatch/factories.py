@@ -18,7 +18,7 @@ from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import Entry, expectation
 from skyproxy.tensor.dispatch.known_results import know_filled
-from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, Plan
+from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, OpInfo
 from skyproxy.tensor.dispatch.recording import learn, record
 
 _getframe = sys._getframe
@@ -27,27 +27,27 @@ _record_lines = SETTINGS.record_lines
 _PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Record an op that makes a tensor of sizes and options, and wrap its result; called by a kernel alone."""
     asked = kwargs.get("device")
-    if asked is None or asked.type != "sky" or plan.rule is None or plan.special is not None:
-        return record(plan, func, args, kwargs)
-    # None of these keys is one of `binding.Call`, which has an argument where there is the number of arguments here.
-    key: list[object] = [plan, len(args)]
-    wire: list[object] = [0]
-    for a, how in zip(args, plan.kinds):  # the schema may have more
+    if asked is None or asked.type != "sky" or info.rule is None or info.special is not None:
+        return record(info, func, args, kwargs)
+    # None of these keys is one of a `BoundCall`, which has an argument where there is the number of arguments here.
+    key: list[object] = [info, len(args)]
+    command: list[object] = [0]
+    for a, how in zip(args, info.kinds):  # the schema may have more
         kind = type(a)
         if kind is list and how == NUMBER:
             key.append(tuple(a))
         elif kind not in _PLAIN_NUMBERS:
-            return record(plan, func, args, kwargs)
+            return record(info, func, args, kwargs)
         elif how == NUMBER:
             key.append(a if kind is int else (kind, a))
         elif how == SCALAR:
             key.append(kind)
         else:
-            return record(plan, func, args, kwargs)
-        wire.append(a)
+            return record(info, func, args, kwargs)
+        command.append(a)
     key += kwargs.values()
     key += kwargs
     device = DEVICES.at(asked.index)
@@ -57,12 +57,12 @@ def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     except TypeError:  # a list among the options
         entry = None
     if entry is None:
-        entry = _learned(plan, device, signature, args, kwargs)
+        entry = _learned(info, device, signature, args, kwargs)
         if entry is None:
-            return record(plan, func, args, kwargs)
-        wire[0:1] = (EXPECT, expectation(entry, ()), entry.number)
+            return record(info, func, args, kwargs)
+        command[0:1] = (EXPECT, expectation(entry, ()), entry.number)
     else:
-        wire[0] = entry.number
+        command[0] = entry.number
     meta: Meta = entry.meta  # type: ignore[assignment]  # what has none is not remembered under such a key
     recorder = device.recorder
     result = _make_wrapper(
@@ -78,31 +78,31 @@ def create(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     else:
         recorder.take_slot(handle)
     result.__dict__ = {"_sky": handle}
-    wire.append(handle.slot)
+    command.append(handle.slot)
     stream = recorder.stream
-    stream.extend(wire)
+    stream.extend(command)
     frame = _getframe(2)
     if _record_lines:
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
     recorder.lines.extend((frame.f_code, frame.f_lasti))
-    if plan.followed and not meta.size:  # a number whose value is known from now on
-        know_filled(handle, plan, args)
+    if info.followed and not meta.size:  # a number whose value is known from now on
+        know_filled(handle, info, args)
     if len(stream) > recorder.limit:
         recorder.send_some()
     return result
 
 
 def _learned(
-    plan: Plan, device: SkyDevice, signature: tuple[object, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    info: OpInfo, device: SkyDevice, signature: tuple[object, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Entry | None:
     """Infer a call that never came before; None where `record` must take it, each time."""
-    kinds = plan.keyword_kinds
+    kinds = info.keyword_kinds
     for name, a in kwargs.items():
         is_plain = a is None or type(a) in FIXED_TYPES or (a is False and name == "pin_memory")
         if not is_plain or kinds[name] in (NUMBER, SCALAR):
             return None
-    entry = learn(plan, device, signature, args, kwargs)
+    entry = learn(info, device, signature, args, kwargs)
     return entry if entry is not None and entry.simple and entry.meta is not None else None
 
 

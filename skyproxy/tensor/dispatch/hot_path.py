@@ -20,7 +20,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import expectation
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, plan_of
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.recording import learn, new_tensors, record
 
 if TYPE_CHECKING:
@@ -77,18 +77,18 @@ def dispatch_remote(
 ) -> object:
     """`__torch_dispatch__` of remote tensors."""
     try:
-        plan = func._sky_plan  # type: ignore[attr-defined]
+        info = func._sky_info  # type: ignore[attr-defined]
     except AttributeError:
-        plan = plan_of(func)
-    if plan.special is not None:
-        return plan.special(plan, func, args, kwargs or {})
-    if plan.is_matmul and not multiplies_alike(args[0], args[1]):
-        if plan.name != "aten::linear":
+        info = info_of(func)
+    if info.special is not None:
+        return info.special(info, func, args, kwargs or {})
+    if info.is_matmul and not multiplies_alike(args[0], args[1]):
+        if info.name != "aten::linear":
             return one_product(args[0], args[1])
         product = one_product(args[0], args[1].t())
         return product if len(args) < 3 or args[2] is None else product.add_(args[2])
     device = None
-    key: list[object] = [plan]
+    key: list[object] = [info]
     wire: list[object] = [0]
     root: Handle = None  # type: ignore[assignment]  # set together with the device
     for a in args:
@@ -97,7 +97,7 @@ def dispatch_remote(
             handle = a._sky
             if handle.device is not device:
                 if device is not None:
-                    return record(plan, func, args, kwargs or {})
+                    return record(info, func, args, kwargs or {})
                 device = handle.device
                 root = handle
             key.append(handle.meta)
@@ -106,12 +106,12 @@ def dispatch_remote(
             key.append(float)
             wire.append(a)
         else:
-            how = plan.kinds[len(key) - 1]
+            how = info.kinds[len(key) - 1]
             if how == TENSORS and kind is list:
                 if len(a) > _MANY:
                     taken = taken_at_once(a)
                     if taken is None or (device is not None and taken[0].device is not device):
-                        return record(plan, func, args, kwargs or {})
+                        return record(info, func, args, kwargs or {})
                     handle, metas, slots = taken
                     if device is None:
                         device = handle.device
@@ -127,11 +127,11 @@ def dispatch_remote(
                             looks.append(None)
                             slots.append(0)
                             continue
-                        return record(plan, func, args, kwargs or {})
+                        return record(info, func, args, kwargs or {})
                     handle = item._sky
                     if handle.device is not device:
                         if device is not None:
-                            return record(plan, func, args, kwargs or {})
+                            return record(info, func, args, kwargs or {})
                         device = handle.device
                         root = handle
                     looks.append(handle.meta)
@@ -140,7 +140,7 @@ def dispatch_remote(
                 wire.append(slots)
             elif kind in FIXED_TYPES or how == FIXED:
                 if kind is torch.device or kind is list:
-                    return record(plan, func, args, kwargs or {})
+                    return record(info, func, args, kwargs or {})
                 key.append(a)
             elif how == NUMBER:
                 if kind is list:
@@ -148,7 +148,7 @@ def dispatch_remote(
                 elif kind is int or a is None:
                     key.append(a)
                 else:
-                    return record(plan, func, args, kwargs or {})
+                    return record(info, func, args, kwargs or {})
                 wire.append(a)
             elif how == SCALAR:
                 key.append(tuple(map(type, a)) if kind is list else kind)
@@ -157,11 +157,11 @@ def dispatch_remote(
                 key.append(kind)
                 wire.append(a if a is not None else 0)
             else:
-                return record(plan, func, args, kwargs or {})
+                return record(info, func, args, kwargs or {})
     if device is None:
-        return record(plan, func, args, kwargs or {})
+        return record(info, func, args, kwargs or {})
     if kwargs:
-        kinds = plan.keyword_kinds
+        kinds = info.keyword_kinds
         for name, a in kwargs.items():
             if name == "pin_memory" and not a:
                 continue
@@ -171,12 +171,12 @@ def dispatch_remote(
             if kind is RemoteTensor and how == TENSOR:
                 handle = a._sky
                 if handle.device is not device:
-                    return record(plan, func, args, kwargs)
+                    return record(info, func, args, kwargs)
                 key.append(handle.meta)
                 wire.append(handle.slot)
             elif kind in FIXED_TYPES or how == FIXED:
                 if kind is torch.device or kind is list:
-                    return record(plan, func, args, kwargs)
+                    return record(info, func, args, kwargs)
                 key.append(a)
             elif how == SCALAR and kind is not list:
                 key.append(kind)
@@ -188,13 +188,13 @@ def dispatch_remote(
                 key.append(kind)
                 wire.append(0)
             else:
-                return record(plan, func, args, kwargs)
+                return record(info, func, args, kwargs)
     signature = tuple(key)
     entry: Entry | None = device.cache.get(signature)
     if entry is None:
-        entry = learn(plan, device, signature, args, kwargs) if plan.rule is not None else None
+        entry = learn(info, device, signature, args, kwargs) if info.rule is not None else None
         if entry is None:
-            return record(plan, func, args, kwargs or {})
+            return record(info, func, args, kwargs or {})
         wire[0] = entry.number
         if entry.made:
             wire[0:0] = (EXPECT, expectation(entry, signature))
@@ -202,7 +202,7 @@ def dispatch_remote(
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
     if entry.shares_first and _in_inference_mode() != args[0].is_inference():
-        return record(plan, func, args, kwargs or {})
+        return record(info, func, args, kwargs or {})
     recorder = device.recorder
     result: object
     if entry.simple:
@@ -239,7 +239,7 @@ def dispatch_remote(
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])
     else:
-        return record(plan, func, args, kwargs or {})
+        return record(info, func, args, kwargs or {})
     stream = recorder.stream
     stream.extend(wire)
     frame = _getframe(1)

@@ -34,12 +34,12 @@ from skyproxy.tensor.core.torch_private import (
     set_conjugate,
     set_negative,
 )
-from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, Plan
+from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
 from skyproxy.tensor.shapes.kernel_strides import corrected
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
 
 if TYPE_CHECKING:
-    from skyproxy.tensor.dispatch.binding import Call
+    from skyproxy.tensor.dispatch.binding import BoundCall
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Entry:
             entry.simple, entry.meta = True, outputs[0].meta
         return entry
 
-    def settle(self, call: Call) -> Entry:
+    def settle(self, call: BoundCall) -> Entry:
         """Fills in what follows from outputs and changes."""
         self.output_templates = [output.template for output in self.outputs]
         for output in self.outputs:
@@ -145,7 +145,7 @@ class Entry:
                 self.made += [meta for meta, _ in output.items]
         looks = dict(self.changed)
         self.made += [looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call)]
-        quiet = not self.changed and not call.plan.synchronizes
+        quiet = not self.changed and not call.info.synchronizes
         self.nothing = quiet and not self.outputs
         self.several = (
             quiet
@@ -155,13 +155,13 @@ class Entry:
             )
         )
         self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
-        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.plan.synchronizes:
+        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.info.synchronizes:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):
                 self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
             elif output.items is not None and all(m.plain and shares in (None, 0) for m, shares in output.items):
                 self.listed, self.shares_first = output.items, any(shares == 0 for _, shares in output.items)
-            elif output.argument is not None and output.argument == call.plan.names[0]:
+            elif output.argument is not None and output.argument == call.info.names[0]:
                 self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
         return self
 
@@ -205,43 +205,43 @@ _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.c
 _MASKS = (torch.bool, torch.uint8)
 
 
-def infer(call: Call) -> Entry | None:
+def infer(call: BoundCall) -> Entry | None:
     """Infer what the results of `call` look like; None where only the worker can tell."""
-    if call.plan.name in _ANSWERS_DEPEND_ON_VALUES or (call.plan.name == "aten::index.Tensor" and _has_mask(call)):
+    if call.info.name in _ANSWERS_DEPEND_ON_VALUES or (call.info.name == "aten::index.Tensor" and _has_mask(call)):
         return None
-    if call.plan.rule is not None:
+    if call.info.rule is not None:
         found = _ask_rule(call)
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
-    if call.plan.writes and tuple(call.key) in _refused:
+    if call.info.writes and tuple(call.key) in _refused:
         return None
-    if call.plan.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
+    if call.info.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
         return None
-    if call.plan.columns:
+    if call.info.columns:
         return _infer_columns(call)
     return _infer_by_fake(call)
 
 
-def _has_mask(call: Call) -> bool:
+def _has_mask(call: BoundCall) -> bool:
     """Return whether values choose how much is taken, which fake tensors find out for a millisecond."""
     return any(tensor.dtype in _MASKS for tensor in call.tensors[1:])
 
 
-def _ask_rule(call: Call) -> RuleAnswer | None:
-    assert call.plan.rule is not None
+def _ask_rule(call: BoundCall) -> RuleAnswer | None:
+    assert call.info.rule is not None
     if not call.has_values:
-        return call.plan.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
+        return call.info.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
     # Tensors of the CPU that travel as values count as what they are, tensors without dimensions. Rules number the
     # tensors whose memory a result shares, and know of no such ones.
     if call.kwargs or any(isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() for a in call.args):
         return None
-    found = call.plan.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
+    found = call.info.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
     if found is None or found is TARGET or any(type(item) is list or item[1] is not None for item in found):
         return None
     return found
 
 
-def _infer_columns(call: Call) -> Entry | None:
+def _infer_columns(call: BoundCall) -> Entry | None:
     """The same for an op that treats each place of its lists alike: places that look alike are inferred once."""
     lists = [a for a in call.args if type(a) in (list, tuple)]
     length = max(map(len, lists), default=0)
@@ -264,7 +264,7 @@ def _infer_columns(call: Call) -> Entry | None:
             return a[torch.tensor(chosen)]
         return a
 
-    entry = _infer_by_fake(type(call)(call.plan, tuple(map(reduced, call.args)), call.kwargs))
+    entry = _infer_by_fake(type(call)(call.info, tuple(map(reduced, call.args)), call.kwargs))
     if entry is None:
         return None
     for output in entry.outputs:
@@ -278,21 +278,21 @@ def _column_key(item: object) -> object:
     return item._sky.meta if type(item) is RemoteTensor else type(item)
 
 
-def written_tensors(call: Call) -> list[int]:
+def written_tensors(call: BoundCall) -> list[int]:
     """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
-    return numbers_of(call, call.plan.writes)
+    return numbers_of(call, call.info.writes)
 
 
-def numbers_of(call: Call, arguments: Collection[str]) -> list[int]:
+def numbers_of(call: BoundCall, arguments: Collection[str]) -> list[int]:
     """The numbers, among the call's tensors, of those in the arguments of these names, in order."""
     found: list[int] = []
     if not arguments:
         return found
     number = 0
-    for name, a in (*zip(call.plan.names, call.args, strict=False), *call.kwargs.items()):
+    for name, a in (*zip(call.info.names, call.args, strict=False), *call.kwargs.items()):
         if type(a) is RemoteTensor:
             count = 1
-        elif isinstance(a, list | tuple) and call.plan.keyword_kinds[name] == TENSORS:
+        elif isinstance(a, list | tuple) and call.info.keyword_kinds[name] == TENSORS:
             count = sum(item is not None for item in a)
         else:
             continue
@@ -397,15 +397,15 @@ def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
     return fake
 
 
-def _is_plain_view(call: Call) -> bool:
+def _is_plain_view(call: BoundCall) -> bool:
     """Return whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
 
     Fake tensors take some views by other ways, which give dimensions of size one other strides.
     """
-    return call.plan.func.is_view or call.plan.name == "aten::_unsafe_view"
+    return call.info.func.is_view or call.info.name == "aten::_unsafe_view"
 
 
-def _infer_by_fake(call: Call) -> Entry | None:
+def _infer_by_fake(call: BoundCall) -> Entry | None:
     """Runs the op on tensors without values. Whatever fails means: ask the worker, whose error is the true one."""
     fakes: list[torch.Tensor] = []
     view = _is_plain_view(call)
@@ -428,7 +428,7 @@ def _infer_by_fake(call: Call) -> Entry | None:
         with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
-            result = call.plan.func(*args, **kwargs)
+            result = call.info.func(*args, **kwargs)
             return _entry_of(call, result, fakes)
     except Exception as error:
         if raised_by_handler(error):
@@ -438,11 +438,11 @@ def _infer_by_fake(call: Call) -> Entry | None:
         _quiet.state.inferring = False
 
 
-def _entry_of(call: Call, result: object, fakes: list[torch.Tensor]) -> Entry | None:
+def _entry_of(call: BoundCall, result: object, fakes: list[torch.Tensor]) -> Entry | None:
     if len(fakes) != len(call.tensors):
         return None
     results = result if isinstance(result, tuple) else (result,)
-    returns = call.plan.returns
+    returns = call.info.returns
     if not returns:
         results = ()
     if len(results) != len(returns):
@@ -453,7 +453,7 @@ def _entry_of(call: Call, result: object, fakes: list[torch.Tensor]) -> Entry | 
         return None
     _correct_strides(call, [output for output in outputs if output is not None])
     changed = []
-    reshaped = numbers_of(call, call.plan.reshapes)
+    reshaped = numbers_of(call, call.info.reshapes)
     for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
         meta = meta_of(fake)
         if meta is not tensor._sky.meta:
@@ -479,18 +479,18 @@ def _halves_complex_numbers(outputs: list[Output | None], fakes: list[torch.Tens
     return any(dtype in _HALF_COMPLEX and all(fake.dtype is not dtype for fake in fakes) for dtype in found)
 
 
-def _correct_strides(call: Call, outputs: list[Output]) -> None:
+def _correct_strides(call: BoundCall, outputs: list[Output]) -> None:
     fresh = [output.meta if output.shares is None else None for output in outputs]
     if any(meta is not None for meta in fresh):
         looks = _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
-        operands = _operands(call.plan, *looks)
-        for output, meta in zip(outputs, corrected(call.plan.func, *looks, operands, fresh), strict=True):
+        operands = _operands(call.info, *looks)
+        for output, meta in zip(outputs, corrected(call.info.func, *looks, operands, fresh), strict=True):
             output.meta = output.meta if meta is None else meta
 
 
-def _operands(plan: Plan, args: list[object], kwargs: dict[str, object]) -> list[object]:
+def _operands(info: OpInfo, args: list[object], kwargs: dict[str, object]) -> list[object]:
     """The looks of a call's tensors and lists of tensors, and the numbers that stand in the place of tensors."""
-    named = [*zip(plan.kinds, args, strict=False), *((plan.keyword_kinds[name], a) for name, a in kwargs.items())]
+    named = [*zip(info.kinds, args, strict=False), *((info.keyword_kinds[name], a) for name, a in kwargs.items())]
     return [
         a
         for kind, a in named

@@ -18,8 +18,8 @@ from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_tr
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
-    from skyproxy.tensor.dispatch.binding import Call
-    from skyproxy.tensor.dispatch.op_info import Plan
+    from skyproxy.tensor.dispatch.binding import BoundCall
+    from skyproxy.tensor.dispatch.op_info import OpInfo
 
 
 _EXACT_ON_CPUS = frozenset(
@@ -34,7 +34,7 @@ _modes = count_dispatch_modes
 _transforms = function_transform_level
 
 
-def follow(call: Call, record: Callable[[], object]) -> object:
+def follow(call: BoundCall, record: Callable[[], object]) -> object:
     """Records an operation of `FOLLOWED`, and does it here too if the values of all its operands are known.
 
     Args:
@@ -49,13 +49,13 @@ def follow(call: Call, record: Callable[[], object]) -> object:
     known = {id(handle): value for handle, _, value in call.known}
     if len(known) != len({id(tensor._sky) for tensor in call.tensors}):
         return result
-    unasked = (_UNASKED_BY_CHANGE if call.plan.writes else 1) + max(
+    unasked = (_UNASKED_BY_CHANGE if call.info.writes else 1) + max(
         (meta.unasked for _, meta, _ in call.known), default=0
     )
     if unasked > _MOST_UNASKED:
         return result
     results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
-    targets = [*results] if not call.plan.writes else _written(call)
+    targets = [*results] if not call.info.writes else _written(call)
     if not all(type(t) is RemoteTensor and t.dim() == 0 and t._sky.meta.plain for t in targets):
         return result
     try:
@@ -69,7 +69,7 @@ def follow(call: Call, record: Callable[[], object]) -> object:
     ]
     changed = {id(target._sky) for target in targets}
     read = [(handle, meta, value) for handle, meta, value in call.known if id(handle) not in changed]
-    if not call.plan.writes:
+    if not call.info.writes:
         for _, meta in found:
             meta.sources = tuple(source for _, source, _ in read)
     for handle, meta, value in read:
@@ -82,27 +82,27 @@ def follow(call: Call, record: Callable[[], object]) -> object:
     return result
 
 
-def know_filled(handle: Handle, plan: Plan, args: tuple[object, ...]) -> None:
+def know_filled(handle: Handle, info: OpInfo, args: tuple[object, ...]) -> None:
     """Remember the value of a number that one of `FOLLOWED` has just made of sizes and options alone."""
     recorder, meta = handle.device.recorder, handle.meta
     if type(recorder) is Recorder and meta.dtype in DTYPES and not _modes() and _transforms() is None:
-        fill = partial(plan.func, *args, dtype=meta.dtype, device="cpu")
+        fill = partial(info.func, *args, dtype=meta.dtype, device="cpu")
         handle.meta = KnownMeta(meta, fill, recorder, 1)
 
 
-def _is_exact(call: Call) -> bool:
+def _is_exact(call: BoundCall) -> bool:
     """Return whether every device computes the same: GPUs multiply by reciprocals, and multiply and add in one step."""
     if call.device.place[0] == "cpu":
         return True
-    return call.plan.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
+    return call.info.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
 
 
-def _written(call: Call) -> list[Any]:
+def _written(call: BoundCall) -> list[Any]:
     target = call.args[0]
     return list(target) if isinstance(target, list | tuple) else [target]
 
 
-def _computed(call: Call, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+def _computed(call: BoundCall, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """Compute what the targets of a call hold, by the values of its operands, which it may change."""
 
     def local(a: object) -> Any:
@@ -112,6 +112,6 @@ def _computed(call: Call, values: dict[int, torch.Tensor]) -> list[torch.Tensor]
 
     options = {name: local(a) for name, a in call.kwargs.items() if name not in ("device", "pin_memory")}
     args = [local(a) for a in call.args]
-    result = call.plan.func(*args, **options)
-    target = args[0] if call.plan.writes else result
+    result = call.info.func(*args, **options)
+    target = args[0] if call.info.writes else result
     return target if isinstance(target, list) else [target]

@@ -31,7 +31,7 @@ from skyproxy.tensor.core.torch_private import (
     count_function_modes,
     function_transform_level,
 )
-from skyproxy.tensor.dispatch.op_info import plan_of
+from skyproxy.tensor.dispatch.op_info import info_of
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 _MAX_REPLAYS = 4096
@@ -134,8 +134,8 @@ class _CallWatcher:
     ) -> object:
         if threading.get_ident() != self._thread:
             return self._dispatch(cls, func, types, args, kwargs)
-        plan = plan_of(func)
-        self.usable &= self._recorder.unsent == self.end and not plan.writes and not plan.synchronizes
+        info = info_of(func)
+        self.usable &= self._recorder.unsent == self.end and not info.writes and not info.synchronizes
         self.begins.append(self.end)
         result = self._dispatch(cls, func, types, args, kwargs)
         self.end = self._recorder.unsent

@@ -10,7 +10,7 @@ from __future__ import annotations
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import DispatchKey, OpOverload
 from skyproxy.tensor.core.transfers import download
-from skyproxy.tensor.dispatch.op_info import Plan
+from skyproxy.tensor.dispatch.op_info import OpInfo
 
 _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
@@ -46,7 +46,7 @@ def mixed_devices_error(op: str, first: object, second: object) -> MixedDevicesE
 
 
 def run_across_devices(
-    plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], error: MixedDevicesError
+    info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], error: MixedDevicesError
 ) -> object:
     """Run an op that cannot be recorded, because its tensors are on several devices, as CUDA would.
 
@@ -56,21 +56,21 @@ def run_across_devices(
     Raises:
         RuntimeError: CUDA would refuse it, too.
     """
-    name = _TAKEN_AS_NUMBERS.get(plan.name)
+    name = _TAKEN_AS_NUMBERS.get(info.name)
     if name is not None:
-        args, kwargs, found = _with_number_here(plan, args, kwargs, name)
+        args, kwargs, found = _with_number_here(info, args, kwargs, name)
         if found:
             return func(*args, **kwargs)
-    if plan.for_each or plan.name in _TAKEN_APART:
+    if info.for_each or info.name in _TAKEN_APART:
         return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
     raise RuntimeError(str(error)) from None
 
 
 def _with_number_here(
-    plan: Plan, args: tuple[object, ...], kwargs: dict[str, object], name: str
+    info: OpInfo, args: tuple[object, ...], kwargs: dict[str, object], name: str
 ) -> tuple[tuple[object, ...], dict[str, object], bool]:
     """The arguments with the one called `name` fetched, if it is a remote number; and whether it is."""
-    position = plan.names.index(name)
+    position = info.names.index(name)
     value = kwargs[name] if name in kwargs else args[position]
     if type(value) is not RemoteTensor or value.dim():
         return args, kwargs, False

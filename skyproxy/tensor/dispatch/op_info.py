@@ -114,7 +114,7 @@ SPECIALS: dict[str, Special] = {}
 
 
 def implements(*names: str) -> Callable[[Special], Special]:
-    """Registers a function for overloads: `f(plan, func, args, kwargs)`, called in place of recording."""
+    """Registers a function for overloads: `f(info, func, args, kwargs)`, called in place of recording."""
 
     def register(function: Special) -> Special:
         for name in names:
@@ -124,7 +124,7 @@ def implements(*names: str) -> Callable[[Special], Special]:
     return register
 
 
-class Plan:
+class OpInfo:
     """The facts about one overload.
 
     Attributes:
@@ -231,7 +231,7 @@ class Plan:
         return None
 
     def __repr__(self) -> str:
-        return f"<plan of {self.name}>"
+        return f"<info about {self.name}>"
 
 
 def is_decomposed(name: str) -> bool:
@@ -249,10 +249,10 @@ def _depends_on_values(func: OpOverload) -> bool:
     return any(_DYNAMIC.intersection(getattr(packet, name).tags) for name in packet.overloads())
 
 
-def plan_of(func: OpOverload) -> Plan:
-    """The plan of an overload, made once and kept on it: an attribute is twice as fast as a table."""
+def info_of(func: OpOverload) -> OpInfo:
+    """Return the facts about an overload, gathered once and kept on it: an attribute is twice as fast as a table."""
     try:
-        plan: Plan = func._sky_plan  # type: ignore[attr-defined]
+        info: OpInfo = func._sky_info  # type: ignore[attr-defined]
     except AttributeError:
-        plan = func._sky_plan = Plan(func)  # type: ignore[attr-defined]
-    return plan
+        info = func._sky_info = OpInfo(func)  # type: ignore[attr-defined]
+    return info

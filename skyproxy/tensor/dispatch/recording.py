@@ -22,11 +22,11 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_v
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
-from skyproxy.tensor.dispatch.binding import Call, frozen, refuse_to_pin
+from skyproxy.tensor.dispatch.binding import BoundCall, freeze, refuse_to_pin
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.inference import Entry
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, Plan, plan_of
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
 _getframe = sys._getframe
@@ -37,29 +37,29 @@ Templates = tuple[object, ...]
 Keywords = tuple[tuple[str, object], ...]
 
 
-def record(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+def record(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """Records a call of any op, whatever its arguments, and wraps its results."""
-    if plan.special is not None:
-        return plan.special(plan, func, args, kwargs)
+    if info.special is not None:
+        return info.special(info, func, args, kwargs)
     for a in (*args, *kwargs.values()):
         if type(a) not in _KNOWN_TENSORS and isinstance(a, torch.Tensor) and not _is_plain_subclass(a):
             return NotImplemented  # another wrapper; its own dispatch comes next
     if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
-        args = (_example_on(kwargs["device"], plan, args[0]), *args[1:])
+        args = (_example_on(kwargs["device"], info, args[0]), *args[1:])
         if type(args[0]) is not RemoteTensor:
             return func(*args, **kwargs)
     try:
-        call = Call(plan, args, kwargs)
+        call = BoundCall(info, args, kwargs)
     except MixedDevicesError as error:
-        return run_across_devices(plan, func, args, kwargs, error)
+        return run_across_devices(info, func, args, kwargs, error)
     return run(call)
 
 
-def _example_on(asked: torch.device, plan: Plan, tensor: RemoteTensor) -> torch.Tensor:
+def _example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch.Tensor:
     """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: what looks like x, on that device."""
     meta, own = tensor._sky.meta, tensor._sky.device
     index = DEVICES.current if asked.index is None else asked.index  # type: ignore[redundant-expr]
-    name = plan.name.partition(".")[0]
+    name = info.name.partition(".")[0]
     if (asked.type == "sky" and index == own.index) or meta.layout is not torch.strided:
         return tensor
     if not (name.endswith("_like") or name.startswith("aten::new_")):
@@ -74,7 +74,7 @@ def _is_plain_subclass(a: torch.Tensor) -> bool:
     return type(a).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def run(call: Call) -> Any:
+def run(call: BoundCall) -> Any:
     """Records a call that was taken apart; infers what its results look like where that is not known yet."""
     key = tuple(call.key)
     device = call.device
@@ -85,9 +85,9 @@ def run(call: Call) -> Any:
         entry = inference.infer(call)
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
-            return ask(call, key if call.plan.asks_worker_for_shape and not call.plan.writes else None)
-        has_halves = call.plan.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors)
-        if call.plan.asks_worker_for_shape or has_halves:
+            return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
+        has_halves = call.info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors)
+        if call.info.asks_worker_for_shape or has_halves:
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -97,13 +97,13 @@ def run(call: Call) -> Any:
         # Each time: should the op fail, the worker still learns what the tensors look like from now on.
         expected = True
         call = _unalias(call, [position for position, _ in entry.changed])
-    if call.plan.followed and (call.known or _makes_a_number(call, entry)):
+    if call.info.followed and (call.known or _makes_a_number(call, entry)):
         settled, followed = entry, call
         return known_results.follow(followed, lambda: _finish(followed, settled, expected))
     return _finish(call, entry, expected)
 
 
-def record_as(call: Call, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
+def record_as(call: BoundCall, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
     """Records a call whose results are known to look so; the worker does not check it. None: that result is None."""
     entry = Entry([inference.Output(meta) for meta in looks], [])
     entry.output_templates = [output.template for output in entry.outputs]
@@ -113,7 +113,7 @@ def record_as(call: Call, looks: Sequence[Meta | None]) -> list[RemoteTensor | N
 
 
 def learn(
-    plan: Plan, device: SkyDevice, key: object, args: tuple[Any, ...], kwargs: dict[str, object] | None
+    info: OpInfo, device: SkyDevice, key: object, args: tuple[Any, ...], kwargs: dict[str, object] | None
 ) -> Entry | None:
     """Infer a call that never came before by its shape rule, and remember it under `key`; None: ask `record`.
 
@@ -121,7 +121,7 @@ def learn(
     """
     looks: list[Any] = []
     templates: list[object] = []
-    for a, how in zip(args, plan.kinds, strict=False):
+    for a, how in zip(args, info.kinds, strict=False):
         if type(a) is RemoteTensor:
             looks.append(a._sky.meta)
             templates.append(commands.TENSOR)
@@ -130,7 +130,7 @@ def learn(
     named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
-        kinds = plan.keyword_kinds
+        kinds = info.keyword_kinds
         for name, a in kwargs.items():
             if name == "pin_memory":
                 refuse_to_pin(a)
@@ -141,8 +141,8 @@ def learn(
         kind = type(look)
         if kind is KnownMeta or (kind is list and KnownMeta in map(type, look)):
             return None
-    assert plan.rule is not None
-    found = plan.rule(*looks, **named)
+    assert info.rule is not None
+    found = info.rule(*looks, **named)
     if found is None:
         return None
     entry = Entry.of_rule(found)
@@ -150,7 +150,7 @@ def learn(
         return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None
-    entry.number = _number_of(device, plan.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
+    entry.number = _number_of(device, info.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
     device.misses += 1
     device.remember(key, entry)
     return entry
@@ -166,29 +166,29 @@ def _look_and_template(a: Any, how: int, templates: list[object], device: SkyDev
         return [None if item is None else item._sky.meta for item in a]
     if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
         constant = device.worker_device if kind is torch.device and a.type == "sky" else a
-        templates.append((commands.CONSTANT, *frozen(torch_codec.encode_constant(constant))))
+        templates.append((commands.CONSTANT, *freeze(torch_codec.encode_constant(constant))))
     else:
         templates.append(commands.TENSOR if a is None and how == TENSOR else commands.VALUE)
     return a
 
 
-def _unalias(call: Call, positions: list[int]) -> Call:
+def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
     """Gives tensors that are about to look otherwise a value of their own, where others hold the same one."""
     shared = [call.tensors[i] for i in positions if getattr(call.tensors[i]._sky, "is_shared", False)]
     for tensor in shared:
-        tensor._sky = run(Call(plan_of(torch.ops.aten.alias.default), (tensor,), {}))._sky
-    return Call(call.plan, call.args, call.kwargs) if shared else call
+        tensor._sky = run(BoundCall(info_of(torch.ops.aten.alias.default), (tensor,), {}))._sky
+    return BoundCall(call.info, call.args, call.kwargs) if shared else call
 
 
-def _makes_a_number(call: Call, entry: Entry) -> bool:
+def _makes_a_number(call: BoundCall, entry: Entry) -> bool:
     made = entry.outputs[0].meta if not call.tensors and entry.outputs else None
     return made is not None and not made.size
 
 
-def _signature(call: Call, entry: Entry) -> int:
+def _signature(call: BoundCall, entry: Entry) -> int:
     keywords = tuple(call.keyword_templates.items())
     outputs = tuple(entry.output_templates)
-    return _number_of(call.device, call.plan.name, call.templates, keywords, outputs)
+    return _number_of(call.device, call.info.name, call.templates, keywords, outputs)
 
 
 def _number_of(device: SkyDevice, name: str, arguments: Templates, keywords: Keywords, outputs: Templates) -> int:
@@ -216,11 +216,11 @@ def remember_line(device: SkyDevice) -> None:
     device.recorder.emit_line((frame.f_code, frame.f_lasti))
 
 
-def _finish(call: Call, entry: Entry, expected: bool) -> Any:
+def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
     device = call.device
-    wire = [entry.number, *call.wire]
+    command = [entry.number, *call.operands]
     if expected:
-        wire = [commands.EXPECT, inference.expectation(entry, call.key), *wire]
+        command = [commands.EXPECT, inference.expectation(entry, call.key), *command]
     results: list[object] = []
     for output in entry.outputs:
         if output.argument is not None:
@@ -229,21 +229,21 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
             results.append(call.tensors[output.tensor])
         elif output.items is not None:
             made = [_result(call, meta, shares) for meta, shares in output.items]
-            wire.append([tensor._sky.slot for tensor in made])
+            command.append([tensor._sky.slot for tensor in made])
             results.append(made)
         elif output.meta is not None:
             tensor = _result(call, output.meta, output.shares)
-            wire.append(tensor._sky.slot)
+            command.append(tensor._sky.slot)
             results.append(tensor)
         else:
             results.append(output.value)
     if entry.changed:
-        _record_change(call, entry, wire)
+        _record_change(call, entry, command)
     else:
-        device.recorder.emit(wire)
+        device.recorder.emit(command)
     remember_line(device)
     device.recorder.send_if_due()
-    if call.plan.synchronizes:
+    if call.info.synchronizes:
         device.session.synchronize()
     if len(results) == 1:
         return results[0]
@@ -251,14 +251,14 @@ def _finish(call: Call, entry: Entry, expected: bool) -> Any:
 
 
 @shielded
-def _record_change(call: Call, entry: Entry, wire: list[object]) -> None:
+def _record_change(call: BoundCall, entry: Entry, command: list[object]) -> None:
     """Both or neither: the worker changes what a tensor looks like, and so do we."""
-    call.device.recorder.emit(wire)
+    call.device.recorder.emit(command)
     for position, meta in entry.changed:
         set_metadata(call.tensors[position], meta)
 
 
-def _result(call: Call, meta: Meta, shares: int | None) -> RemoteTensor:
+def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     """A fresh tensor; a view of the call's tensor with number `shares`, if that is given."""
     if shares is None:
         return new_tensor(call.device, meta)
@@ -278,7 +278,7 @@ def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:
     return make_tensor(meta, device.new_handle(meta))
 
 
-def ask(call: Call, key: object = None, record: Callable[[list[object]], None] | None = None) -> Any:
+def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], None] | None = None) -> Any:
     """Runs an op whose results only the worker knows: their sizes depend on values, or nothing here can infer them.
 
     Costs one round trip. Errors are the worker's, raised here and now.
@@ -287,23 +287,23 @@ def ask(call: Call, key: object = None, record: Callable[[list[object]], None] |
         key: if given, what the worker tells is remembered under it, for the next call that looks the same.
         record: what records the command; by default it goes into the stream.
     """
-    plan, device = call.plan, call.device
+    info, device = call.info, call.device
     call = _unalias(call, inference.written_tensors(call))
-    asked = Entry([inference.Output(argument=argument) for argument in plan.returns], [])
-    asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in plan.returns]
-    handles = [device.new_handle(None) for argument in plan.returns if argument is None]
-    command = [_signature(call, asked), *call.wire, *(h.slot for h in handles)]
+    asked = Entry([inference.Output(argument=argument) for argument in info.returns], [])
+    asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]
+    handles = [device.new_handle(None) for argument in info.returns if argument is None]
+    command = [_signature(call, asked), *call.operands, *(h.slot for h in handles)]
     if record is not None:
         record(command)
     else:
         device.recorder.emit(command)
         remember_line(device)
-    if plan.synchronizes:
+    if info.synchronizes:
         device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
     written = inference.written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
-    rows = device.session.request(plan.name, lambda number: (commands.DESCRIBE, number, slots, inputs))
+    rows = device.session.request(info.name, lambda number: (commands.DESCRIBE, number, slots, inputs))
     found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
@@ -316,7 +316,7 @@ def ask(call: Call, key: object = None, record: Callable[[list[object]], None] |
         set_metadata(call.tensors[i], meta)
     outputs = []
     results = []
-    for name in plan.returns:
+    for name in info.returns:
         output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(found)
         outputs.append(output)
         results.append(result)
@@ -332,7 +332,7 @@ def ask(call: Call, key: object = None, record: Callable[[list[object]], None] |
     return tuple(results) if results else None
 
 
-def _wrap_reply(call: Call, handle: Handle, row: Sequence[Any]) -> tuple[inference.Output, Any]:
+def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[inference.Output, Any]:
     """One result of an op that was asked for: what is known of it, and the result itself."""
     fields, alias = row
     if fields is None:
@@ -370,7 +370,7 @@ def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
     were registered for the device.
     """
-    return record(plan_of(func), func, args, kwargs)
+    return record(info_of(func), func, args, kwargs)
 
 
 __all__ = ["dispatch", "record", "record_as", "remember_line", "run", "wrap_described"]

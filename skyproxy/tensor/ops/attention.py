@@ -27,7 +27,7 @@ from skyproxy.tensor.core.torch_private import (
     function_transform_level,
     math_attention_enabled,
 )
-from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 
 aten = torch.ops.aten
 _MATH = 0
@@ -133,7 +133,7 @@ def attention(
 
 
 @implements("aten::scaled_dot_product_attention")
-def _whole(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _whole(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """In inference mode the op arrives here undivided."""
     return attention(*args, **kwargs)
 

@@ -14,8 +14,8 @@ from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
-from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
 from skyproxy.tensor.dispatch.recording import run
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ _DTYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, 
 
 
 @implements("aten::_to_copy")
-def _to_copy(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """`Tensor.to`: within the device an ordinary op; across devices values move, and are converted on the side where
     they are smaller.
     """
@@ -87,47 +87,47 @@ def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> object:
 
 
 def _within(func: OpOverload, tensor: RemoteTensor, rest: dict[str, object]) -> object:
-    return run(Call(plan_of(func), (tensor,), rest))
+    return run(BoundCall(info_of(func), (tensor,), rest))
 
 
 @implements("aten::copy_")
-def _copy_(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _copy_(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """`dst.copy_(src)` between any two places."""
     target, source = args[:2]
     if not isinstance(source, torch.Tensor):  # a number, which PyTorch wraps in a tensor for other devices
-        return _copy_within(plan, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)]))
+        return _copy_within(info, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)]))
     if type(target) is RemoteTensor and type(source) is RemoteTensor:
         device = target._sky.device
         if source._sky.device is not device:
             source = move(source, device)
-        return _copy_within(plan, target, source)
+        return _copy_within(info, target, source)
     if type(target) is RemoteTensor:
         if source.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if source.dtype.itemsize > target.dtype.itemsize and not source.dtype.is_complex:
             source = source.to(target.dtype)
-        return _copy_within(plan, target, upload(source, target._sky.device))
+        return _copy_within(info, target, upload(source, target._sky.device))
     if type(source) is RemoteTensor:
         target.copy_(download(source))
         return target
     return NotImplemented
 
 
-def _copy_within(plan: Plan, target: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
-    result: RemoteTensor = run(Call(plan, (target, source), {}))
+def _copy_within(info: OpInfo, target: RemoteTensor, source: torch.Tensor) -> RemoteTensor:
+    result: RemoteTensor = run(BoundCall(info, (target, source), {}))
     return result
 
 
 @implements("aten::_copy_from", "aten::_copy_from_and_resize")
-def _copy_from(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
+def _copy_from(info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
     source, target = args[:2]
-    if plan.name.endswith("resize") and target.shape != source.shape:
+    if info.name.endswith("resize") and target.shape != source.shape:
         target.resize_(source.shape)
     return target.copy_(source)
 
 
 @implements("aten::_local_scalar_dense")
-def _item(plan: Plan, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> object:
+def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> object:
     """The one place where a Python number is made of a remote tensor: never a guess, always the worker's value."""
     (tensor,) = args
     if tensor.numel() != 1:
@@ -150,7 +150,7 @@ def _item(plan: Plan, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[
 
 
 @implements("aten::equal")
-def _equal(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]) -> bool:
+def _equal(info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]) -> bool:
     a, b = args
     if type(a) is RemoteTensor and type(b) is RemoteTensor and a._sky.device is b._sky.device:
         device = a._sky.device

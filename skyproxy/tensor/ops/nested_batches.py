@@ -17,8 +17,8 @@ from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, disabled_torch_function, make_wrapper_subclass, pytree
-from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import Plan, implements, is_decomposed, plan_of
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of, is_decomposed
 from skyproxy.tensor.dispatch.recording import record_as
 
 _make_wrapper = make_wrapper_subclass
@@ -49,20 +49,20 @@ class NestedBatch(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        plan = plan_of(func)
-        look = _LOOKS.get(plan.name)
-        if look is None and is_decomposed(plan.name):
+        info = info_of(func)
+        look = _LOOKS.get(info.name)
+        if look is None and is_decomposed(info.name):
             return func.decompose(*args, **(kwargs or {}))
         if look is None:
             raise UnsupportedOpError(
-                f"{plan.name}: the nested tensor that nn.TransformerEncoder makes of a padded batch takes part in its "
+                f"{info.name}: the nested tensor that nn.TransformerEncoder makes of a padded batch takes part in its "
                 "layers only. Pass enable_nested_tensor=False to nn.TransformerEncoder, or call "
                 "torch.backends.mha.set_fastpath_enabled(False)"
             )
         args, kwargs = pytree.tree_map_only(NestedBatch, lambda batch: batch.held, (args, kwargs or {}))
-        call = Call(plan, args, kwargs)
+        call = BoundCall(info, args, kwargs)
         results = record_as(call, look(*args, **kwargs))
-        if plan.name in _ENDS:
+        if info.name in _ENDS:
             return results[0]
         nested = tuple(NestedBatch.holding(result) if result is not None else None for result in results)
         return nested if len(nested) > 1 else nested[0]
@@ -122,10 +122,10 @@ _LOOKS: dict[str, Look] = {
 
 @implements("aten::_nested_tensor_from_mask")
 def _from_mask(
-    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+    info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
 ) -> NestedBatch:
     """A padded batch (N, T, D) and a mask (N, T) of what counts in it to a nested tensor, without a wait."""
-    (batch,) = record_as(Call(plan, args, kwargs), [plain_meta(tuple(args[0].shape), args[0].dtype)])
+    (batch,) = record_as(BoundCall(info, args, kwargs), [plain_meta(tuple(args[0].shape), args[0].dtype)])
     assert batch is not None
     return NestedBatch.holding(batch)
 

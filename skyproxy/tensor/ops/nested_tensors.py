@@ -32,8 +32,8 @@ from skyproxy.tensor.core.torch_private import (
     pytree,
 )
 from skyproxy.tensor.dispatch import recording
-from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import Plan, implements, plan_of
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
 from skyproxy.torch_codec import contiguous_stride
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
@@ -146,25 +146,25 @@ class RemoteNestedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        plan = plan_of(func)
-        answer = _ANSWERS.get(plan.name)
+        info = info_of(func)
+        answer = _ANSWERS.get(info.name)
         if answer is not None:
             return answer(*args, **(kwargs or {}))
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         differentiated = (
             torch.is_grad_enabled()
             and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-            and plan.name not in _WITHOUT_GRADIENTS
+            and info.name not in _WITHOUT_GRADIENTS
         )
         if not differentiated:
-            return _run(plan, *pytree.tree_unflatten(leaves, spec))
-        if plan.writes:
+            return _run(info, *pytree.tree_unflatten(leaves, spec))
+        if info.writes:
             raise UnsupportedOpError(
-                f"{plan.name}: strided nested tensors of a worker that require gradients are not changed in place. "
+                f"{info.name}: strided nested tensors of a worker that require gradients are not changed in place. "
                 "Use the form without a trailing underscore"
             )
-        flat = _Differentiated.apply(plan, spec, *leaves)  # type: ignore[no-untyped-call]
-        return flat[0] if len(flat) == 1 and not _gives_list(plan) else flat
+        flat = _Differentiated.apply(info, spec, *leaves)  # type: ignore[no-untyped-call]
+        return flat[0] if len(flat) == 1 and not _gives_list(info) else flat
 
 
 _NO_OPERATIONS = frozenset(
@@ -213,15 +213,17 @@ def _rebuild(components: list[torch.Tensor], requires_grad: bool) -> torch.Tenso
     return torch.nested.nested_tensor(components, device=components[0].device, requires_grad=requires_grad)
 
 
-def _gives_list(plan: Plan) -> bool:
-    returns = plan.func._schema.returns
+def _gives_list(info: OpInfo) -> bool:
+    returns = info.func._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
 # --- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan, args: tuple[object, ...], kwargs: dict[str, object], graph: list[object] | None = None) -> object:
+def _run(
+    info: OpInfo, args: tuple[object, ...], kwargs: dict[str, object], graph: list[object] | None = None
+) -> object:
     """Runs an op on the worker, and waits for what its results look like.
 
     Args:
@@ -237,9 +239,9 @@ def _run(plan: Plan, args: tuple[object, ...], kwargs: dict[str, object], graph:
         return a
 
     args, kwargs = pytree.tree_map(held, (args, kwargs))
-    if plan.name in _PLACED:
+    if info.name in _PLACED:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
-    call = Call(plan, args, kwargs)
+    call = BoundCall(info, args, kwargs)
     recorded: Callable[[list[object]], None] | None = None
     if graph is not None:
         differentiable = [t for t in call.tensors if t.dtype.is_floating_point or t.dtype.is_complex]
@@ -258,10 +260,10 @@ class _Differentiated(torch.autograd.Function):
     """An op whose graph the worker keeps."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, spec: pytree.TreeSpec, *leaves: object) -> tuple[object, ...]:
+    def forward(ctx: Any, info: OpInfo, spec: pytree.TreeSpec, *leaves: object) -> tuple[object, ...]:
         graph: list[Any] = []
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        results = _run(plan, args, kwargs, graph)
+        results = _run(info, args, kwargs, graph)
         flat = tuple(results) if isinstance(results, list | tuple) else (results,)
         ctx.graph, differentiable = graph
         places = {id(tensor): number for number, tensor in enumerate(differentiable)}
@@ -353,33 +355,33 @@ _PLACED = frozenset({"aten::_nested_tensor_from_tensor_list"})
 
 
 @implements("aten::_nested_tensor_from_tensor_list")
-def _from_list(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _from_list(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Components, wherever they are, to a nested tensor of the device that is asked for, or of theirs."""
-    given: dict[str, Any] = dict(zip(plan.names, args, strict=False)) | kwargs
+    given: dict[str, Any] = dict(zip(info.names, args, strict=False)) | kwargs
     components, dtype, device = given["list"], given.get("dtype"), given.get("device")
     if device is None:
         device = next(t.device for t in components if t.device.type == "sky")
     moved = [t.to(device, dtype if dtype is not None else t.dtype) for t in components]
     if not moved:
         raise UnsupportedOpError("a nested tensor without components has nothing on a worker. Make it on the CPU")
-    return _run(plan, (moved,), {})
+    return _run(info, (moved,), {})
 
 
 @implements("aten::_nested_view_from_buffer")
-def _refuse_places(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _refuse_places(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(
-        f"{plan.name} places components anywhere in a memory, which workers do not do for clients. "
+        f"{info.name} places components anywhere in a memory, which workers do not do for clients. "
         "Use torch.nested.nested_tensor(list of components)"
     )
 
 
 def _from_list_here(*args: Any, **kwargs: Any) -> object:
     """The same for components on the CPU, which PyTorch would take for a nested tensor of the CPU."""
-    plan = plan_of(aten._nested_tensor_from_tensor_list.default)
-    device = (dict(zip(plan.names, args, strict=False)) | kwargs).get("device")
+    info = info_of(aten._nested_tensor_from_tensor_list.default)
+    device = (dict(zip(info.names, args, strict=False)) | kwargs).get("device")
     if device is not None and torch.device(device).type == "sky":
-        return _from_list(plan, plan.func, args, kwargs)
-    return plan.func._op_dk(_EXPLICIT, *args, **kwargs)
+        return _from_list(info, info.func, args, kwargs)
+    return info.func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
 def install() -> None:

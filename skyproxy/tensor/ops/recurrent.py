@@ -25,7 +25,7 @@ from skyproxy.tensor.core.torch_private import (
     function_transform_level,
     mkldnn_enabled,
 )
-from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.torch_codec import DTYPE_NAMES
 
 Tensor = torch.Tensor
@@ -285,9 +285,9 @@ _KERNELS["gru_cell"] = _single(torch.ops.aten.gru_cell.default, _gru_cell, False
 
 
 @implements(*("aten::" + name for name in _KERNELS))
-def _whole(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _whole(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """In inference mode the op arrives here undivided."""
-    return _KERNELS[plan.name.removeprefix("aten::")](*args, **kwargs)
+    return _KERNELS[info.name.removeprefix("aten::")](*args, **kwargs)
 
 
 def install(library: torch.library.Library) -> None:

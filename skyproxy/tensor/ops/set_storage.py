@@ -14,7 +14,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, root_of, view_of
 from skyproxy.tensor.core.torch_private import OpOverload, StorageBase, TensorBase
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.op_info import Plan, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 
 
 def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
@@ -99,14 +99,14 @@ def set_to_part(
 
 
 @implements("aten::set_", "aten::set_.source_Tensor")
-def _set_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """Finish `set_` below autograd: the tensor takes over another's place in its storage."""
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
     if source is None:
         value = torch.empty(0, dtype=target.dtype, device=target.device)
     elif source.device != target.device:
-        raise mixed_devices_error(plan.name, target.device, source.device)
+        raise mixed_devices_error(info.name, target.device, source.device)
     elif source.dtype is not target.dtype:
         value = _value_to_set(target, source, (source,), {})  # raises
     elif source.__dict__.pop("_is_to_be_taken_over", False):
@@ -120,11 +120,11 @@ def _set_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 @implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
-def _set_storage_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _set_storage_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """A call that came from C++, for which a storage keeps the size that it had when it was made."""
     target, source, *place = args
     if not isinstance(source, SkyStorage):
-        raise UnsupportedOpError(f"{plan.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
+        raise UnsupportedOpError(f"{info.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
     if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):  # type: ignore[attr-defined]
         place = []
     adopt(target, _value_to_set(target, source, (source, *place), kwargs)._sky)
@@ -133,7 +133,7 @@ def _set_storage_op(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs:
 
 @implements("aten::_has_same_storage_numel")
 def _has_same_storage_numel(
-    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+    info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
 ) -> bool:
     """Forward-mode AD asks this of a tensor and its tangent, before the one takes the other as it is."""
     a, b = args
@@ -142,7 +142,7 @@ def _has_same_storage_numel(
 
 @implements("aten::_new_zeros_with_same_feature_meta")
 def _new_zeros_with_same_feature_meta(
-    plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]
+    info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]
 ) -> torch.Tensor:
     """Make zeros like a tensor, for a tangent to be copied into that lies otherwise, or on another device.
 

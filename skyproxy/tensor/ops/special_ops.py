@@ -28,10 +28,10 @@ from skyproxy.tensor.core.torch_private import (
     set_sparse_invariant_checks,
 )
 from skyproxy.tensor.core.transfers import upload
-from skyproxy.tensor.dispatch.binding import Call
+from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.kernels import kernel
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.op_info import Plan, Special, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, Special, implements
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.set_storage import set_to_part
 
@@ -42,101 +42,101 @@ _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
 
 @implements("composite")
-def _divide(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """A composite that came undivided, as they do below autograd and in inference mode.
 
     By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
     """
-    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+    if _has_kernel(info.name, "CompositeImplicitAutograd"):
         return func._op_dk(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 
 
 @implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar")
-def _run_here(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all."""
     return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
 
 
 @implements("foreign")
-def _foreign(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded."""
-    if _has_kernel(plan.name, "CompositeExplicitAutograd"):
-        return _run_here(plan, func, args, kwargs)
-    if _has_kernel(plan.name, "CompositeImplicitAutograd"):
+    if _has_kernel(info.name, "CompositeExplicitAutograd"):
+        return _run_here(info, func, args, kwargs)
+    if _has_kernel(info.name, "CompositeImplicitAutograd"):
         return func.decompose(*args, **kwargs)
-    if "c10d" in plan.name.partition("::")[0]:
+    if "c10d" in info.name.partition("::")[0]:
         raise UnsupportedOpError(
-            f"{plan.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
+            f"{info.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
             "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with "
             "skyproxy.plugins.torch(). Or communicate a copy: x.cpu()"
         )
     raise UnsupportedOpError(
-        f"{plan.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
+        f"{info.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
         "written in PyTorch ops (torch.library.custom_op without device_types), or move the tensor first: x.cpu()"
     )
 
 
 @implements("refused")
-def _refused(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    raise UnsupportedOpError(f"{plan.name} cannot run on a worker. Move the tensor first: x.cpu()")
+def _refused(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    raise UnsupportedOpError(f"{info.name} cannot run on a worker. Move the tensor first: x.cpu()")
 
 
 @implements("prim::layout")
-def _layout(plan: Plan, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> torch.layout:
+def _layout(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dict[str, object]) -> torch.layout:
     layout: torch.layout = args[0]._sky.meta.layout
     return layout
 
 
 @implements("aten::detach")
-def _detach(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _detach(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Another tensor on the same value; nothing to be done on the worker. Autograd detaches every gradient."""
     (tensor,) = args
     if type(tensor) is not RemoteTensor:
         return NotImplemented
     handle = tensor._sky
     if not handle.meta.plain:
-        return run(Call(plan, args, kwargs))
+        return run(BoundCall(info, args, kwargs))
     handle.is_shared = True
     return make_view(handle.meta, handle, tensor)
 
 
 @implements("aten::is_same_size")
 def _is_same_size(
-    plan: Plan, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
+    info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]
 ) -> bool:
     """Forward-mode AD asks this of tensors on different devices, too: of those that `copy_` combines."""
     return bool(args[0].shape == args[1].shape)
 
 
 @implements("aten::lift_fresh", "aten::lift")
-def _lift(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _lift(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return args[0]
 
 
 @implements("aten::is_pinned")
-def _is_pinned(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def _is_pinned(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     return False
 
 
 @implements("aten::_validate_compressed_sparse_indices")
-def _validate_indices(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _validate_indices(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Check here what the worker is not asked to: from 2.15 on, `torch.load` does so for every sparse tensor."""
     return func(*(a.cpu() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
 
 
 @implements("aten::_pin_memory")
-def _pin_memory(plan: Plan, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
+def _pin_memory(info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> object:
     raise RuntimeError(f"cannot pin '{args[0].device.type}' tensors: only dense CPU tensors can be pinned")
 
 
 @implements("aten::record_stream")
-def _record_stream(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def _record_stream(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """A device has one stream, and the worker frees memory in its order."""
 
 
 @implements("aten::_efficientzerotensor")
-def _efficient_zeros(plan: Plan, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _efficient_zeros(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
     return torch.zeros(*args, **kwargs)
 
@@ -156,9 +156,9 @@ _QUANTIZED = (
 
 
 @implements(*_QUANTIZED)
-def _refuse_quantized(plan: Plan, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _refuse_quantized(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(
-        f"{plan.name}: tensors with quantized dtypes cannot live on a worker, because their scales would not travel. "
+        f"{info.name}: tensors with quantized dtypes cannot live on a worker, because their scales would not travel. "
         "Keep them on the CPU, or quantize with integers and scales of your own (torchao does)."
     )
 
@@ -315,7 +315,7 @@ _COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_u
 
 
 def _as_special(function: Callable[..., object]) -> Special:
-    return lambda plan, func, args, kwargs: function(*args, **kwargs)
+    return lambda info, func, args, kwargs: function(*args, **kwargs)
 
 
 for _name, _function in _COMPOSITES.items():
@@ -352,7 +352,7 @@ def install(library: torch.library.Library) -> None:
 
 @implements("aten::_pack_padded_sequence")
 def _pack_padded_sequence(
-    plan: Plan, func: OpOverload, args: tuple[RemoteTensor, torch.Tensor, bool], kwargs: dict[str, object]
+    info: OpInfo, func: OpOverload, args: tuple[RemoteTensor, torch.Tensor, bool], kwargs: dict[str, object]
 ) -> object:
     """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
     padded, lengths, batch_first = args

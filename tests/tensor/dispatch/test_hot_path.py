@@ -12,8 +12,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch import hot_path
-from skyproxy.tensor.dispatch.binding import Call
-from skyproxy.tensor.dispatch.op_info import plan_of
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.op_checks import settle
 from tests.conformance.twins import Twins
 
@@ -49,8 +49,8 @@ class _Comparison:
     def call(self, cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch a call by the fast path, and compare its key with the careful path's."""
         devices = {id(a._sky.device): a._sky.device for a in args if type(a) is RemoteTensor}
-        plan = plan_of(func)
-        if plan.special is not None or len(devices) != 1:
+        info = info_of(func)
+        if info.special is not None or len(devices) != 1:
             return hot_path.dispatch_remote(cls, func, types, args, kwargs)
         (device,) = devices.values()
         asked: list[Any] = []
@@ -66,7 +66,7 @@ class _Comparison:
 
         hot_path_record, hot_path.record = hot_path.record, record
         try:
-            careful = _key(plan, args, kwargs or {})
+            careful = _key(info, args, kwargs or {})
             asked.clear()
             result = hot_path.dispatch_remote(cls, func, types, args, kwargs)
         finally:
@@ -75,15 +75,15 @@ class _Comparison:
             device.cache = plain
             fast = fast if fast is not None or not asked else asked[0]
         if fast is not None and careful is not None:
-            self.compared.append(plan.name)
+            self.compared.append(info.name)
             if _typed(fast) != _typed(careful):
-                self.different.append((plan.name, fast, careful))
+                self.different.append((info.name, fast, careful))
         return result
 
 
-def _key(plan: Any, args: Any, kwargs: Any) -> Any:
+def _key(info: Any, args: Any, kwargs: Any) -> Any:
     try:
-        return tuple(Call(plan, args, kwargs).key)
+        return tuple(BoundCall(info, args, kwargs).key)
     except Exception:  # a call that is refused has no key; dispatching it says so again
         return None
 
@@ -141,13 +141,13 @@ def test_a_key_that_the_fast_path_builds_otherwise_is_found(
     sky: str, comparison: _Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = torch.ones(2, 3, device=sky)
-    monkeypatch.setattr(Call, "_take", _taking_constants_otherwise(Call._take))
+    monkeypatch.setattr(BoundCall, "_bind", _taking_constants_otherwise(BoundCall._bind))
     a.sum(1)
     assert [name for name, _, _ in comparison.different] == ["aten::sum.dim_IntList"]
 
 
 def _taking_constants_otherwise(take: Any) -> Any:
-    def taking(self: Call, a: Any, how: int, is_written: bool) -> Any:
+    def taking(self: BoundCall, a: Any, how: int, is_written: bool) -> Any:
         template = take(self, a, how, is_written)
         if type(a) is list:
             self.key[-1] = list(a)

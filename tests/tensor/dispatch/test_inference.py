@@ -114,7 +114,7 @@ def _faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ops that fake tensors are asked about from now on."""
     asked: list[str] = []
     by_fake = inference._infer_by_fake
-    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.append(call.plan.name), by_fake(call)][1])
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: [asked.append(call.info.name), by_fake(call)][1])
     return asked
 
 

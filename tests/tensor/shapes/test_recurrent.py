@@ -116,7 +116,7 @@ def test_packed_sequences_of_changing_lengths_wait_for_the_order_alone(
         output.sum().backward()
 
     asked: list[str] = []
-    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: asked.append(call.plan.name))
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: asked.append(call.info.name))
     step()
     before = torch.sky.stats()
     for _ in range(5):
