@@ -175,13 +175,13 @@ def _does_nothing(handler: object) -> bool:
     return names <= {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
 
 
-def _wrapped(handler: object) -> object:
+def _wrap(handler: object) -> object:
     if not callable(handler) or isinstance(handler, DeferringSignalHandler) or _does_nothing(handler):
         return handler
     return DeferringSignalHandler(handler)
 
 
-def _unwrapped(handler: object) -> object:
+def _unwrap(handler: object) -> object:
     return handler.inner if isinstance(handler, DeferringSignalHandler) else handler
 
 
@@ -201,11 +201,11 @@ class _WrappingSignals(ModuleType):
         if isinstance(before, DeferringSignalHandler):
             deferred.discard(number)
             before(number, sys._getframe(1))  # it came under this handler, and is not to find the next one
-        return _unwrapped(_signal.signal(number, _wrapped(handler)))
+        return _unwrap(_signal.signal(number, _wrap(handler)))
 
     @staticmethod
     def _get(number: int) -> object:
-        return _unwrapped(_signal.getsignal(number))
+        return _unwrap(_signal.getsignal(number))
 
 
 class _WrapOnMainThread:
@@ -218,7 +218,7 @@ class _WrapOnMainThread:
         for number in range(1, _signal.NSIG):
             try:
                 handler = _signal.getsignal(number)
-                wrapped = _wrapped(handler)
+                wrapped = _wrap(handler)
                 if wrapped is not handler:
                     _signal.signal(number, wrapped)
             except BaseException as error:  # of a handler that struck meanwhile; the others are still to be wrapped

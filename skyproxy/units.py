@@ -43,7 +43,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _Settings = TypeVar("_Settings")
 
 
-def _shown(name: str, given: object) -> str:
+def _show(name: str, given: object) -> str:
     return f"{name}={given!r}" if name else repr(given)
 
 
@@ -63,7 +63,7 @@ def duration_seconds(given: float | str, name: str = "") -> float:
     seconds = _parsed_duration(given, name) if isinstance(given, str) else _number(given, name)
     if not 0 < seconds <= MAX_DURATION_SECONDS:
         fault = "longer than ten years" if seconds > 0 else "over before it begins"
-        raise ConfigurationError(f"{_shown(name, given)} is {fault}. Examples: {DURATION_EXAMPLES}")
+        raise ConfigurationError(f"{_show(name, given)} is {fault}. Examples: {DURATION_EXAMPLES}")
     return seconds
 
 
@@ -81,7 +81,7 @@ def _parsed_duration(text: str, name: str) -> float:
         return float(text)
     found = _DURATION.fullmatch(text)
     if found is None or not any(found.groups()):
-        raise ConfigurationError(f"{_shown(name, text)} is not a duration. Examples: {DURATION_EXAMPLES}")
+        raise ConfigurationError(f"{_show(name, text)} is not a duration. Examples: {DURATION_EXAMPLES}")
     # Decimal: 1.1h is 3960 s, and not a hair more.
     parts = zip(found.groups(), _DURATION_UNITS.values())
     return float(sum((Decimal(number) * Decimal(str(size)) for number, size in parts if number), Decimal(0)))
@@ -89,7 +89,7 @@ def _parsed_duration(text: str, name: str) -> float:
 
 def _number(given: object, name: str) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
-        raise ConfigurationError(f"{_shown(name, given)} is not a duration. Examples: {DURATION_EXAMPLES}, or seconds")
+        raise ConfigurationError(f"{_show(name, given)} is not a duration. Examples: {DURATION_EXAMPLES}, or seconds")
     return float(given)
 
 
@@ -117,7 +117,7 @@ def quantity(given: object, name: str = "") -> Decimal:
     """
     found = _QUANTITY.fullmatch(str(given)) if not isinstance(given, bool) else None
     if found is None:
-        raise ConfigurationError(f"{_shown(name, given)} is not a quantity. Examples: 4, 500m, 8Gi")
+        raise ConfigurationError(f"{_show(name, given)} is not a quantity. Examples: 4, 500m, 8Gi")
     number, exponent, suffix = found.groups()
     return Decimal(number) * (Decimal(10) ** int(exponent) if exponent is not None else _SUFFIXES[suffix])
 
@@ -137,7 +137,7 @@ def size_bytes(given: object, name: str = "") -> int:
     try:
         return int(quantity(with_unit[1] + with_unit[2] if with_unit else given))
     except ConfigurationError:
-        raise ConfigurationError(f"{_shown(name, given)} is not a size. Examples: 512Mi, 8Gi, 8GiB") from None
+        raise ConfigurationError(f"{_show(name, given)} is not a size. Examples: 512Mi, 8Gi, 8GiB") from None
 
 
 def size_text(byte_count: int) -> str:

@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with collector_paused():
                 devices = inventory(arguments.device)
             session_host = _session_host(arguments, devices, blobs)
-        logger.info("devices: %s", ", ".join(_named(row) for row in devices))
+        logger.info("devices: %s", ", ".join(_name(row) for row in devices))
         if not wait_for_ports(arguments.host, arguments.after_port, stop):
             return 0
         listener = serve(
@@ -427,7 +427,7 @@ def _blob_store(arguments: argparse.Namespace, *, shared: bool) -> BlobStore | N
     return store
 
 
-def _named(row: DeviceRow) -> str:
+def _name(row: DeviceRow) -> str:
     return f"{row['type']}:{row['index']} ({row['name']})"
 
 

@@ -174,7 +174,7 @@ def token_from_file(path: Path) -> str:
             text = file.read(_MAX_TOKEN_BYTES + 1)
     except OSError as exc:
         raise ConfigurationError(f"The token file {path} cannot be read: {exc.strerror}.") from exc
-    return _decoded(text, f"The token file {path}")
+    return _decode(text, f"The token file {path}")
 
 
 def warn_if_exposed(file: BinaryIO, path: Path) -> None:
@@ -197,7 +197,7 @@ def token_from_stream(stream: BinaryIO) -> str:
     Raises:
         ConfigurationError: there is none.
     """
-    return _decoded(stream.readline(_MAX_TOKEN_BYTES + 1), "The first line of standard input")
+    return _decode(stream.readline(_MAX_TOKEN_BYTES + 1), "The first line of standard input")
 
 
 def token_from_environment(environ: Mapping[str, str]) -> str | None:
@@ -230,7 +230,7 @@ def new_token_file() -> tuple[str, Path]:
     return token, Path(name)
 
 
-def _decoded(text: bytes, where: str) -> str:
+def _decode(text: bytes, where: str) -> str:
     if len(text) > _MAX_TOKEN_BYTES:
         raise ConfigurationError(f"{where} is longer than {_MAX_TOKEN_BYTES} bytes; that is not a token.")
     token = text.decode("utf-8", "replace").strip()

@@ -286,7 +286,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
                 changes["compile_threads"] = 1
             with torch.no_grad(), config.patch(changes):
                 # The module is changed by compiling.
-                copy = torch.fx.GraphModule(torch.nn.Module(), _copied(module.graph))
+                copy = torch.fx.GraphModule(torch.nn.Module(), _copy_graph(module.graph))
                 outcome.append(compile_fx(copy, list(args)))
         except BaseException as error:
             outcome.append(error)
@@ -301,7 +301,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
     return compiled
 
 
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     fresh = torch.fx.Graph()
     fresh.output(fresh.graph_copy(graph, {}))
     return fresh

@@ -236,9 +236,7 @@ def differentiated(session: SessionState, slot: int, leaves: list[int], command:
     for output in signature.output_slots(command, 0):
         made = scope[output]
         results += made if isinstance(made, list | tuple) else [made]
-        session.values.slots[output] = (
-            [_detached(m) for m in made] if isinstance(made, list | tuple) else _detached(made)
-        )
+        session.values.slots[output] = [_detach(m) for m in made] if isinstance(made, list | tuple) else _detach(made)
     session.values.slots[slot] = Graph([parts[leaf] for leaf in leaves], results)
 
 
@@ -255,7 +253,7 @@ def _any_nested(values: list[object]) -> bool:
     return any(isinstance(item, torch.Tensor) and item.is_nested for item in flat)
 
 
-def _detached(value: object) -> object:
+def _detach(value: object) -> object:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

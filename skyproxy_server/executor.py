@@ -123,11 +123,11 @@ class Executor:
         if isinstance(error, ProtocolError):
             raise error
         try:
-            return self._poisoned(stream, position, error)
+            return self._poison(stream, position, error)
         except (TypeError, ValueError, KeyError, IndexError, RecursionError) as problem:
             raise ProtocolError(f"the command at {position} is malformed: {problem!r:.200}") from error
 
-    def _poisoned(self, stream: list[Any], position: int, error: Exception) -> int:
+    def _poison(self, stream: list[Any], position: int, error: Exception) -> int:
         at = commands.op_at(stream, position)
         expected = None
         if at != position:

@@ -115,7 +115,7 @@ class Graphs:
         self._recordings[number] = recording
         device = self._devices.find(places[0]) if len(places) == 1 else None
         for slot, fields in exports:
-            held[slot] = self._unfilled(number, fields, device)
+            held[slot] = self._find_unfilled(number, fields, device)
             self._filled_by[slot] = recording
         recording.places = places
         recording.replayer = replayer_for(places, recording, self._random)
@@ -160,7 +160,7 @@ class Graphs:
         self._values.slots.update(dict.fromkeys(slots, self._placeholder(_ABANDONED)))
         self._forget_deferred()
 
-    def _unfilled(self, number: int, fields: Any, device: torch.device | None) -> Any:
+    def _find_unfilled(self, number: int, fields: Any, device: torch.device | None) -> Any:
         """Return what stands for a result before the first replay: memory of its own, so that views of it can be made.
 
         Its values cannot be asked for, see `not_replayed`; what is computed of them is not a number.
@@ -191,14 +191,14 @@ class Graphs:
             raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
         with self._modes.during(recording.modes):
             if recording.replayer is None or not self._inputs_are_ready(recording, values):
-                made, _ = self._made(recording, values, False)
+                made, _ = self._make(recording, values, False)
             else:
                 made = recording.replayer.replay(
-                    self._inputs(recording, values), lambda strict: self._made(recording, values, strict)
+                    self._inputs(recording, values), lambda strict: self._make(recording, values, strict)
                 )
         self._publish(values, made)
         if self._values.not_replayed:
-            self._replayed(recording.number)
+            self._replay(recording.number)
         return position + 2
 
     def cancel(self, number: int, changed: Failed) -> None:
@@ -221,7 +221,7 @@ class Graphs:
                 value = recording.externals.get(slot)
                 gates.mark_failed(held.get(slot) if slot in recording.dynamic else value, changed)
 
-    def _replayed(self, number: int) -> None:
+    def _replay(self, number: int) -> None:
         for key in [key for key, (graph, _, _) in self._values.not_replayed.items() if graph == number]:
             del self._values.not_replayed[key]
 
@@ -240,7 +240,7 @@ class Graphs:
     def _inputs(self, recording: Recording, values: dict[int, object]) -> list[object]:
         return [*recording.externals.values(), *(values.get(slot) for slot in recording.dynamic)]
 
-    def _made(self, recording: Recording, values: dict[int, object], strict: bool) -> tuple[dict[int, object], bool]:
+    def _make(self, recording: Recording, values: dict[int, object], strict: bool) -> tuple[dict[int, object], bool]:
         scope = self.run_list(recording, values, strict=strict)
         return {slot: scope.get(slot) for slot in recording.exports}, recording.intact
 
@@ -315,7 +315,7 @@ class Graphs:
         recording = self._recordings.pop(number, None)
         if recording is None:
             return
-        self._replayed(number)
+        self._replay(number)
         for slot in recording.exports:
             self._filled_by.pop(slot, None)
         for other in self._recordings.values():

@@ -167,7 +167,7 @@ def _nested_sizes(given: dict[str, Any]) -> None:
 
 
 @_checks("_jagged_to_padded_dense_forward", "_padded_dense_to_jagged_forward")
-def _jagged(given: dict[str, Any]) -> None:
+def _check_jagged(given: dict[str, Any]) -> None:
     rows = given["values"].shape[0] if "values" in given and given["values"].dim() else None
     for offsets in given["offsets"]:
         require(offsets.dim() == 1 and offsets.numel() > 0, "offsets are a list of at least one place")

@@ -92,7 +92,7 @@ def conform(slots: dict[int, object], slot: int, expected: Description, *, fresh
             slots[slot] = torch.as_strided(value, *place)
         return True
     if fresh and _differs_in_strides_only(actual, expected):
-        slots[slot] = _restrided(value, expected)
+        slots[slot] = _restride(value, expected)
         return True
     raise _mismatch("the operation gave", actual, expected)
 
@@ -170,7 +170,7 @@ def _same_but_idle_strides(actual: Description, expected: Description) -> bool:
     return all(n == 1 or a == e for n, a, e in zip(actual.size, actual.stride, expected.stride, strict=True))
 
 
-def _restrided(tensor: torch.Tensor, description: Description) -> torch.Tensor:
+def _restride(tensor: torch.Tensor, description: Description) -> torch.Tensor:
     size, stride, offset, dtype = description[:4]
     if offset:
         memory = torch.zeros(torch_codec.storage_extent(size, stride, offset), dtype=dtype, device=tensor.device)

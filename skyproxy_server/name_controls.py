@@ -33,7 +33,7 @@ def _names(session: SessionState) -> NamedValueRequests:
     return session.names
 
 
-def _held(session: SessionState) -> tuple[NamedSessions, NamedSession]:
+def _find_session(session: SessionState) -> tuple[NamedSessions, NamedSession]:
     names = _names(session)
     if names.held is None:
         raise ProtocolError("this session has no name")
@@ -63,7 +63,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
 
 def put_named(session: SessionState, key: str, document: bytes, slots: list[int]) -> list[int]:
     """Keep values under a name; the numbers by which their tensors are known."""
-    store, held = _held(session)
+    store, held = _find_session(session)
     tensors = [session.values.get(slot, writes=True) for slot in slots]
     if type(document) is not bytes or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise ProtocolError("a name stands for a document and tensors")
@@ -72,7 +72,7 @@ def put_named(session: SessionState, key: str, document: bytes, slots: list[int]
 
 def named_value(session: SessionState, key: str) -> dict[str, object]:
     """Return what stands under a name: its document, and a row for each of its tensors; or "names", if nothing does."""
-    _, held = _held(session)
+    _, held = _find_session(session)
     value = held.values.get(_text(key))
     if value is None:
         return {"names": sorted(held.values)}
@@ -106,7 +106,7 @@ def _rows(held: NamedSession, value: NamedValue) -> list[list[object]]:
 
 def adopt_named(session: SessionState, key: str, version: int, slots: list[int]) -> bool:
     """The tensors of a named value become values of this session; slot 0 leaves one out. False if it has changed."""
-    _, held = _held(session)
+    _, held = _find_session(session)
     value = held.values.get(_text(key))
     if value is None or value.version != version or len(value.tensors) != len(slots):
         return False
@@ -122,13 +122,13 @@ def adopt_named(session: SessionState, key: str, version: int, slots: list[int])
 
 def list_named(session: SessionState) -> list[list[object]]:
     """For each name: how many tensors it has, their bytes, its age in seconds."""
-    store, held = _held(session)
+    store, held = _find_session(session)
     return store.value_rows(held)
 
 
 def forget_named(session: SessionState, key: str) -> bool:
     """Let go of a name; whether there was one."""
-    store, held = _held(session)
+    store, held = _find_session(session)
     return store.forget(held, _text(key))
 
 

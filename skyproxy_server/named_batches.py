@@ -40,13 +40,13 @@ class NamedBatches:
             for number, value in zip(changes, changes, strict=True):
                 if type(number) is not int or not 0 <= number < len(holes):
                     raise ProtocolError(f"batch {message.name} has {len(holes)} holes, none is numbered {number!r:.40}")
-                value, room = _lengthened(value, room)
+                value, room = _lengthen(value, room)
                 stream[holes[number]] = value
             return Batch(message.sequence, stream, message.buffers)
         return None
 
 
-def _lengthened(value: object, room: int) -> tuple[object, int]:
+def _lengthen(value: object, room: int) -> tuple[object, int]:
     """Undoes the client's shortening of lists that hold one number many times: `[[count, number]]`.
 
     Args:

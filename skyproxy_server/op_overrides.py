@@ -34,7 +34,7 @@ def lstm_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One LSTM step: gates (N, 4H) and cell (N, H) to hidden (N, H), cell (N, H) and the activated gates (N, 4H)."""
-    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
+    gates = _add_bias(input_gates, input_bias) + _add_bias(hidden_gates, hidden_bias)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = (f * cx).add_(i * g)
@@ -79,8 +79,8 @@ def gru_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One GRU step: gates (N, 3H) and hidden (N, H) to hidden (N, H) and a workspace (N, 5H)."""
-    ir, ii, inn = _biased(input_gates, input_bias).chunk(3, 1)
-    hr, hi, hn = _biased(hidden_gates, hidden_bias).chunk(3, 1)
+    ir, ii, inn = _add_bias(input_gates, input_bias).chunk(3, 1)
+    hr, hi, hn = _add_bias(hidden_gates, hidden_bias).chunk(3, 1)
     reset = (hr + ir).sigmoid()
     update = (hi + ii).sigmoid()
     new = (inn + reset * hn).tanh()
@@ -104,7 +104,7 @@ def gru_cell_backward(
     return grad_input, grad_hidden, grad_hx, grad_input.sum(0), grad_hidden.sum(0)
 
 
-def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 

@@ -47,13 +47,13 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
             if packet in packets and hasattr(aten, packet):
                 found = getattr(getattr(aten, packet), overload or "default", None)
                 if found is not None:
-                    SAFE_FORMS[name] = _checked(found, check)
+                    SAFE_FORMS[name] = _with_check(found, check)
         return check
 
     return register
 
 
-def _checked(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
+def _with_check(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
     op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -273,7 +273,7 @@ def _polynomial(given: dict[str, Any]) -> None:
 
 
 @_checks(*(f"_upsample_{kind}2d_aa{end}" for kind in ("bilinear", "bicubic", "lanczos") for end in ("", "_backward")))
-def _antialiased(given: dict[str, Any]) -> None:
+def _check_antialiasing(given: dict[str, Any]) -> None:
     sizes = given["input_size"][-2:] if "input_size" in given else given["self"].shape[-2:]
     factors = given.get("scale_factors") or (given.get("scales_h"), given.get("scales_w"))
     results = given.get("output_size") or (None, None)

@@ -77,7 +77,7 @@ class TensorCommands:
         sequence = self._reports.sequence
         try:
             transfer = self._transfers.arrival(number, torch_codec.byte_count(description))
-            value, staging = self._allocated(transfer, description, place)
+            value, staging = self._allocate(transfer, description, place)
             self._close_until_landed(slots, slot, transfer, value, staging, sequence, position)
             slots[slot] = value
         except ProtocolError:
@@ -86,7 +86,7 @@ class TensorCommands:
             slots[slot] = self._upload_failure(error, sequence, position)
         return position + 5
 
-    def _allocated(
+    def _allocate(
         self, transfer: IncomingTransfer, description: Description, place: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a tensor whose bytes are on their way, and where they land first; on the CPU that is the tensor."""

@@ -183,7 +183,7 @@ class Tokens:
         for name, text in texts.items():
             where = f"The token file {self._path / name if self.several else self._path}"
             try:
-                entry = _parsed(name, text, where)
+                entry = _parse_entry(name, text, where)
                 if entry.secret in owners:
                     raise ConfigurationError(f"{where} holds the same token as {owners[entry.secret]}. Make another.")
             except ConfigurationError as error:
@@ -225,7 +225,7 @@ def _is_over(identity: Identity, now: float) -> bool:
     return identity.expires is not None and identity.expires <= now
 
 
-def _parsed(name: str, text: bytes, where: str) -> _Entry:
+def _parse_entry(name: str, text: bytes, where: str) -> _Entry:
     """Return the token of a file and what it allows.
 
     Raises:

@@ -42,7 +42,7 @@ class Verification:
         signature = self._ops.signatures.get(stream[at])
         if signature is None:
             raise ProtocolError("EXPECT must stand before an op")
-        return self._verified(signature, slots, stream, at, stream[position + 1])
+        return self._verify(signature, slots, stream, at, stream[position + 1])
 
     def owe_check(self, signature: Signature, stream: list[Any], position: int) -> None:
         """Remember that the op behind the EXPECT at `position` failed, so that nothing was checked.
@@ -60,7 +60,7 @@ class Verification:
             del owed[next(iter(owed))]
         owed[key] = described
 
-    def _verified(
+    def _verify(
         self, signature: Signature, slots: dict[int, object], stream: list[Any], at: int, described: list[object]
     ) -> int:
         outputs = signature.output_slots(stream, at)
@@ -149,7 +149,7 @@ class Verification:
             key = self._input_key(signature, stream, position)
             owed = watch.owed.get(key)
             if owed is not None:
-                following = self._verified(signature, slots, stream, position, owed)
+                following = self._verify(signature, slots, stream, position, owed)
                 watch.owed.pop(key, None)
                 if not watch.owed and not watch.restrided:
                     signature.watch, ops.handlers[number] = None, ops.first_run(number, signature)

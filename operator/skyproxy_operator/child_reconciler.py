@@ -167,7 +167,7 @@ class ChildReconciler:
         if _is_other_compute(compute, secret):
             status.blocking = _leftover(f"Secret {name}")
             return None
-        data = _decoded(secret)
+        data = _decode(secret)
         token, status.former_token = data.get("token", "").strip(), data.get("former", "").strip()
         if not token:
             status.blocking = Cause("TokenMissing", f"Secret {name} has no key 'token'. Delete it for a new one.", True)
@@ -194,8 +194,8 @@ class ChildReconciler:
                 waits = Cause("IssuingCertificate", f"cert-manager has not made {name} yet.")
                 status.blocking = status.blocking or waits
                 return None
-            return _decoded(secret)
-        data = _decoded(secret) if secret is not None else {}
+            return _decode(secret)
+        data = _decode(secret) if secret is not None else {}
         ours = secret is None or _is_owned(compute, secret)
         if ours and not is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now):
             pair = issue(metadata["name"], namespace, now)
@@ -207,7 +207,7 @@ class ChildReconciler:
                 return None
             if secret is not None:
                 await self._apply(compute, fresh, status, blocks=True, existing=secret)
-            data = _decoded(fresh)
+            data = _decode(fresh)
         return data
 
     async def _create(self, compute: Object, wanted: Object, status: ChildStatus) -> bool:
@@ -248,7 +248,7 @@ class ChildReconciler:
                 if blocks:
                     status.blocking = cause
             else:
-                wanted = _marked(wanted)
+                wanted = _mark(wanted)
                 if existing is None or not _is_as_applied(existing, wanted):
                     self._keep(compute, await self._cluster.apply(wanted))
         except ApiError as exc:
@@ -344,12 +344,12 @@ def _is_ours(compute: Object, item: Object) -> bool:
     return _is_owned(compute, item) or (labelled and not _owners(item))
 
 
-def _decoded(secret: Object) -> dict[str, str]:
+def _decode(secret: Object) -> dict[str, str]:
     data = secret.get("data") or {}
     return {key: base64.b64decode(value).decode("utf-8", "replace") for key, value in data.items()}
 
 
-def _marked(wanted: Object) -> Object:
+def _mark(wanted: Object) -> Object:
     """A child with the name of what we say of it, so that a field which we say no more is noticed, too."""
     if wanted["kind"] == "Secret":
         # What it holds is read again now and then; and what is made of secrets is nobody's business.

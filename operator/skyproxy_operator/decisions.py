@@ -161,16 +161,16 @@ class _Decision:
 
     def plan(self) -> Plan:
         if "deletionTimestamp" in self._compute["metadata"]:
-            return self._stopped(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
+            return self._plan_stop(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
         if any(cause.reason == NAMESPACE_TERMINATING for cause in self._observed.refusals):
-            return self._stopped(state.TERMINATING, namespace_cause(), delete=())
+            return self._plan_stop(state.TERMINATING, namespace_cause(), delete=())
         if self._carried.get("endedFor") not in (None, current_key(self._compute)):
             self._start_over()
         if "endedFor" in self._carried:
-            return self._ended()
+            return self._plan_end()
         if self._spec.suspend:
             self._forget("startTime", "readySince", "formed", "failuresInARow", "lastFailure", "lastFailureTime")
-            return self._stopped(state.SUSPENDED, Cause("Suspended", "spec.suspend is true."), self._pods)
+            return self._plan_stop(state.SUSPENDED, Cause("Suspended", "spec.suspend is true."), self._pods)
         return self._running()
 
     # --- not running -------------------------------------------------------------------------------------------------
@@ -190,21 +190,21 @@ class _Decision:
             "endedMessage": message,
             "expiryTime": state.timestamp(self._now),
         }
-        return self._ended()
+        return self._plan_end()
 
-    def _ended(self) -> Plan:
+    def _plan_end(self) -> Plan:
         reason, message = self._carried.get("endedReason", ""), self._carried.get("endedMessage", "")
         if reason in (IDLE, LIFETIME):
-            return self._stopped(state.EXPIRED, Cause(reason, message), self._pods)
+            return self._plan_stop(state.EXPIRED, Cause(reason, message), self._pods)
         # What has failed stays, for its log; it holds no machine any more.
         running = [pod for pod in self._pods if not has_ended(pod)]
-        return self._stopped(state.FAILED, Cause(reason, message, actionable=True), running)
+        return self._plan_stop(state.FAILED, Cause(reason, message, actionable=True), running)
 
-    def _stopped(self, phase: str, cause: Cause, delete: Sequence[Object]) -> Plan:
+    def _plan_stop(self, phase: str, cause: Cause, delete: Sequence[Object]) -> Plan:
         self._forget("readySince")
         leaving = sum(not has_ended(pod) for pod in self._pods)
         verdict = state.stopped(phase, cause, leaving=leaving)
-        return self._planned(
+        return self._make_plan(
             verdict, self._pods, delete=[pod for pod in delete if not is_leaving(pod)], look_again=None
         )
 
@@ -297,7 +297,7 @@ class _Decision:
         # Before they are deleted: members that we take away ourselves are not lost.
         self._forget("readySince", "formed")
         verdict = state.Verdict(state.PROVISIONING, False, cause, True, False, self._first_refusal())
-        return self._planned(
+        return self._make_plan(
             verdict, current, delete=[pod for pod in stale if not is_leaving(pod)], look_again=_LOOK_AGAIN_SECONDS
         )
 
@@ -305,7 +305,7 @@ class _Decision:
         again = state.timestamp(self._now + datetime.timedelta(seconds=pause))
         cause = Cause("BackOff", f"It starts again at {again}. {self._last_failure()}", actionable=True)
         verdict = state.Verdict(state.PENDING, False, cause, True, False, cause)
-        return self._planned(verdict, (), look_again=pause)
+        return self._make_plan(verdict, (), look_again=pause)
 
     def _starting(self, current: Sequence[Object]) -> Plan:
         """Makes what is missing, and watches over what is there."""
@@ -335,7 +335,7 @@ class _Decision:
             again = next_check_seconds(self._spec, started, self._observed.reports, self._now, self._options)
         else:
             again = _LOOK_AGAIN_SECONDS
-        return self._planned(verdict, current, create=create, look_again=again)
+        return self._make_plan(verdict, current, create=create, look_again=again)
 
     # --- common ------------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class _Decision:
         for key in keys:
             self._carried.pop(key, None)
 
-    def _planned(
+    def _make_plan(
         self,
         verdict: state.Verdict,
         pods: Sequence[Object],

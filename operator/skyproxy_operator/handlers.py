@@ -67,7 +67,7 @@ class Operator:
             asyncio.create_task(leadership.run(partial(_lead, view, controller)), name="skyproxy-operator"),
         ]
         for task in self._tasks:
-            task.add_done_callback(_ended)
+            task.add_done_callback(_check_end)
         if options.http_host:
             await self._http.start()
             logger.info("health and metrics on port %d", self._http.port)
@@ -114,7 +114,7 @@ async def _lead(view: View, controller: Controller) -> None:
     await controller.run()
 
 
-def _ended(work: asyncio.Task[None]) -> None:
+def _check_end(work: asyncio.Task[None]) -> None:
     """Without its work the process is of no use. In a cluster it is started again, and takes its turn."""
     if work.cancelled():
         return

@@ -96,14 +96,14 @@ class Prober:
                     async for piece in response.content.iter_any():
                         text += piece
                         if len(text) > _MAX_ANSWER_BYTES:
-                            return _failed("its answer is too long")
+                            return _report_failure("its answer is too long")
                     status = response.status
         except TimeoutError:
-            return _failed(f"it did not answer within {self._timeout_seconds:g} s")
+            return _report_failure(f"it did not answer within {self._timeout_seconds:g} s")
         except aiohttp.ClientConnectorCertificateError as exc:
-            return _failed(f"its certificate is not accepted: {exc.certificate_error}", CERTIFICATE_REFUSED)
+            return _report_failure(f"its certificate is not accepted: {exc.certificate_error}", CERTIFICATE_REFUSED)
         except (aiohttp.ClientError, OSError, ValueError) as exc:
-            return _failed(f"it cannot be asked: {exc}")
+            return _report_failure(f"it cannot be asked: {exc}")
         return report_of(status, text)
 
 
@@ -115,22 +115,22 @@ def report_of(status: int, text: bytes) -> Report:
         text: the body. It comes from a container that may run anything, so nothing about it is taken for granted.
     """
     if status != 200:
-        return _failed(f"it answered HTTP {status}", TOKEN_REFUSED if status in (401, 403) else "")
+        return _report_failure(f"it answered HTTP {status}", TOKEN_REFUSED if status in (401, 403) else "")
     try:
         answer: Any = json.loads(text)
         if not isinstance(answer, Mapping):
-            return _failed("its answer is not an object")
+            return _report_failure("its answer is not an object")
         idle, running = float(answer["idle_seconds"]), int(answer.get("calls_running", 0))
         # NaN compares false. More than a worker's age in any world would overflow the calendar in what is made of it.
         if not 0 <= idle <= _MAX_IDLE_SECONDS:
-            return _failed("its answer cannot be understood")
+            return _report_failure("its answer cannot be understood")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return _failed("its answer is not an activity report")
+        return _report_failure("its answer is not an activity report")
     METRICS.probes.labels(result="answered").inc()
     return Report(0.0 if running else idle, answer)
 
 
-def _failed(problem: str, reason: str = "") -> Report:
+def _report_failure(problem: str, reason: str = "") -> Report:
     METRICS.probes.labels(result="failed").inc()
     # What a peer made of a message can be anything; it goes into a status.
     return Report(problem=problem.encode("utf-8", "replace").decode(), reason=reason)

@@ -73,7 +73,7 @@ def show_table(
     headings = {column: "" if column in unnamed else column.replace("_", " ").upper() for column in columns}
     texts = [{column: "" if row.get(column) is None else str(row[column]) for column in columns} for row in rows]
     target = console()
-    widths = _fitted(
+    widths = _fit_columns(
         {
             column: max(cell_len(text) for text in [headings[column], *(row[column] for row in texts)])
             for column in columns
@@ -92,7 +92,7 @@ def show_table(
     target.print(table)
 
 
-def _fitted(widths: dict[str, int], shortest: dict[str, int], room: int) -> dict[str, int]:
+def _fit_columns(widths: dict[str, int], shortest: dict[str, int], room: int) -> dict[str, int]:
     """Return `widths` with the widest of the columns in `shortest` made narrower until all fit in `room`."""
     result = dict(widths)
     while sum(result.values()) > room:

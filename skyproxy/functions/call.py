@@ -147,7 +147,7 @@ class Call:
             if not self._taken:
                 if came.kind != "stream":
                     try:
-                        self._value = self._made(came)
+                        self._value = self._make_result(came)
                     except UntrustedResultError:
                         raise  # nothing is taken: it can be asked for again
                     except BaseException as error:
@@ -278,7 +278,7 @@ class Call:
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:
-            value = self._made(came)
+            value = self._make_result(came)
         except UntrustedResultError:
             self._items.put_back(came)
             raise
@@ -351,7 +351,7 @@ class Call:
 
     # --- values and errors -------------------------------------------------------------------------------------------
 
-    def _made(self, came: ReceivedEvent) -> object:
+    def _make_result(self, came: ReceivedEvent) -> object:
         if came.kind == "error":
             raise self._exception(came)
         try:

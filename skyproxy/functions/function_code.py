@@ -45,7 +45,7 @@ class FunctionCode:
         Raises:
             Exception: as `Pickler.pickle`.
         """
-        inner = _unwrapped(fn)
+        inner = _unwrap(fn)
         if not isinstance(inner, types.FunctionType) or _is_installed(inner):
             return None
         pickled: Pickled = make_pickler().pickle(fn)
@@ -76,7 +76,7 @@ class Digests:
         self._known.pop(digest, None)
 
 
-def _unwrapped(fn: Any) -> object:
+def _unwrap(fn: Any) -> object:
     """The function in a pool's wrappers, which have no state."""
     for _ in range(_MAX_WRAPPERS):
         if not getattr(type(fn), "wraps_function", False):

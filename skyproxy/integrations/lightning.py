@@ -88,7 +88,9 @@ class _SkyDevices:
         return "sky"
 
 
-def _placed(choose: Callable[[object], object], single_device: Callable[..., object]) -> Callable[[object], object]:
+def _wrap_choose_strategy(
+    choose: Callable[[object], object], single_device: Callable[..., object]
+) -> Callable[[object], object]:
     """The strategy for one of our devices; Lightning knows only "cuda" and "mps" by name, and takes the CPU."""
 
     @functools.wraps(choose)
@@ -125,7 +127,7 @@ def _complete(connector: object, single_device: Callable[..., object], mixed: ob
     patching.wrap(
         connector,
         "_choose_strategy",
-        lambda choose: _placed(choose, single_device),
+        lambda choose: _wrap_choose_strategy(choose, single_device),
         why="Lightning takes its strategy for one device only for accelerators that it knows by name",
         test=f"{_TESTS}::{trains}",
         when=When.LIGHTNING,

@@ -49,7 +49,7 @@ async def end(
     try:
         async with asyncio.timeout(timeout_seconds):
             while True:
-                compute, pods = await _left(client, name, uid)
+                compute, pods = await _list_remaining(client, name, uid)
                 if compute is None and not pods:
                     return True
                 if force:
@@ -62,10 +62,10 @@ async def end(
     except TimeoutError:
         pass
     if force:
-        compute, pods = await _left(client, name, uid)
+        compute, pods = await _list_remaining(client, name, uid)
         await _force(client, pods)
         await asyncio.sleep(_LOOK_SECONDS)
-        compute, pods = await _left(client, name, uid)
+        compute, pods = await _list_remaining(client, name, uid)
         if compute is None and not pods:
             return True
         reasons = list(waited_for(compute, pods))
@@ -75,7 +75,7 @@ async def end(
     )
 
 
-async def _left(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[PodObject]]:
+async def _list_remaining(client: ClusterClient, name: str, uid: str) -> tuple[Manifest | None, list[PodObject]]:
     """Return what is left of a Compute, and of its Pods as far as we may look at them."""
     compute = await client.get(name)
     if compute is not None and compute["metadata"].get("uid") != uid:

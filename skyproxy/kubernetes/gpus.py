@@ -62,7 +62,7 @@ def inventory(nodes: Iterable[NodeObject], pods: Sequence[PodObject]) -> list[No
                     product=product,
                     memory_mib=int(memory) if memory and memory.isdigit() else None,
                     total=int(amount),
-                    used=sum(_requested(pod, resource) for pod in own),
+                    used=sum(_count_requested(pod, resource) for pod in own),
                     schedulable=ready and not node["spec"].get("unschedulable", False),
                 )
             )
@@ -111,11 +111,11 @@ def matching_products(rows: Sequence[NodeGpus], gpu_type: str) -> tuple[str, lis
     Raises:
         ConfigurationError: none.
     """
-    wanted = _folded(gpu_type)
+    wanted = _fold(gpu_type)
     products = sorted({row.product for row in rows if row.product})
-    found = [product for product in products if _folded(product) == wanted]
+    found = [product for product in products if _fold(product) == wanted]
     # By whole words, so that A10 does not find an A100.
-    found = found or [item for item in products if f"-{wanted}-" in f"-{_folded(item)}-"]
+    found = found or [item for item in products if f"-{wanted}-" in f"-{_fold(item)}-"]
     if not found:
         has = ", ".join(products) or "none that is labelled"
         raise ConfigurationError(f"no node of the cluster has GPUs of the type {gpu_type!r}. It has: {has}.")
@@ -130,7 +130,7 @@ def affinity(label: str, products: Sequence[str]) -> dict[str, object]:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     return text.casefold().replace(" ", "-").replace("_", "-")
 
 
@@ -138,7 +138,7 @@ def _is_gpu(resource: str) -> bool:
     return resource.endswith("/gpu") or resource.startswith(_MIG_PREFIX) or "/gpu." in resource
 
 
-def _requested(pod: PodObject, resource: str) -> int:
+def _count_requested(pod: PodObject, resource: str) -> int:
     def of(containers: Iterable[Container]) -> list[int]:
         return [int(c.get("resources", {}).get("requests", {}).get(resource, 0)) for c in containers]
 

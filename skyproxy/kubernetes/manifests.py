@@ -79,22 +79,22 @@ def _render(folder: Path) -> list[Manifest]:
         if row.keys() != {"path"}:
             raise ConfigurationError(f"{path} has a patch with more than a path, which needs kubectl.")
         for patch in yaml.safe_load_all((folder / row["path"]).read_text(encoding="utf-8")):
-            objects = _patched(objects, patch, path)
+            objects = _patch(objects, patch, path)
     return objects
 
 
-def _patched(objects: list[Manifest], patch: Manifest, path: Path) -> list[Manifest]:
+def _patch(objects: list[Manifest], patch: Manifest, path: Path) -> list[Manifest]:
     wanted = _identity(patch)
     if wanted not in map(_identity, objects):
         raise ConfigurationError(f"{path} has a patch for {' '.join(wanted)}, which is not there.")
-    return [_merged(item, patch) if _identity(item) == wanted else item for item in objects]
+    return [_merge(item, patch) if _identity(item) == wanted else item for item in objects]
 
 
 def _identity(item: Manifest) -> tuple[str, str, str]:
     return item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]
 
 
-def _merged(base: object, patch: object) -> Any:
+def _merge(base: object, patch: object) -> Any:
     """A strategic merge: maps by key, lists of named things by name, other lists replaced."""
     if isinstance(base, dict) and isinstance(patch, dict):
         result = copy.deepcopy(base)
@@ -102,7 +102,7 @@ def _merged(base: object, patch: object) -> Any:
             if value is None:
                 result.pop(key, None)
             else:
-                result[key] = _merged(result[key], value) if key in result else copy.deepcopy(value)
+                result[key] = _merge(result[key], value) if key in result else copy.deepcopy(value)
         return result
     if (
         isinstance(base, list)
@@ -117,7 +117,7 @@ def _merged(base: object, patch: object) -> Any:
                 if row.get("$patch") == "delete":
                     rows.pop(row[key], None)
                 else:
-                    rows[row[key]] = _merged(rows.get(row[key], {}), row)
+                    rows[row[key]] = _merge(rows.get(row[key], {}), row)
             return list(rows.values())
     return copy.deepcopy(patch)
 
@@ -199,7 +199,7 @@ async def remove_manifests(
         names = [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in found]
         if found and computes == "refuse":
             raise ConfigurationError(
-                f"there are Computes, and they and their workers cannot stay without skyproxy: {_listed(names)}. End "
+                f"there are Computes, and they and their workers cannot stay without skyproxy: {_join(names)}. End "
                 "them with skyproxy down, or all of them now with --delete-computes. --keep-computes takes away the "
                 "operator alone"
             )
@@ -210,12 +210,12 @@ async def remove_manifests(
         for item in reversed(objects):
             what = f"{item['kind']} {item['metadata']['name']}"
             if keeps and item["kind"] == "CustomResourceDefinition":
-                left.append(f"{what}: {_listed(names)}")
+                left.append(f"{what}: {_join(names)}")
                 continue
             if item["kind"] == "Namespace":
                 own = ("skyproxy",) if keeps else ("skyproxy", "skyproxy-worker")
                 if others := await _foreign_pods(client, item["metadata"]["name"], own):
-                    left.append(f"{what}: other Pods are in it: {_listed(others)}")
+                    left.append(f"{what}: other Pods are in it: {_join(others)}")
                     continue
             say(what)
             await _delete(client, item)
@@ -292,7 +292,7 @@ async def _delete_computes(
     except TimeoutError:
         names = [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in rest]
         raise ClusterError(
-            f"Computes are still there after {timeout_seconds:.0f} s: {_listed(names)}. The operator stays. "
+            f"Computes are still there after {timeout_seconds:.0f} s: {_join(names)}. The operator stays. "
             "See what they are waiting for: skyproxy status NAME"
         ) from None
 
@@ -320,7 +320,7 @@ async def _delete(client: ClusterClient, item: Manifest) -> None:
             raise
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 

@@ -134,7 +134,7 @@ class NodeNames:
             ```
         """
         self._check_named(name)
-        pickled = self._written(name, value)
+        pickled = self._pickle_value(name, value)
         document = msgpack.packb(
             {"form": pickled.form, "tables": pickled.tables, "pieces": [bytes(piece) for piece in pickled.pieces]}
         )
@@ -142,7 +142,7 @@ class NodeNames:
         numbers = self._session.call("put_named", name, document, [tensor._sky.slot for tensor in tensors])
         self._known.note(numbers, tensors)
 
-    def _written(self, name: str, value: object) -> Pickled:
+    def _pickle_value(self, name: str, value: object) -> Pickled:
         def refer(tensor: torch.Tensor) -> list[object] | None:
             if type(tensor) is not RemoteTensor:
                 return None
@@ -194,7 +194,7 @@ class NodeNames:
             raise UnknownNameError(f"nothing was put under {name!r} in the session {self.session_name!r}: {there}")
         with torch.inference_mode(False), torch.no_grad():
             try:
-                form, tables, pieces = _opened(answer["document"])
+                form, tables, pieces = _open_document(answer["document"])
             except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
                 raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
             if form != PLAIN and not self._runner.trusted:
@@ -202,7 +202,7 @@ class NodeNames:
                     f"{name!r} is a pickle, which can run any code here, and its worker is not trusted; nothing of it "
                     "was read, and it stays there. Connect with trust_worker=True if you trust that worker."
                 )
-            tensors = self._adopted(name, answer, tables)
+            tensors = self._adopt_tensors(name, answer, tables)
             if form != PLAIN:
                 return Unpickler(pieces, tables, lambda row, position: tensors[position], self._device_at).unpickle()
             try:
@@ -218,7 +218,7 @@ class NodeNames:
                 return device.torch_device
         raise ProtocolError(f"this worker has no device {place!r:.80}")
 
-    def _adopted(self, name: str, answer: dict[str, object], tables: dict[str, Any]) -> list[torch.Tensor]:
+    def _adopt_tensors(self, name: str, answer: dict[str, object], tables: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a named value refers to, in their order."""
         try:
             looks: list[Row] = [row for row in tables["tensors"] if row[0] == REFERENCE]
@@ -279,7 +279,7 @@ def _checked(name: object) -> str:
     return name
 
 
-def _opened(document: bytes) -> tuple[str, dict[str, object], list[object]]:
+def _open_document(document: bytes) -> tuple[str, dict[str, object], list[object]]:
     """The form, the tables and the pieces of a document: those with the bytes of storages as tensors.
 
     Raises:

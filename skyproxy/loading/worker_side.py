@@ -95,7 +95,7 @@ def generate(model: Any, inputs: Mapping[str, object], options: dict[str, object
     import torch
 
     with torch.no_grad():
-        return model.generate(**_placed(model, inputs), **options)
+        return model.generate(**_move_inputs(model, inputs), **options)
 
 
 def stream_generate(
@@ -131,7 +131,7 @@ def stream_generate(
     return outcome["value"]
 
 
-def _placed(model: Any, inputs: Mapping[str, object]) -> dict[str, object]:
+def _move_inputs(model: Any, inputs: Mapping[str, object]) -> dict[str, object]:
     import torch
 
     return {

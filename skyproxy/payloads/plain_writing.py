@@ -69,7 +69,7 @@ class PlainWriter:
         return Pickled(pieces, table.rows, table.bases(), table.references, "", keep, PLAIN)
 
     def _document(self) -> bytes:
-        codes, atoms = _packed(self._codes), _packed(self._atoms)
+        codes, atoms = _pack(self._codes), _pack(self._atoms)
         return HEAD.pack(len(codes)) + codes + atoms
 
     # --- values
@@ -184,7 +184,7 @@ class PlainWriter:
         self.note(value)
 
 
-def _packed(values: Sequence[object]) -> bytes:
+def _pack(values: Sequence[object]) -> bytes:
     """The values as a run of msgpack: as a list, without what would say that it is one."""
     packed = msgpack.packb(values, unicode_errors="surrogatepass")
     count = len(values)

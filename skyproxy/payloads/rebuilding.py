@@ -185,7 +185,7 @@ def build_exception(kind: type[Exception], arguments: tuple[object, ...], state:
         parts = arguments[1] if len(arguments) == 2 and isinstance(arguments[0], str) else None
         if not isinstance(parts, list | tuple) or not all(isinstance(item, Exception) for item in parts):
             raise TypeError(f"{full_name(kind)} is not made of these arguments")
-    error: Any = make_exception(kind, tuple(map(_shown, arguments)), None)
+    error: Any = make_exception(kind, tuple(map(_show, arguments)), None)
     for name, value in state.items():
         if not isinstance(name, str):
             continue
@@ -209,7 +209,7 @@ def parts_of(error: BaseException) -> tuple[tuple[object, ...], dict[str, object
     return tuple(reduced[1]), dict(state) if isinstance(state, dict) else dict(vars(error))
 
 
-def _shown(argument: object) -> object:
+def _show(argument: object) -> object:
     return visible(argument) if type(argument) is str else argument
 
 

@@ -68,13 +68,13 @@ class JaxPlugin(Plugin):
 
     def around_app(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """JAX's distributed runtime, over all ranks."""
-        return self._distributed(info) if self._joins(info) else contextlib.nullcontext()
+        return self._distribute(info) if self._joins(info) else contextlib.nullcontext()
 
     def _joins(self, info: InstanceInfo) -> bool:
         return info.world_size > 1 or self.init == "always"
 
     @contextlib.contextmanager
-    def _distributed(self, info: InstanceInfo) -> Iterator[None]:
+    def _distribute(self, info: InstanceInfo) -> Iterator[None]:
         import jax
 
         if jax.distributed.is_initialized():

@@ -47,12 +47,12 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         future = self._pool.submit(func)
         with self._lock:
             self._running.add(future)
-        future.add_done_callback(self._ended)
+        future.add_done_callback(self._on_end)
         if callback is not None:
             future.add_done_callback(callback)
         return future
 
-    def _ended(self, future: object) -> None:
+    def _on_end(self, future: object) -> None:
         with self._lock:
             self._running.discard(future)
 

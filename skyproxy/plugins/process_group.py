@@ -122,7 +122,7 @@ def _meet(info: InstanceInfo, timeout_seconds: float) -> object:
     if not wait_in_slices(all_there, max(0.0, end - time.monotonic())):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(
-            f"{_named(missing, info)} did not join within {timeout_seconds:.0f} s; the other ranks wait at {where}. "
+            f"{_name(missing, info)} did not join within {timeout_seconds:.0f} s; the other ranks wait at {where}. "
             "Either the task did not go to all ranks (`task() @ pool` does that), or those processes hang or cannot "
             "reach that address."
         )
@@ -138,7 +138,7 @@ def _listens(info: InstanceInfo, seconds: float) -> bool:
     return True
 
 
-def _named(ranks: list[int], info: InstanceInfo) -> str:
+def _name(ranks: list[int], info: InstanceInfo) -> str:
     addresses = {peer.rank: peer.address for peer in info.peers}
     listed = ", ".join(f"{rank} ({addresses.get(rank, 'address unknown')})" for rank in ranks)
     return f"rank{'s' * (len(ranks) != 1)} {listed}"

@@ -169,7 +169,7 @@ class ActorCalls(Scheduler):
                 raise self.place.outlived(job.name)
         except Exception as error:
             job.tries += 1
-            self._failed(job, error)
+            self._on_failure(job, error)
             return
         super()._start(job)
 
@@ -179,14 +179,14 @@ class ActorCalls(Scheduler):
     def _retries(self, job: Job) -> bool:
         return issubclass(SessionLostError, job.retry.on) and job.retry.times > 0
 
-    def _failed(self, job: Job, error: BaseException) -> None:
+    def _on_failure(self, job: Job, error: BaseException) -> None:
         if isinstance(error, SessionLostError) and not isinstance(error, ActorDiedError):
             if not (self._retries(job) and job.tries <= job.retry.times and self.place.can_restart):
                 cause, error = error, self.place.death(job.name, error)
                 error.__cause__ = cause
         if isinstance(error, ActorDiedError):
             job.tries = max(job.tries, job.retry.times + 1)  # once more would be no better
-        super()._failed(job, error)
+        super()._on_failure(job, error)
 
     def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
         """Nothing: the error says it all."""

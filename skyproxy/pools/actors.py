@@ -291,7 +291,7 @@ class ActorGroup(Generic[S]):
             bound = _method(cast(_ActorHandle, one), name)
             calls.append(PendingCompute(bound, args, kwargs, CallOptions(), bound.__qualname__))
         futures = [cast(ActorMethod, call.function).__skyproxy_calls__.submit(call) for call in calls]
-        return _mapped(together(futures, name), list)
+        return _map_future(together(futures, name), list)
 
     def __reduce__(self) -> tuple[object, ...]:
         raise stays_here("ActorGroup")
@@ -325,7 +325,7 @@ def _on_all(cls: Any, target: object) -> Placement[Any, ActorGroup[Any]]:
 
     def make(args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[ActorGroup[Any]]:
         parts = [_make(cls, pool, rank, args, kwargs) for rank in range(pool.world_size)]
-        return _mapped(together(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
+        return _map_future(together(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
 
     return Placement(make, cls.__name__)
 
@@ -360,7 +360,7 @@ def _make(
     handle = _ActorHandle(cls, calls)
     ready = ActorMethod(handle, calls, "", _nothing)
     there = calls.submit(PendingCompute(ready, (), {}, CallOptions(remote=options.remote), cls.__name__))
-    future = _mapped(there, lambda _: handle)
+    future = _map_future(there, lambda _: handle)
     future.on_cancel(calls.close)
     return future
 
@@ -369,7 +369,7 @@ def _nothing() -> None:
     """Do nothing: the call that shows whether an actor is there."""
 
 
-def _mapped(source: PoolFuture[T], change: Callable[[T], S]) -> PoolFuture[S]:
+def _map_future(source: PoolFuture[T], change: Callable[[T], S]) -> PoolFuture[S]:
     """Return a future for the mapped result of another."""
     future: PoolFuture[S] = PoolFuture(source.name)
 

@@ -129,10 +129,10 @@ class Gathering:
                 self._group.stop(self._calls)
                 raise CancelledError
             if _failure(self._calls[rank]) is not None:
-                raise self._failed(rank)
+                raise self._collect_errors(rank)
         return [self._calls[rank].result() for rank in sorted(self._calls)]
 
-    def _failed(self, first: int) -> RankErrors:
+    def _collect_errors(self, first: int) -> RankErrors:
         """After the first failure: ends the others and reports them all."""
         # Who fails by now, failed by itself. Ranks that lost a peer may say so before we learn of its death.
         _wait(self._calls.values(), SETTLE_SECONDS)
@@ -170,9 +170,9 @@ class Gathering:
         stopped = sorted(set(errors) - failed)
         text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
         if others:
-            text += f"; also on rank {_listed(others)}"
+            text += f"; also on rank {_list_ranks(others)}"
         if stopped:
-            text += f"; rank {_listed(stopped)} stopped because of it"
+            text += f"; rank {_list_ranks(stopped)} stopped because of it"
         return text
 
     def _late(self) -> RankErrors:
@@ -216,5 +216,5 @@ def _address(info: InstanceInfo) -> str:
     return next((peer.address for peer in info.peers if peer.rank == info.rank), "address unknown")
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

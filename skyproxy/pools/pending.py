@@ -145,7 +145,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
     @overload
     def __and__(self, other: PendingGroup[*Ts]) -> PendingGroup[T_co, *Ts]: ...
     def __and__(self, other: object) -> PendingGroup[*tuple[object, ...]]:
-        return _joined([self], other)
+        return _join([self], other)
 
 
 class PendingGroup(NotAValue, Generic[*Ts]):
@@ -207,10 +207,10 @@ class PendingGroup(NotAValue, Generic[*Ts]):
 
     def and_(self, other: object) -> PendingGroup[*tuple[object, ...]]:
         """These calls and another one, or others."""
-        return _joined(self.calls, other)
+        return _join(self.calls, other)
 
 
-def _joined(calls: Sequence[PendingCompute[object]], other: object) -> PendingGroup[*tuple[object, ...]]:
+def _join(calls: Sequence[PendingCompute[object]], other: object) -> PendingGroup[*tuple[object, ...]]:
     if isinstance(other, PendingCompute):
         return PendingGroup([*calls, other])
     if isinstance(other, PendingGroup):

@@ -330,7 +330,7 @@ class Scheduler:
                     context=self._group.context(job.rank),
                 )
         except Exception as error:
-            self._failed(job, error)
+            self._on_failure(job, error)
             return
         except BaseException:
             self._release_rank(job)
@@ -338,7 +338,7 @@ class Scheduler:
             raise
         job.running = call
         job.future.on_cancel(lambda: self._cancel(job))
-        call.add_done_callback(lambda call: self._submit_result(self._ended, job, call, output))
+        call.add_done_callback(lambda call: self._submit_result(self._on_end, job, call, output))
 
     def _submit_result(self, function: Callable[..., None], *args: object) -> None:
         try:
@@ -349,7 +349,7 @@ class Scheduler:
     def _output(self, rank: int) -> TaskOutput:
         return TaskOutput(rank if self._world_size > 1 else None)
 
-    def _ended(self, job: Job, call: Call, output: TaskOutput) -> None:
+    def _on_end(self, job: Job, call: Call, output: TaskOutput) -> None:
         try:
             value = call.result()
         except CancelledError:
@@ -359,7 +359,7 @@ class Scheduler:
             return
         except BaseException as error:
             output.finish()
-            self._failed(job, error)
+            self._on_failure(job, error)
             return
         if job.is_stream:
             assert job.rank is not None
@@ -377,7 +377,7 @@ class Scheduler:
         self._release_rank(job)
         job.future.settle(value)
 
-    def _failed(self, job: Job, error: BaseException) -> None:
+    def _on_failure(self, job: Job, error: BaseException) -> None:
         rank = job.rank
         if job.tries <= job.retry.times and isinstance(error, job.retry.on) and not job.future.done():
             pause = job.retry.backoff_seconds * 2 ** (job.tries - 1)

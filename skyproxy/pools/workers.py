@@ -59,7 +59,7 @@ class Workers:
                 noting(last)
                 launched = await provider.launch(spec, noting)
                 try:
-                    return await cls._connected(spec, launched, plugins, noting)
+                    return await cls._connect_all(spec, launched, plugins, noting)
                 except BaseException:
                     await _really(launched.close())
                     raise
@@ -73,7 +73,7 @@ class Workers:
             ) from error
 
     @classmethod
-    async def _connected(
+    async def _connect_all(
         cls, spec: WorkerSpec, launched: Launched, plugins: Sequence[Plugin], report: Callable[[Progress], None]
     ) -> Workers:
         # Late: these load torch, and whoever decorates a function should not wait for that.
@@ -90,7 +90,7 @@ class Workers:
             await _check_software(launched, nodes)
 
             def replace_rank(rank: int) -> Node:
-                return loop_thread().run(_replaced(spec, launched, rank, group.nodes[rank]))
+                return loop_thread().run(_replace(spec, launched, rank, group.nodes[rank]))
 
             # A worker may still hold what an earlier pool of this name left there.
             unique = f"{spec.name}-{secrets.token_hex(3)}"
@@ -161,7 +161,7 @@ async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
             )
 
 
-async def _replaced(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:
+async def _replace(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:
     await _close_nodes([old])
     return await _connect(spec, await launched.restart(rank))
 

@@ -126,7 +126,7 @@ class Profile:
             sides = []  # the program's own error tells more
         finally:
             self._profiler.stop()
-        own = _exported(self._profiler)
+        own = _export_trace(self._profiler)
         self._timeline = merge(own, sides, self._started_ns, time.time_ns())
         self.trace = self._timeline.trace
         if self._path is not None:
@@ -194,7 +194,7 @@ def profile(
     return Profile(path, record_shapes, with_stack)
 
 
-def _exported(profiler: Any) -> dict[str, object]:
+def _export_trace(profiler: Any) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="skyproxy-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

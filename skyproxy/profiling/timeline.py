@@ -85,7 +85,7 @@ class Timeline:
         """Add what this process's profiler saw."""
         base = own.get("baseTimeNanoseconds", 0) - started_ns
         self._name(CLIENT, "client (this process)")
-        for event in self._measured(own, CLIENT, lambda ts: ts + base / 1e3):
+        for event in self._measure(own, CLIENT, lambda ts: ts + base / 1e3):
             if event.get("cat") in _OPS:
                 self._recording.append(_interval(event))
 
@@ -117,7 +117,7 @@ class Timeline:
         batches: dict[int, Event] = {}
         on_host: list[Interval] = []
         on_device: list[Interval] = []
-        for event in self._measured(side.trace, worker, lambda ts: ours(base + ts * 1e3)):
+        for event in self._measure(side.trace, worker, lambda ts: ours(base + ts * 1e3)):
             match = _BATCH.fullmatch(event["name"])
             if match:
                 batches[int(match.group(1))] = event
@@ -160,7 +160,7 @@ class Timeline:
         for row_number, name in enumerate(("batches out", "replies in", "uploads", "downloads"), 1):
             self._name(wire, name, row_number)
 
-    def _measured(self, trace: dict[str, Any], pid: int, ours: Callable[[float], float]) -> Iterable[Event]:
+    def _measure(self, trace: dict[str, Any], pid: int, ours: Callable[[float], float]) -> Iterable[Event]:
         """A profiler's events, on our clock and in the row `pid`; gives the spans."""
         for event in trace["traceEvents"]:
             if not isinstance(event.get("pid"), int) or not isinstance(event.get("ts"), int | float):

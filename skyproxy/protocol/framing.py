@@ -149,7 +149,7 @@ def _encode_unusual(message: Message, values: tuple[object, ...]) -> bytes:
         name = type(message).__name__
         if isinstance(value, int):
             raise ConfigurationError(
-                f"{name} holds the integer {_shortened(value)}, which does not fit into 64 bits. "
+                f"{name} holds the integer {_shorten(value)}, which does not fit into 64 bits. "
                 "Use a float, or a value between -2**63 and 2**64-1."
             )
         raise ConfigurationError(
@@ -161,7 +161,7 @@ def _encode_unusual(message: Message, values: tuple[object, ...]) -> bytes:
     return header
 
 
-def _shortened(value: int) -> str:
+def _shorten(value: int) -> str:
     # Python refuses to print integers of more than 4300 digits.
     return str(value) if abs(value) < 10**40 else f"of {value.bit_length()} bits"
 

@@ -117,7 +117,7 @@ class AWS:
 
     async def launch(self, spec: WorkerSpec, report: Report) -> Instances:
         """Starts all instances or none; see `Provider.launch`."""
-        image = self._checked(spec)
+        image = self._check_image(spec)
         ec2, ssm = await asyncio.to_thread(self._clients)
         if self._package is None:
             raise ConfigurationError(
@@ -141,7 +141,7 @@ class AWS:
         """Host and port by which this machine reaches a worker process. A subclass may know another way."""
         return str(instance.get("PublicIpAddress") or instance["PrivateIpAddress"]), PORT + local_rank
 
-    def _checked(self, spec: WorkerSpec) -> Image:
+    def _check_image(self, spec: WorkerSpec) -> Image:
         if isinstance(spec.image, str) or (spec.image is not None and spec.image.base is not None):
             raise ConfigurationError(
                 "AWS() runs no container images. Describe the software: Image(pip=[...], apt=[...])."
@@ -345,7 +345,7 @@ class Instances:
 
     async def _wait_until_running(self) -> None:
         while True:
-            rows = await asyncio.to_thread(self._described)
+            rows = await asyncio.to_thread(self._describe_instances)
             ended = [row for row in rows if row["State"]["Name"] not in ("pending", "running")]
             if ended:
                 reason = ended[0].get("StateReason", {}).get("Message", "no reason was given")
@@ -355,7 +355,7 @@ class Instances:
                 return
             await asyncio.sleep(self._poll_seconds)
 
-    def _described(self) -> list[dict[str, Any]]:
+    def _describe_instances(self) -> list[dict[str, Any]]:
         ids = [row["InstanceId"] for row in self._instances]
         answer = self._ec2.describe_instances(InstanceIds=ids)
         rows = {row["InstanceId"]: row for group in answer["Reservations"] for row in group["Instances"]}
@@ -373,7 +373,11 @@ class Instances:
                 writer.close()
                 report(Progress("running", node, f"a worker listens on {instance['InstanceId']}"))
                 return
-            (row,) = [r for r in await asyncio.to_thread(self._described) if r["InstanceId"] == instance["InstanceId"]]
+            (row,) = [
+                r
+                for r in await asyncio.to_thread(self._describe_instances)
+                if r["InstanceId"] == instance["InstanceId"]
+            ]
             if row["State"]["Name"] != "running":
                 log = await self.logs(node * self._spec.procs_per_node)
                 raise WorkerStartError(f"instance {instance['InstanceId']} ended before its worker listened.\n{log}")

@@ -29,7 +29,7 @@ def default_provider(environ: Mapping[str, str] = os.environ, contexts: ContextS
     if named:
         if named not in _CLASSES:
             raise ConfigurationError(f"{PROVIDER_VARIABLE}={named!r} is not one of: {', '.join(_CLASSES)}.")
-        provider = _made(named)
+        provider = _make_provider(named)
         reason = PROVIDER_VARIABLE
     else:
         context = (contexts or ContextStore()).chosen()
@@ -41,12 +41,12 @@ def default_provider(environ: Mapping[str, str] = os.environ, contexts: ContextS
             provider = cast(Provider, Kubernetes(address.namespace, address.context, address.kubeconfig))
             reason = f"the saved context {context.name!r}"
         else:
-            provider = _made("local")
+            provider = _make_provider("local")
             reason = "no other was named"
     logger.info("skyproxy: workers come from %s (%s)", provider.name, reason)
     return provider
 
 
-def _made(name: str) -> Provider:
+def _make_provider(name: str) -> Provider:
     found = getattr(importlib.import_module("skyproxy.providers"), _CLASSES[name])
     return cast(Provider, found())

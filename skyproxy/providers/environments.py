@@ -93,7 +93,7 @@ class EnvironmentStore:
         name = image.content_hash(platform.python_version(), sys.platform, platform.machine(), own_site, needed)
         place = self._folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
-        async with _locked(self._folder / f"{name}.lock"):
+        async with _lock(self._folder / f"{name}.lock"):
             if not (place / _FINISHED).exists():
                 try:
                     await self._build(place, image, isolated, report)
@@ -216,7 +216,7 @@ def _source_folder(place: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _locked(path: Path) -> AsyncIterator[None]:
+async def _lock(path: Path) -> AsyncIterator[None]:
     """One program at a time: two that want the same environment build it once."""
     with path.open("a+b") as file:
         while not _try_to_lock(file):

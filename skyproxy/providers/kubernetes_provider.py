@@ -189,7 +189,7 @@ class KubernetesLaunched:
                         address=peer or rows.get(node, {}).get("podIP") or "127.0.0.1",
                         certificate=way.certificate,
                         server_name=way.server_name,
-                        renew=partial(_renewed, self._address, spec.name, pinned=way.certificate is not None),
+                        renew=partial(_renew, self._address, spec.name, pinned=way.certificate is not None),
                     )
                 )
 
@@ -309,7 +309,7 @@ def with_packages(pod_template: Mapping[str, Any] | None, image: Image) -> dict[
     return template
 
 
-def _renewed(address: ClusterAddress, name: str, *, pinned: bool) -> tuple[str, str | None]:
+def _renew(address: ClusterAddress, name: str, *, pinned: bool) -> tuple[str, str | None]:
     """Ask for a worker's token after a rotation, and its authority; at a gateway, the system's are trusted instead."""
     token, authority = run_apart(credentials_by_name(address, name))
     return token, authority if pinned else None

@@ -58,7 +58,7 @@ class Local:
 
     async def launch(self, spec: WorkerSpec, report: Report) -> LocalWorkers:
         """Starts all processes at once; see `Provider.launch`."""
-        image = self._checked(spec, report)
+        image = self._check_image(spec, report)
         environment = await self._environment(image, report)
         for volume in spec.volumes:
             _make_folder(volume.name, volume.path)
@@ -70,7 +70,7 @@ class Local:
             raise
         return workers
 
-    def _checked(self, spec: WorkerSpec, report: Report) -> Image:
+    def _check_image(self, spec: WorkerSpec, report: Report) -> Image:
         refuse_options("Local()", spec.options)
         if isinstance(spec.image, str):
             raise ConfigurationError(

@@ -51,16 +51,16 @@ def locked_packages(text: str) -> dict[str, Requirement]:
         words, hashes = _HASH.subn("", line)
         words = words.strip()
         if words.startswith("-"):
-            raise _refused(words, "is an option; for an index use pip_indexes=[PipIndex(...)]")
+            raise _make_refusal(words, "is an option; for an index use pip_indexes=[PipIndex(...)]")
         try:
             requirement = Requirement(words)
         except InvalidRequirement:
-            raise _refused(words, "is not a requirement with a version and hashes") from None
+            raise _make_refusal(words, "is not a requirement with a version and hashes") from None
         exact = [one.operator for one in requirement.specifier] in (["=="], ["==="])
         if requirement.url or not exact or "*" in str(requirement.specifier):
-            raise _refused(words, "has no exact version (==)")
+            raise _make_refusal(words, "has no exact version (==)")
         if not hashes:
-            raise _refused(words, "has no hash (--hash=sha256:...)")
+            raise _make_refusal(words, "has no hash (--hash=sha256:...)")
         found[canonicalize_name(requirement.name)] = requirement
     if not found:
         raise ConfigurationError("Image(requirements=...): the file names no packages.")
@@ -74,7 +74,7 @@ def _logical_lines(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _refused(words: str, why: str) -> ConfigurationError:
+def _make_refusal(words: str, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"Image(requirements=...): {words[:100]!r} {why}. Write the file with: uv pip compile --generate-hashes "
         "requirements.in -o requirements.lock"

@@ -133,7 +133,7 @@ class Remote:
                 server_name=self._server_name,
                 insecure=self._insecure,
                 trusted=self._trusted,
-                renew=None if self._tokens else self._renewed,
+                renew=None if self._tokens else self._renew,
             )
             for rank, (url, token) in enumerate(zip(self.urls, tokens))
         ]
@@ -142,7 +142,7 @@ class Remote:
     def _current_token(self) -> str:
         return _token_of_environment() if self._token_file is None else _token_of_file(self._token_file)
 
-    def _renewed(self) -> tuple[str, None]:
+    def _renew(self) -> tuple[str, None]:
         return self._current_token(), None
 
 

@@ -60,7 +60,7 @@ def install(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
         raise RemoteError("install", "the package arrived incomplete")
     folder = ROOT / "environments" / looked["environment"]
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(folder.with_suffix(".lock")):
+    with _lock(folder.with_suffix(".lock")):
         if not (folder / "finished").exists():
             try:
                 _build(folder, wheel, request, looked)
@@ -96,7 +96,7 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     """Start a worker, unless it runs, and wait until it listens."""
     folder = ROOT / "workers" / request["name"]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(folder / "lock"):
+    with _lock(folder / "lock"):
         if _is_alive(folder):
             raise RemoteError("exists", f"a worker {request['name']!r} is already running there")
         for old in ("port", "worker.json", "worker.log"):
@@ -163,7 +163,7 @@ def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     folder = ROOT / "workers" / request["name"]
     there = folder.exists()
     if there:
-        with _locked(folder / "lock"):
+        with _lock(folder / "lock"):
             if not _end(folder):
                 raise RemoteError("stop", "the worker's process cannot be ended")
             shutil.rmtree(folder, ignore_errors=True)
@@ -225,7 +225,7 @@ def _run(command: list[str], code: str, environment: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

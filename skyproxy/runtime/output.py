@@ -96,12 +96,12 @@ def _filter(streams: tuple[str, ...], only: Only) -> Callable[[F], F]:
         if rewrap is not None:
             decorated: F = rewrap(decorate)
             return decorated
-        return _wrapped(function, streams, only)
+        return _wrap(function, streams, only)
 
     return decorate
 
 
-def _wrapped(function: F, streams: tuple[str, ...], only: Only) -> F:
+def _wrap(function: F, streams: tuple[str, ...], only: Only) -> F:
     # The wrappers travel to workers by value. So they name nothing of this module but by import: a context variable
     # cannot be pickled, and must be the worker's own.
     wrapper: Any

@@ -68,14 +68,14 @@ class FailureReports:
             KeyError: the record does not say where the command stood.
             TypeError: likewise.
         """
-        return self._noted(record, self._line_of(record))
+        return self._add_notes(record, self._line_of(record))
 
     def answer(self, record: dict[str, object]) -> RemoteError:
         """Return the error for whoever waits; where the record names no command, it names no line."""
         line = ""
         with contextlib.suppress(KeyError, TypeError):
             line = self._line_of(record)
-        return self._noted(record, line)
+        return self._add_notes(record, line)
 
     def line_at(self, place: dict[str, Any]) -> str:
         """Return the line that recorded the command at a place, as long as its batch is known; else an empty text."""
@@ -84,7 +84,7 @@ class FailureReports:
             return describe_line(sent, place["position"], self._recorder.widths) if sent is not None else ""
         return ""
 
-    def _noted(self, record: dict[str, object], line: str) -> RemoteError:
+    def _add_notes(self, record: dict[str, object], line: str) -> RemoteError:
         error = remote_error(record, line)
         place = {"sequence": record.get("sequence"), "position": record.get("position"), "graph": record.get("graph")}
         kind, message = (visible(record.get(key) or "") for key in ("type", "message"))

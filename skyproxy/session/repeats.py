@@ -49,7 +49,7 @@ def changes(before: list[Any], now: list[Any]) -> list[object]:
     result: list[Any] = []
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         if old != new or type(old) is not type(new) or (_has_zero(new) and repr(old) != repr(new)):
-            result += (number, _shortened(new))
+            result += (number, _shorten(new))
     return result
 
 
@@ -58,7 +58,7 @@ def _has_zero(value: object) -> bool:
     return 0.0 in value if type(value) is list else value == 0.0
 
 
-def _shortened(value: object) -> object:
+def _shorten(value: object) -> object:
     if type(value) is list and len(value) > 1 and value[0] != 0.0 and value.count(value[0]) == len(value):
         return [[len(value), value[0]]]
     return value

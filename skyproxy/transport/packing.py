@@ -33,7 +33,7 @@ _SAMPLE_BYTES = 8 << 10
 _RAW_DEFLATE = -15
 
 
-def _deflated(plane: bytes, level: int, flush: int) -> bytes:
+def _deflate(plane: bytes, level: int, flush: int) -> bytes:
     # Runs and frequencies only: in planes of exponents, matching strings takes ten times as long and finds less.
     compressor = zlib.compressobj(level, zlib.DEFLATED, _RAW_DEFLATE, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
     return compressor.compress(plane) + compressor.flush(flush)
@@ -43,7 +43,7 @@ def _pays(plane: bytes) -> bool:
     """Return whether two samples of a plane shrink."""
     middle = len(plane) // 2
     sample = plane[:_SAMPLE_BYTES] + plane[middle : middle + _SAMPLE_BYTES]
-    return len(_deflated(sample, 1, zlib.Z_FINISH)) < WORTHWHILE * len(sample)
+    return len(_deflate(sample, 1, zlib.Z_FINISH)) < WORTHWHILE * len(sample)
 
 
 def pack(piece: Buffer, width: int) -> bytes | None:
@@ -61,7 +61,7 @@ def pack(piece: Buffer, width: int) -> bytes | None:
     last = len(planes) - 1
     return b"".join(
         # After a full flush the next compressor's output is a valid continuation.
-        _deflated(plane, int(pays), zlib.Z_FINISH if index == last else zlib.Z_FULL_FLUSH)
+        _deflate(plane, int(pays), zlib.Z_FINISH if index == last else zlib.Z_FULL_FLUSH)
         for index, (plane, pays) in enumerate(zip(planes, paying))
     )
 
@@ -129,7 +129,7 @@ class ChunkWriter:
             SessionLostError: the connection is gone.
         """
         if self._packs_until is not None and _LEAST_BYTES <= len(piece) <= MAX_PACKED_BYTES:
-            packed = self._packed(piece, width)
+            packed = self._pack(piece, width)
             if packed is not None:
                 self._transport.send(PackedChunk(transfer, offset, total_bytes, len(piece), width, (packed,)))
                 self.packed_chunks += 1
@@ -152,7 +152,7 @@ class ChunkWriter:
         if len(self._slow) == SLOW_WINDOWS and not self._resting_bytes:
             self._packs_until = self._clock() + TRUST_SECONDS
 
-    def _packed(self, piece: memoryview, width: int) -> bytes | None:
+    def _pack(self, piece: memoryview, width: int) -> bytes | None:
         started = self._clock()
         assert self._packs_until is not None
         if started >= self._packs_until:

@@ -120,7 +120,7 @@ class MessageReader:
                     yield from self._fill(frame.size)
                 yield self._whole(frame)
             else:
-                message = yield from self._streamed(frame)
+                message = yield from self._stream_payload(frame)
                 if message is None:
                     return
                 yield message
@@ -190,7 +190,7 @@ class MessageReader:
         self._connection.on_receive(message, frame.size)
         return message
 
-    def _streamed(self, frame: _Frame) -> Generator[memoryview | Message, int, Message | None]:
+    def _stream_payload(self, frame: _Frame) -> Generator[memoryview | Message, int, Message | None]:
         """Reads a message that is large, fragmented, or may go to the sink; None when the peer closed the WebSocket."""
         self._frame, self._left = frame, frame.size
         header = bytearray(framing.PREFIX_BYTES)

@@ -73,7 +73,7 @@ def ask_worker(
             raise ConnectError(
                 f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"
             )
-        report = _shown(json.loads(body))
+        report = _show(json.loads(body))
         if not isinstance(report, dict):
             raise ValueError("its answer is not a table")
         return report
@@ -94,10 +94,10 @@ def _hang_up(connection: http.client.HTTPConnection) -> None:
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _shown(value: object) -> Any:
+def _show(value: object) -> Any:
     """A worker's words, so that whoever shows them need not think of what they could do to a terminal."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):
-        return {visible(key): _shown(item) for key, item in value.items()}
-    return [_shown(item) for item in value] if isinstance(value, list) else value
+        return {visible(key): _show(item) for key, item in value.items()}
+    return [_show(item) for item in value] if isinstance(value, list) else value

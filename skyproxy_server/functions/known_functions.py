@@ -47,15 +47,15 @@ class KnownFunction:
             Exception: something that it refers to is missing here.
         """
         if not self._keeps_globals:
-            return self._loaded()
+            return self._load()
         generation = PROJECT_CODE.generation
         with self._lock:
             if self._made is None or self._made[0] != generation:
                 # Modules of the program were loaded anew: it may hold what the old ones had.
-                self._made = generation, self._loaded()
+                self._made = generation, self._load()
             return self._made[1]
 
-    def _loaded(self) -> Callable[..., object]:
+    def _load(self) -> Callable[..., object]:
         function = Unpickler([self._content], _NO_TABLES, _no_reference, named_device).unpickle()
         if not callable(function):
             raise ProtocolError(f"what came as a function is a {type(function).__name__}")

@@ -134,7 +134,7 @@ class Calls:
             text = f"this worker already runs {count} functions, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})
             return None
-        call.start(task, pieces, partial(self._count, call), partial(self._ended, call), function)
+        call.start(task, pieces, partial(self._count, call), partial(self._on_end, call), function)
         return None
 
     def _count(self, call: FunctionCall, begins: bool) -> None:
@@ -144,7 +144,7 @@ class Calls:
             else:
                 self._running.pop(call.identity, None)
 
-    def _ended(self, call: FunctionCall) -> None:
+    def _on_end(self, call: FunctionCall) -> None:
         self._make_room()
         self._leave_hooks_if_over(call.session)
 

@@ -97,7 +97,7 @@ class SessionUsers:
         """
         for number in self._numbers:
             try:
-                claim = self._claimed(number)
+                claim = self._claim(number)
             except OSError as error:
                 raise SessionUsersUnavailableError(f"no home for a session's user: {error}") from error
             if claim is not None:
@@ -145,7 +145,7 @@ class SessionUsers:
         )
         return False
 
-    def _claimed(self, number: int) -> _Claim | None:
+    def _claim(self, number: int) -> _Claim | None:
         if _has_account(number):
             return None
         lock = os.open(self._locks / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

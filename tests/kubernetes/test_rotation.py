@@ -18,7 +18,7 @@ from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.reach import Way, reach
 from skyproxy.kubernetes.rotation import rotate_token
-from skyproxy.providers.kubernetes_provider import _renewed
+from skyproxy.providers.kubernetes_provider import _renew
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -173,6 +173,6 @@ def test_a_pools_workers_are_asked_for_with_the_token_of_their_secret(running: R
     rotated(kubeconfig)
     new = base64.b64decode(running.data["token"]).decode()
     address = ClusterAddress(kubeconfig=str(kubeconfig))
-    assert _renewed(address, "w", pinned=True) == (new, "PEM")
+    assert _renew(address, "w", pinned=True) == (new, "PEM")
     # At a gateway, its own certificate is trusted as the system says.
-    assert _renewed(address, "w", pinned=False) == (new, None)
+    assert _renew(address, "w", pinned=False) == (new, None)

@@ -58,5 +58,6 @@ def test_suggestions_are_the_arguments_of_compute() -> None:
 
 def test_local_says_which_devices_it_ignores(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "skyproxy"):
-        skyproxy.Local(device="cpu")._checked(WorkerSpec("dev", resources={"nvidia.com/gpu": "1"}), lambda step: None)
+        spec = WorkerSpec("dev", resources={"nvidia.com/gpu": "1"})
+        skyproxy.Local(device="cpu")._check_image(spec, lambda step: None)
     assert "ignores resources: nvidia.com/gpu=1" in caplog.text

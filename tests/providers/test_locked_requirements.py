@@ -203,7 +203,7 @@ def test_places_that_cannot_install_by_hashes_say_so(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="requirements"):
         asyncio.run(Remote(["ws://127.0.0.1:1"], token="token").launch(spec, lambda progress: None))
     with pytest.raises(ConfigurationError, match="no room for hashes"):
-        AWS(region="eu-central-1")._checked(spec)
+        AWS(region="eu-central-1")._check_image(spec)
 
 
 def test_what_a_plugin_needs_has_to_be_locked_too() -> None:

@@ -251,13 +251,13 @@ class SessionCapture:
         self._kept = kept
         self._recording = False
 
-    def _held(self) -> set[int]:
+    def _collect_held(self) -> set[int]:
         """The slots whose tensors are still held."""
         return set(self._slots).difference(self.free)
 
     def keep(self) -> None:
         """After the end: the worker keeps what was recorded."""
-        held = self._held()
+        held = self._collect_held()
         metas = {handle.slot: handle.meta for handle in self._handles if handle.slot in held}
         exports = [
             [slot, torch_codec.encode_description(metas[slot].description) if metas.get(slot) is not None else None]
@@ -276,7 +276,7 @@ class SessionCapture:
 
     def drop(self) -> None:
         """After the end: nothing was kept, and nothing of it ever ran."""
-        held = sorted(self._held())
+        held = sorted(self._collect_held())
         self.session.do("graph_abort", held)
         self._tell_modes()
         for slot in self.free:

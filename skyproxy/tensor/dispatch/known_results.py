@@ -55,11 +55,11 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
     if unasked > _MOST_UNASKED:
         return result
     results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
-    targets = [*results] if not call.info.writes else _written(call)
+    targets = [*results] if not call.info.writes else _compute_writes(call)
     if not all(type(t) is RemoteTensor and t.dim() == 0 and t._sky.meta.plain for t in targets):
         return result
     try:
-        values = _computed(call, {number: value.clone() for number, value in known.items()})
+        values = _compute(call, {number: value.clone() for number, value in known.items()})
     except RuntimeError:  # it will fail there too, and that error has a line
         return result
     found = [
@@ -97,12 +97,12 @@ def _is_exact(call: BoundCall) -> bool:
     return call.info.name not in _EXACT_ON_CPUS and call.kwargs.get("alpha", 1) == 1
 
 
-def _written(call: BoundCall) -> list[Any]:
+def _compute_writes(call: BoundCall) -> list[Any]:
     target = call.args[0]
     return list(target) if isinstance(target, list | tuple) else [target]
 
 
-def _computed(call: BoundCall, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+def _compute(call: BoundCall, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """Compute what the targets of a call hold, by the values of its operands, which it may change."""
 
     def local(a: object) -> Any:

@@ -84,7 +84,7 @@ def _as_first(x: torch.Tensor, *rest: object, **kwargs: object) -> list[Meta | N
     return [_meta(x)]
 
 
-def _padded(x: object, padding: float, output_size: Any = None) -> list[Meta | None]:
+def _infer_padding(x: object, padding: float, output_size: Any = None) -> list[Meta | None]:
     size = _meta(x).size if output_size is None else tuple(output_size)
     return [plain_meta(size, _meta(x).dtype)]
 
@@ -93,12 +93,12 @@ def _linear(x: object, weight: object, bias: object = None) -> list[Meta | None]
     return [plain_meta((*_meta(x).size[:-1], _meta(weight).size[0]), _meta(x).dtype)]
 
 
-def _normalized(x: torch.Tensor, *rest: object) -> list[Meta | None]:
+def _infer_norm(x: torch.Tensor, *rest: object) -> list[Meta | None]:
     statistics = plain_meta((*_meta(x).size[:-1], 1), _meta(x).dtype)
     return [_meta(x), statistics, statistics]
 
 
-def _attended(query: object, *rest: object) -> list[Meta | None]:
+def _infer_attention(query: object, *rest: object) -> list[Meta | None]:
     need_weights = rest[9] if len(rest) > 9 else True
     if need_weights:
         raise UnsupportedOpError(
@@ -109,10 +109,10 @@ def _attended(query: object, *rest: object) -> list[Meta | None]:
 
 _LOOKS: dict[str, Look] = {
     "aten::_transformer_encoder_layer_fwd": _as_first,
-    "aten::_native_multi_head_attention": _attended,
+    "aten::_native_multi_head_attention": _infer_attention,
     "aten::linear": _linear,
-    "aten::native_layer_norm": _normalized,
-    "aten::to_padded_tensor": _padded,
+    "aten::native_layer_norm": _infer_norm,
+    "aten::to_padded_tensor": _infer_padding,
     **dict.fromkeys(
         ("aten::add.Tensor", "aten::relu", "aten::gelu", "aten::clone", "aten::detach", "aten::alias"), _as_first
     ),

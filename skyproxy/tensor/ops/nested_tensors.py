@@ -307,11 +307,11 @@ def _to_copy(
     """Another dtype, or another device."""
     device = torch.device(device) if device is not None else x.device
     if device.type == x.device.type == "sky" and device.index in (None, x.device.index):
-        return _moved(x, lambda t: t.to(dtype, copy=True) if dtype is not None else t.clone(), x.device)
-    return _moved(x, lambda t: t.to(device, dtype if dtype is not None else t.dtype), device)
+        return _move(x, lambda t: t.to(dtype, copy=True) if dtype is not None else t.clone(), x.device)
+    return _move(x, lambda t: t.to(device, dtype if dtype is not None else t.dtype), device)
 
 
-def _moved(x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> object:
+def _move(x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> object:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Moved.apply(x, move, device)  # type: ignore[no-untyped-call]
     return _of_components([move(t) for t in x.detach().unbind()], device)

@@ -117,7 +117,7 @@ def _packed_way(
         outputs = []
         for step in reversed(steps):
             if step.size(0) > count:
-                hidden = _joined([hidden, _rows_of(initial, count, step.size(0))])
+                hidden = _join([hidden, _rows_of(initial, count, step.size(0))])
                 count = step.size(0)
             hidden = cell(step, hidden, weights)
             outputs.append(hidden[0])
@@ -132,14 +132,14 @@ def _packed_way(
             count = step.size(0)
         hidden = cell(step, hidden, weights)
         outputs.append(hidden[0])
-    return torch.cat(outputs), _joined([hidden, *reversed(ended)])
+    return torch.cat(outputs), _join([hidden, *reversed(ended)])
 
 
 def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:
     return tuple(part.narrow(0, begin, end - begin) for part in hidden)
 
 
-def _joined(hiddens: Sequence[Hidden]) -> Hidden:
+def _join(hiddens: Sequence[Hidden]) -> Hidden:
     return tuple(torch.cat(parts) for parts in zip(*hiddens, strict=True))
 
 

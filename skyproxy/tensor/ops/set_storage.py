@@ -55,12 +55,12 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Re
         root = root_of(source)
         known_values.forget(root)  # both will be written
     else:
-        root = _untyped(source)._root
+        root = _get_untyped_storage(source)._root
     _check_bounds(self, meta, memory_of(root).byte_count)
     return view_of(root, meta)
 
 
-def _untyped(storage: object) -> Any:
+def _get_untyped_storage(storage: object) -> Any:
     return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
@@ -74,7 +74,9 @@ def _on_meta(source: object) -> Any:
     if isinstance(source, SkyStorage):
         return torch.UntypedStorage(source.nbytes(), device="meta")
     if isinstance(source, torch.TypedStorage):
-        return torch.TypedStorage(wrap_storage=_on_meta(_untyped(source)), dtype=source.dtype, _internal=True)
+        return torch.TypedStorage(
+            wrap_storage=_on_meta(_get_untyped_storage(source)), dtype=source.dtype, _internal=True
+        )
     return source
 
 

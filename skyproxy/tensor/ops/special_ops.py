@@ -78,7 +78,7 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
 
 
 @implements("refused")
-def _refused(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _refuse(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     raise UnsupportedOpError(f"{info.name} cannot run on a worker. Move the tensor first: x.cpu()")
 
 
@@ -228,7 +228,7 @@ def _ctc_loss(
 _COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
-def _filled(functional: OpOverload) -> Callable[..., torch.Tensor]:
+def _wrap_fill(functional: OpOverload) -> Callable[..., torch.Tensor]:
     """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
 
     That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
@@ -253,11 +253,11 @@ _COMPOSITES: dict[str, Callable[..., object]] = {
     "linalg_svdvals": _svdvals,
     "linalg_eigvalsh": _eigvalsh,
     "linalg_eigvals": _eigvals,
-    "matmul.out": _filled(aten.matmul.default),
-    "linalg_matrix_rank.out": _filled(aten.linalg_matrix_rank.default),
-    "linalg_matrix_rank.out_tol_tensor": _filled(aten.linalg_matrix_rank.tol_tensor),
-    "linalg_matrix_rank.atol_rtol_float_out": _filled(aten.linalg_matrix_rank.atol_rtol_float),
-    "linalg_matrix_rank.atol_rtol_tensor_out": _filled(aten.linalg_matrix_rank.atol_rtol_tensor),
+    "matmul.out": _wrap_fill(aten.matmul.default),
+    "linalg_matrix_rank.out": _wrap_fill(aten.linalg_matrix_rank.default),
+    "linalg_matrix_rank.out_tol_tensor": _wrap_fill(aten.linalg_matrix_rank.tol_tensor),
+    "linalg_matrix_rank.atol_rtol_float_out": _wrap_fill(aten.linalg_matrix_rank.atol_rtol_float),
+    "linalg_matrix_rank.atol_rtol_tensor_out": _wrap_fill(aten.linalg_matrix_rank.atol_rtol_tensor),
 }
 
 

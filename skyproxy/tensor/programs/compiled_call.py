@@ -93,7 +93,7 @@ class CompiledCall:
         """Makes the graph known to a device's session; called by the generated function."""
         with unset_fake_temporarily():
             self._constants = [
-                constant if type(constant) is RemoteTensor else _placed(constant, device)
+                constant if type(constant) is RemoteTensor else _place(constant, device)
                 for constant in self._program.constants
             ]
         program = self._program
@@ -256,10 +256,10 @@ def _what_it_is(node: torch.fx.Node) -> torch.fx.Node:
 
 def _upload_aside(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     """A CPU tensor on the worker's CPU, where the graph wants it."""
-    return _placed(tensor, device)
+    return _place(tensor, device)
 
 
-def _placed(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
+def _place(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     if device.place[0] == "cpu":
         return upload(tensor, device)
     aside = next((d for d in DEVICES.alive() if d.session is device.session and d.place[0] == "cpu"), None)

@@ -48,7 +48,7 @@ def sky_backend(
         return module.forward
     from functorch.compile import default_partition, min_cut_rematerialization_partition
 
-    mode = _settled(mode, _devices_of(module, example_inputs))
+    mode = _settle(mode, _devices_of(module, example_inputs))
     lower = _Lowering(mode)
     # Op by op, to compute a value twice costs more than to keep it; compiled, the other way round.
     partition = default_partition if mode == "eager" else min_cut_rematerialization_partition
@@ -72,7 +72,7 @@ def _mode_of(options: dict[str, object] | None) -> str:
     return str(mode)
 
 
-def _settled(mode: str, devices: list[SkyDevice]) -> str:
+def _settle(mode: str, devices: list[SkyDevice]) -> str:
     """Decide what "auto" means for these workers. Asks each worker once in its life."""
     if mode == "eager":
         return mode
@@ -135,16 +135,16 @@ class _Lowering:
                 write_in_place(module)
             program = program_of(module)
             if not program.devices:
-                return _boxed(module)
+                return _box(module)
             if len({id(device.session) for device in program.devices.values()}) > 1:
                 raise UnsupportedOpError("its tensors are on several workers")
             return CompiledCall(program, {"worker": self._mode}).boxed()
         except UnsupportedOpError as error:
             logger.warning("skyproxy: a compiled graph is run op by op from here: %s", error)
-            return _boxed(module)
+            return _box(module)
 
 
-def _boxed(module: torch.fx.GraphModule) -> Callable[..., object]:
+def _box(module: torch.fx.GraphModule) -> Callable[..., object]:
     nodes = module.graph.nodes
     # The first call is watched by a mode of AOTAutograd, which does not let these be answered by a tensor's class.
     watched = any(isinstance(node.target, HigherOrderOperator) for node in nodes)

@@ -107,18 +107,18 @@ def make_graphed_callables(
         )
     single = not isinstance(callables, tuple)
     functions, samples = ((callables,), (sample_args,)) if single else (callables, sample_args)
-    items = [_checked(function, args) for function, args in zip(functions, samples, strict=True)]
+    items = [_check(function, args) for function, args in zip(functions, samples, strict=True)]
     for item in items:
         item.warm_up(num_warmup_iters, allow_unused_input)
     for item in items:
         item.capture_forward(pool)
     for item in reversed(items):
         item.capture_backward(pool, allow_unused_input)
-    results = tuple(_wrapped(item) for item in items)
+    results = tuple(_wrap(item) for item in items)
     return results[0] if single else results
 
 
-def _checked(function: Callable[..., object], args: tuple[object, ...]) -> _Graphed:
+def _check(function: Callable[..., object], args: tuple[object, ...]) -> _Graphed:
     parameters: Tensors = ()
     if isinstance(function, torch.nn.Module):
         if function._backward_hooks or function._forward_hooks or function._forward_pre_hooks:
@@ -163,7 +163,7 @@ def _autograd_function(item: _Graphed) -> type[torch.autograd.Function]:
     return Graphed
 
 
-def _wrapped(item: _Graphed) -> Callable[..., object]:
+def _wrap(item: _Graphed) -> Callable[..., object]:
     function = _autograd_function(item)
     parameters = item.inputs[item.user_inputs :]
 

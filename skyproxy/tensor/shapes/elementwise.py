@@ -182,7 +182,7 @@ def _number_dtype(kind: type) -> torch.dtype:
     return default if kind is float else default.to_complex()
 
 
-def _combined(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
+def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
     if higher is None or lower is None:
         return lower if higher is None else higher
     if higher.is_complex:
@@ -204,7 +204,7 @@ def result_dtype(operands: Sequence[object]) -> torch.dtype:
             rank, dtype = 2, _number_dtype(type(a))
         known = found[rank]
         found[rank] = dtype if known is None or known is dtype else promoted(known, dtype)
-    result = _combined(found[0], _combined(found[1], found[2]))
+    result = _combine(found[0], _combine(found[1], found[2]))
     assert result is not None
     return result
 

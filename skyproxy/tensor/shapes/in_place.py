@@ -96,7 +96,7 @@ def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
 
 
 @rule("addcmul_ addcdiv_")
-def _fused(target: Meta, first: Meta, second: Meta, *, value: object = 1) -> RuleResult:
+def _fuse(target: Meta, first: Meta, second: Meta, *, value: object = 1) -> RuleResult:
     fits = target.dtype in FLOATS and type(first) is type(second) is Meta and type(value) in _REAL
     return _when(fits and first.dtype is second.dtype is target.dtype and keeps_target(target, first, second))
 

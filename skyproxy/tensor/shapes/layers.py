@@ -125,7 +125,7 @@ def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResul
 
 
 @rule("cumsum cumprod")
-def _cumulated(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
+def _cumulate(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(x.size)
     return _fresh(x.size, x.dtype) if _of_fractions(x) and rank and -rank <= dim < rank and dtype is None else None
 
@@ -157,7 +157,7 @@ def _options(dtype: torch.dtype | None, layout: torch.layout | None, unknown: di
 
 
 @rule("empty.memory_format zeros ones")
-def _filled(
+def _fill(
     size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, **options: object
 ) -> RuleResult:
     """Without a dtype, they have the default one, which what is remembered belongs to."""
@@ -169,23 +169,23 @@ def _filled(
 
 
 @rule("rand randn")
-def _drawn(size: Sequence[int], *, dtype: torch.dtype | None = None, **options: object) -> RuleResult:
-    return _filled(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
+def _draw(size: Sequence[int], *, dtype: torch.dtype | None = None, **options: object) -> RuleResult:
+    return _fill(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
 
 
 @rule("scalar_tensor")
 def _scalar_tensor(value: object, **options: object) -> RuleResult:
-    return _filled((), **options) if type(value) in (int, float, bool) else None
+    return _fill((), **options) if type(value) in (int, float, bool) else None
 
 
 @rule("eye")
 def _eye(n: int, **options: object) -> RuleResult:
-    return _filled((n, n), **options)
+    return _fill((n, n), **options)
 
 
 @rule("eye.m")
 def _wide_eye(n: int, m: int, **options: object) -> RuleResult:
-    return _filled((n, m), **options)
+    return _fill((n, m), **options)
 
 
 @rule("randint")
@@ -200,25 +200,25 @@ def _randint_from(
     low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **options: object
 ) -> RuleResult:
     fits = type(low) is type(high) is int and low < high and dtype in (torch.int64, torch.float32, torch.float64)
-    return _filled(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
+    return _fill(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
 
 
 @rule("randperm")
 def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **options: object) -> RuleResult:
-    return _filled((n,), dtype=dtype, **options) if dtype is torch.int64 else None
+    return _fill((n,), dtype=dtype, **options) if dtype is torch.int64 else None
 
 
 @rule("linspace")
 def _linspace(start: object, end: object, steps: object, **options: object) -> RuleResult:
     fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") not in INTEGERS
-    return _filled((steps,), **options) if fits else None
+    return _fill((steps,), **options) if fits else None
 
 
 @rule("empty_strided")
 def _empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
 ) -> RuleResult:
-    found = _filled(size, dtype=dtype, **options)
+    found = _fill(size, dtype=dtype, **options)
     fits = found is not None and len(size) == len(stride) and all(type(n) is int and n >= 0 for n in stride)
     chosen = torch.get_default_dtype() if dtype is None else dtype
     return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if fits else None
@@ -237,7 +237,7 @@ def _full(
         dtype = _DTYPES_OF_NUMBERS.get(type(value))
     if type(value) not in _DTYPES_OF_NUMBERS:
         return None
-    return _filled(size, dtype=dtype, layout=layout, **options)
+    return _fill(size, dtype=dtype, layout=layout, **options)
 
 
 @rule("zeros_like ones_like empty_like rand_like randn_like")

@@ -165,7 +165,7 @@ def _zeros(targets: list[Meta]) -> RuleResult:
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale_")
-def _unscaled(targets: list[Meta], found_inf: object, inv_scale: object) -> RuleResult:
+def _unscale(targets: list[Meta], found_inf: object, inv_scale: object) -> RuleResult:
     scalars = (found_inf, inv_scale)
     single = all(type(a) is Meta and a.plain and a.dtype is torch.float32 and a.size in ((), (1,)) for a in scalars)
     fits = single and targets and all(a.dtype in FLOATS and keeps_target(a) for a in set(targets))
@@ -176,7 +176,7 @@ _FUSED = "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"
 
 
 @rule(" ".join(f"{name} {name}.tensor_lr" for name in _FUSED.split()))
-def _fused(targets: list[Meta], *lists: list[Meta | None], **kwargs: object) -> RuleResult:
+def _fuse(targets: list[Meta], *lists: list[Meta | None], **kwargs: object) -> RuleResult:
     """Infer a fused optimizer's results: a parameter, its gradient and its states have one form, steps their own."""
     for others in lists:
         if type(others) is not list or len(others) not in (0, len(targets)):

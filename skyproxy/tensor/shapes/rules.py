@@ -136,7 +136,7 @@ def _result(operands: tuple[object, ...], dtype: torch.dtype, common: torch.dtyp
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
-def _shaped(like: Meta, dtype: torch.dtype) -> RuleResult:
+def _shape_rule(like: Meta, dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(like.size, dtype, like.stride), None)]
 
 
@@ -261,7 +261,7 @@ def _degrees(a: Meta) -> RuleResult:
 
 
 @rule(_SIGNED_UNARY)
-def _signed(a: Meta, *numbers: object) -> RuleResult:
+def _sign_rule(a: Meta, *numbers: object) -> RuleResult:
     return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in INTEGERS else None
 
 
@@ -269,14 +269,14 @@ def _signed(a: Meta, *numbers: object) -> RuleResult:
 def _hardtanh(a: Meta, *bounds: object) -> RuleResult:
     like = preserved(a)
     fits = like is not None and a.dtype in FLOATS and 0 not in a.size and not any(type(n) is Meta for n in bounds)
-    return _shaped(like, a.dtype) if fits and like is not None else None
+    return _shape_rule(like, a.dtype) if fits and like is not None else None
 
 
 @rule("nan_to_num")
 def _without_nan(a: Meta, *numbers: object) -> RuleResult:
     like = preserved(a)
     fits = like is not None and (a.dtype in FLOATS or a.dtype in INTEGERS) and 0 not in a.size
-    return _shaped(like, a.dtype) if fits and like is not None else None
+    return _shape_rule(like, a.dtype) if fits and like is not None else None
 
 
 @rule(_WITH_SCALARS)
@@ -293,12 +293,12 @@ def _where(condition: Meta, a: object, b: object) -> RuleResult:
     if condition.dtype is not torch.bool or not _has_tensor(a, b):
         return None
     dtype = result_dtype((a, b))
-    operands = [_converted(x, dtype) for x in (a, b)]  # but not the condition
+    operands = [_convert(x, dtype) for x in (a, b)]  # but not the condition
     found = elementwise((condition, *operands)) if None not in operands else None
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
-def _converted(a: object, dtype: torch.dtype) -> object:
+def _convert(a: object, dtype: torch.dtype) -> object:
     """An operand after it was converted to a dtype; None for a tensor that is not plain."""
     if type(a) is not Meta or a.dtype is dtype or not a.size:
         return a
@@ -317,7 +317,7 @@ def _masked_fill(a: Meta, mask: Meta, value: object) -> RuleResult:
 @rule("clone")
 def _clone(a: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
     like = in_format(a, memory_format)
-    return _shaped(like, a.dtype) if like is not None else None
+    return _shape_rule(like, a.dtype) if like is not None else None
 
 
 @rule("_to_copy")
@@ -327,7 +327,7 @@ def _to_copy(
     like = in_format(a, memory_format)
     if like is None or kwargs.keys() - {"layout"} or kwargs.get("layout") not in (None, torch.strided):
         return None
-    return _shaped(like, dtype if dtype is not None else a.dtype)
+    return _shape_rule(like, dtype if dtype is not None else a.dtype)
 
 
 @rule("mm")

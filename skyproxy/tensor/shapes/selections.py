@@ -278,7 +278,7 @@ def _unbind(x: Meta, dim: int = 0) -> RuleResult:
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _reduced(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
+def _reduce(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
     """The size of a reduction; None where it is not plain. No dimensions are all of them."""
     if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and len(x.size) <= 64 and type(keepdim) is bool):
         return None
@@ -293,7 +293,7 @@ def _reduced(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
 
 @rule("max.dim min.dim")
 def _extreme(x: Meta, dim: int, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, [dim], keepdim) if x.size else None
+    size = _reduce(x, [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
 
 
@@ -352,13 +352,13 @@ def _middle_of_all(x: Meta) -> RuleResult:
 
 @rule("any all any.dim all.dim any.dims all.dims")
 def _truth(x: Meta, dim: Dims = None, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
+    size = _reduce(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
     return None if size is None else [fresh(size, torch.bool)]
 
 
 @rule("prod.dim_int")
 def _product(x: Meta, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
-    size = _reduced(x, [dim], keepdim) if x.dtype in FLOATS and dtype is None else None
+    size = _reduce(x, [dim], keepdim) if x.dtype in FLOATS and dtype is None else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
@@ -369,19 +369,19 @@ def _product_of_all(x: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
 
 @rule("var.correction std.correction")
 def _variance(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 @rule("var_mean.correction std_mean.correction")
 def _variance_and_mean(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS else None
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
 
 
 @rule("aminmax")
 def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, None if dim is None else [dim], keepdim) if x.size else None
+    size = _reduce(x, None if dim is None else [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
 
 
@@ -389,13 +389,13 @@ def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleRes
 def _sum_of_numbers(
     x: Meta, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
     return None if size is None else [fresh(size, x.dtype)]
 
 
 @rule("count_nonzero count_nonzero.dim_IntList")
 def _count(x: Meta, dim: Dims = None) -> RuleResult:
-    size = _reduced(x, dim, False)
+    size = _reduce(x, dim, False)
     return None if size is None else [fresh(size, torch.int64)]
 
 
@@ -403,7 +403,7 @@ def _count(x: Meta, dim: Dims = None) -> RuleResult:
 def _norm(
     x: Meta, order: object = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
     return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
 
 
@@ -414,7 +414,7 @@ def _norm_of_lines(x: Meta, order: object, dim: int, keepdim: bool = False) -> R
 
 @rule("logsumexp")
 def _logsumexp(x: Meta, dim: Dims, keepdim: bool = False) -> RuleResult:
-    size = _reduced(x, dim, keepdim) if x.dtype in FLOATS and dim else None
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dim else None
     return None if size is None else [fresh(size, x.dtype)]
 
 

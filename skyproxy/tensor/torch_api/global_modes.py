@@ -57,7 +57,7 @@ def _switch(session: Session, devices: list[SkyDevice], record: Record) -> None:
         device.use_modes(record)
 
 
-def _followed(name: str, setter: Callable[..., object]) -> Callable[..., object]:
+def _follow(name: str, setter: Callable[..., object]) -> Callable[..., object]:
     rows = [mode for mode in MODES.values() if name in mode.setters]
 
     @functools.wraps(setter)
@@ -86,7 +86,7 @@ def _install() -> None:
     followed: dict[int, Callable[..., object]] = {}
     for name in names:
         original = getattr(torch._C, name)
-        followed[id(original)] = replacement = _followed(name, original)
+        followed[id(original)] = replacement = _follow(name, original)
         for owner in (torch._C, torch):
             if getattr(owner, name, None) is original:
                 _replace(owner, name, replacement)

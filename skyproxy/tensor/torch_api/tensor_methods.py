@@ -115,7 +115,7 @@ def _no_dlpack(self: RemoteTensor, **unused: object) -> NoReturn:
     )
 
 
-def _guarded(export: Callable[..., object]) -> Callable[..., object]:
+def _guard(export: Callable[..., object]) -> Callable[..., object]:
     """PyTorch's own exporter does not ask the tensor, and would hand out an address that is none."""
 
     @functools.wraps(export)
@@ -206,7 +206,7 @@ def install() -> None:
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_device__ = _no_dlpack  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack_c_exchange_api__ = None
-    guarded = _guarded(torch._C._to_dlpack)
+    guarded = _guard(torch._C._to_dlpack)
     for owner in (torch, torch.utils.dlpack):
         patching.replace(
             owner,
