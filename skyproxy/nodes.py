@@ -623,9 +623,5 @@ def observing(observer: Callable[[str], None]) -> Iterator[None]:
         WAIT_OBSERVERS.remove(observer)
 
 
-def _chosen(device: Any) -> SkyDevice:
-    return DEVICES.of(device)
-
-
 DEVICES.start_default = _start_default
 atexit.register(_close_all)

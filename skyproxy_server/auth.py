@@ -162,21 +162,6 @@ def checked(token: str) -> str:
     return token
 
 
-def token_from_file(path: Path) -> str:
-    """The token in a file, which only its owner should be able to read.
-
-    Raises:
-        ConfigurationError: there is no such file, or no token in it.
-    """
-    try:
-        with path.open("rb") as file:
-            warn_if_exposed(file, path)
-            text = file.read(_MAX_TOKEN_BYTES + 1)
-    except OSError as exc:
-        raise ConfigurationError(f"The token file {path} cannot be read: {exc.strerror}.") from exc
-    return _decode(text, f"The token file {path}")
-
-
 def warn_if_exposed(file: BinaryIO, path: Path) -> None:
     """Log that others can read a token file of ours."""
     if _exposed(file):

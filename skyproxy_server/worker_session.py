@@ -16,7 +16,7 @@ import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.connection import State
-from skyproxy.protocol.messages import Ack, Goodbye, Hello, Sequence, Welcome
+from skyproxy.protocol.messages import Ack, Hello, Sequence, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.torch_versions import software
@@ -239,8 +239,6 @@ class WorkerSession:
                         if unacked >= _ACK_EVERY_BATCHES:
                             transport.send(Ack(Sequence(last)))
                             unacked = 0
-                    elif isinstance(message, Goodbye):
-                        return
             except SessionLostError:
                 return
             except ProtocolError as error:

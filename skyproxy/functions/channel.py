@@ -23,7 +23,6 @@ from skyproxy.protocol.messages import (
     CallData,
     CallEvent,
     CallStart,
-    Goodbye,
     Message,
 )
 from skyproxy.session.housekeeping import AuxiliaryConnection
@@ -170,7 +169,6 @@ class Channel:
         handlers: dict[type[Message], Callable[[Any], None]] = {
             CallEvent: self._on_event,
             CallData: self._on_data,
-            Goodbye: lambda message: None,
         }
         while not self._stop.is_set():
             assert self._transport is not None

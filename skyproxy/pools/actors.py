@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions, stays_here
 from skyproxy.pools.call_options import CallOptions, On, checked_rank
-from skyproxy.pools.futures import PoolFuture, together
+from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
 
@@ -291,7 +291,7 @@ class ActorGroup(Generic[S]):
             bound = _method(cast(_ActorHandle, one), name)
             calls.append(PendingCompute(bound, args, kwargs, CallOptions(), bound.__qualname__))
         futures = [cast(ActorMethod, call.function).__skyproxy_calls__.submit(call) for call in calls]
-        return _map_future(together(futures, name), list)
+        return _map_future(gather_futures(futures, name), list)
 
     def __reduce__(self) -> tuple[object, ...]:
         raise stays_here("ActorGroup")
@@ -325,7 +325,7 @@ def _on_all(cls: Any, target: object) -> Placement[Any, ActorGroup[Any]]:
 
     def make(args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[ActorGroup[Any]]:
         parts = [_make(cls, pool, rank, args, kwargs) for rank in range(pool.world_size)]
-        return _map_future(together(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
+        return _map_future(gather_futures(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
 
     return Placement(make, cls.__name__)
 

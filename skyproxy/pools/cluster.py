@@ -8,7 +8,7 @@ from types import TracebackType
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.pool import Compute
-from skyproxy.providers.together import together
+from skyproxy.providers.all_or_none import run_all_or_none
 
 
 class Cluster:
@@ -65,7 +65,7 @@ class Cluster:
 
     async def _provision(self) -> None:
         try:
-            await together(compute.provision() for compute in self.computes)
+            await run_all_or_none(compute.provision() for compute in self.computes)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(self._close_all()))
             raise

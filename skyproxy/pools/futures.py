@@ -116,7 +116,7 @@ class PoolFuture(Future[T]):
         )
 
 
-def together(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[Any, ...]]:
+def gather_futures(futures: Iterable[PoolFuture[Any]], name: str) -> PoolFuture[tuple[Any, ...]]:
     """The results of several futures, in their order. The first failure is raised, and ends the others."""
     parts = list(futures)
     whole: PoolFuture[tuple[object, ...]] = PoolFuture(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, Typ
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, is_stream
-from skyproxy.pools.futures import PoolFuture, together
+from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
 from skyproxy.pools.traps import NotAValue
 
@@ -170,7 +170,7 @@ class PendingGroup(NotAValue, Generic[*Ts]):
     def submit(self, target: Target | Node) -> PoolFuture[tuple[*Ts]]:
         """`self > target`: a future of all results."""
         place = target_of(target)
-        return together([place.submit_call(call) for call in self.calls], self.name)
+        return gather_futures([place.submit_call(call) for call in self.calls], self.name)
 
     def with_timeout(self, seconds: float) -> PendingGroup[*Ts]:
         """The same limit for each of the calls."""

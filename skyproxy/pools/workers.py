@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from skyproxy.errors import ConfigurationError, SkyproxyError, WorkerStartError
 from skyproxy.pools.loop_thread import loop_thread
+from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Launched, Progress, Provider, WorkerSpec
 from skyproxy.providers.environments import missing_requirements
-from skyproxy.providers.together import together
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
 from skyproxy.runtime.plugin import Plugin
 
@@ -85,7 +85,7 @@ class Workers:
         try:
             # The head first, so that of the pool's devices its own has the lowest number.
             nodes.append(await _connect(spec, endpoints[0]))
-            nodes += await together(_connect(spec, endpoint) for endpoint in endpoints[1:])
+            nodes += await run_all_or_none(_connect(spec, endpoint) for endpoint in endpoints[1:])
 
             await _check_software(launched, nodes)
 

@@ -18,6 +18,7 @@ from typing import Any
 from skyproxy.contexts import installation_id
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.extras import install_command
+from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.aws_bootstrap import (
     PORT,
     SERVER_NAME,
@@ -32,7 +33,6 @@ from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refu
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image
 from skyproxy.providers.processes import identity_of, is_alive
-from skyproxy.providers.together import together
 
 logger = logging.getLogger("skyproxy")
 
@@ -266,7 +266,7 @@ class Instances:
         await asyncio.shield(self._starting)
         report(Progress("provisioning", None, f"waiting for {len(self._instances)} instance(s)"))
         await self._wait_until_running()
-        await together(
+        await run_all_or_none(
             self._wait_until_it_listens(node, local_rank, report)
             for node in range(self._spec.nodes)
             for local_rank in range(self._spec.procs_per_node)

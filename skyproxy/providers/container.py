@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Mapping
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.container_engine import CONFINEMENT
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
-from skyproxy.providers.local import devices_of_node
-from skyproxy.providers.together import together
+from skyproxy.providers.local import devices_of_node, until_it_listens
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, POOL_VARIABLE, InstanceInfo, Peer
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
@@ -128,8 +128,8 @@ class Containers:
         report(Progress("bootstrapping", None, f"starting {spec.nodes} container(s) from {self._tag}"))
         procs = spec.procs_per_node
         # The others share the network and the memory of the first, and so must come after it.
-        await together(self._start_rank(node * procs, report) for node in range(spec.nodes))
-        await together(self._start_rank(rank, report) for rank in range(spec.world_size) if rank % procs)
+        await run_all_or_none(self._start_rank(node * procs, report) for node in range(spec.nodes))
+        await run_all_or_none(self._start_rank(rank, report) for rank in range(spec.world_size) if rank % procs)
 
     async def _start_rank(self, rank: int, report: Report) -> None:
         # Values go through the client's environment: arguments can be read by everybody on the machine.
@@ -137,16 +137,7 @@ class Containers:
         command = self._command(rank, variables)
         worker = LocalWorker("auto", SETTINGS, command=command, environment={**os.environ, **variables}, wait=False)
         self._workers[rank] = worker
-        waiting = asyncio.create_task(asyncio.to_thread(worker.wait_until_it_listens, self._spec.timeout_seconds))
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            await asyncio.to_thread(worker.stop)
-            with contextlib.suppress(WorkerStartError):
-                await waiting
-            raise
-        except WorkerStartError as error:
-            raise WorkerStartError(f"rank {rank}, container {self._container(rank)}: {error}") from None
+        await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}, container {self._container(rank)}")
         node, local_rank = divmod(rank, self._spec.procs_per_node)
         published = await run_command(
             [self._cli, "port", self._container(rank - local_rank), f"{_PORT + local_rank}/tcp"],

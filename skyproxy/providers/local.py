@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.environments import Environment, EnvironmentStore, own_environment_satisfies
 from skyproxy.providers.image import Image
-from skyproxy.providers.together import together
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, Peer, count_accelerators
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
@@ -136,23 +136,13 @@ class LocalWorkers:
             for path in paths:
                 (Path(self._includes) / path.name).symlink_to(path)
         report(Progress("bootstrapping", None, f"starting {_processes(self._spec.world_size)} on this machine"))
-        await together(self._start_rank(rank, report) for rank in range(self._spec.world_size))
+        await run_all_or_none(self._start_rank(rank, report) for rank in range(self._spec.world_size))
 
     async def _start_rank(self, rank: int, report: Report) -> None:
         python = {} if self._environment is None else {"python": self._environment.python}
         worker = LocalWorker(self._device, SETTINGS, environment=self._variables(rank), wait=False, **python)
         self._workers[rank] = worker
-        waiting = asyncio.create_task(asyncio.to_thread(worker.wait_until_it_listens, self._spec.timeout_seconds))
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            # Its end is what the thread waits for; without it the loop could not be closed.
-            await asyncio.to_thread(worker.stop)
-            with contextlib.suppress(WorkerStartError):
-                await waiting
-            raise
-        except WorkerStartError as error:
-            raise WorkerStartError(f"rank {rank}: {error}") from None
+        await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}")
         report(
             Progress("running", rank // self._spec.procs_per_node, f"rank {rank} listens (process {worker.process_id})")
         )
@@ -293,3 +283,22 @@ def _make_folder(name: str, path: str) -> None:
 
 def _processes(count: int) -> str:
     return "one process" if count == 1 else f"{count} processes"
+
+
+async def until_it_listens(worker: LocalWorker, timeout_seconds: float, name: str) -> None:
+    """Wait for a worker that was started without waiting, and end it where the wait is cancelled.
+
+    Raises:
+        WorkerStartError: it ended, or did not listen in time; begins with its name.
+    """
+    waiting = asyncio.create_task(asyncio.to_thread(worker.wait_until_it_listens, timeout_seconds))
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        # Its end is what the thread waits for; without it the loop could not be closed.
+        await asyncio.to_thread(worker.stop)
+        with contextlib.suppress(WorkerStartError):
+            await waiting
+        raise
+    except WorkerStartError as error:
+        raise WorkerStartError(f"{name}: {error}") from None

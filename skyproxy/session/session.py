@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError, SessionLostError, visible
+from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol.messages import (
     Ack,
     Batch,
@@ -19,7 +19,6 @@ from skyproxy.protocol.messages import (
     Challenge,
     Chunk,
     Failure,
-    Goodbye,
     Known,
     Landed,
     Message,
@@ -198,7 +197,6 @@ class Session(Requests):
             Reply: self._on_reply,
             Failure: self._on_failure,
             Warned: self._failures.on_warned,
-            Goodbye: self._on_goodbye,
         }
         self._read(self._operations, handlers)
 
@@ -212,7 +210,6 @@ class Session(Requests):
             Landed: self._uploads.on_landed,
             Ping: lambda message: self._bulk.post(Pong(message.number)),
             Pong: self._housekeeping.on_pong,
-            Goodbye: self._on_goodbye,
         }
         self._read(self._bulk, handlers)
 
@@ -248,9 +245,6 @@ class Session(Requests):
         waiter = self._waiters.take(failure.request)
         if waiter is not None:
             waiter.fail(error)
-
-    def _on_goodbye(self, goodbye: Goodbye) -> None:
-        self._end(f"the worker ended the session: {visible(goodbye.reason or goodbye.code_name)}")
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

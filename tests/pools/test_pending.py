@@ -15,7 +15,7 @@ import skyproxy as sky
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.pools import PendingCompute, PendingGroup, PoolFuture, RemoteFunction, Retry, gather
 from skyproxy.pools import pending as pending_module
-from skyproxy.pools.futures import together
+from skyproxy.pools.futures import gather_futures
 
 
 class Here:
@@ -226,7 +226,7 @@ def test_the_first_failure_of_a_group_is_raised_and_ends_the_others() -> None:
     second: PoolFuture[int] = PoolFuture("b")
     ended: list[str] = []
     second.on_cancel(lambda: ended.append("b"))
-    whole = together([first, second], "both")
+    whole = gather_futures([first, second], "both")
     first.fail(ValueError("first"))
     with pytest.raises(ValueError, match="first"):
         whole.result(5)
@@ -235,7 +235,7 @@ def test_the_first_failure_of_a_group_is_raised_and_ends_the_others() -> None:
 
 def test_cancelling_a_group_cancels_its_calls() -> None:
     parts: list[PoolFuture[int]] = [PoolFuture("a"), PoolFuture("b")]
-    assert together(parts, "both").cancel()
+    assert gather_futures(parts, "both").cancel()
     assert all(part.cancelled() for part in parts)
 
 

@@ -38,37 +38,6 @@ def test_a_check_does_not_show_its_token() -> None:
     assert TOKEN not in repr(auth.TokenCheck(TOKEN))
 
 
-def test_a_file_gives_the_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "token"
-    path.write_text(TOKEN + "\n")
-    path.chmod(0o600)
-    assert auth.token_from_file(path) == TOKEN
-    assert caplog.text == ""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
-def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o644)
-    assert auth.token_from_file(path) == TOKEN
-    assert f"chmod 600 {path}" in caplog.text
-    assert TOKEN not in caplog.text
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"two words", b"\xff\xfe", b"x" * 5000])
-def test_bad_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "token"
-    path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match="token"):
-        auth.token_from_file(path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nothing-here"):
-        auth.token_from_file(tmp_path / "nothing-here")
-
-
 def test_a_stream_gives_its_first_line_and_keeps_the_rest() -> None:
     stream = io.BytesIO(TOKEN.encode() + b"\r\nmore")
     assert auth.token_from_stream(stream) == TOKEN

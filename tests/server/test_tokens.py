@@ -106,6 +106,24 @@ def test_a_missing_file_is_refused_at_the_start(tmp_path: Path) -> None:
         Tokens(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("content", [b"\n\n", b"\xff\xfe", b"x" * 70_000])
+def test_a_file_that_holds_no_text_of_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ci").write_bytes(content)
+    with pytest.raises(ConfigurationError, match="token"):
+        Tokens(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
+def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / "ci", ONE)
+    Tokens(tmp_path / "ci")
+    assert caplog.text == ""
+    (tmp_path / "ci").chmod(0o644)
+    Tokens(tmp_path / "ci")
+    assert f"chmod 600 {tmp_path / 'ci'}" in caplog.text
+    assert ONE not in caplog.text
+
+
 def test_two_names_for_one_token_are_refused(tmp_path: Path) -> None:
     put(tmp_path / "a", ONE)
     put(tmp_path / "b", ONE)

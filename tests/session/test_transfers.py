@@ -16,7 +16,7 @@ from skyproxy.protocol.digests import content_digest
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
 from skyproxy.session import transfers
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.transfers import Downloads, Uploads, together
+from skyproxy.session.transfers import Downloads, Uploads, grouped_upload
 from skyproxy.session.waiters import Waiters
 from skyproxy.transport.packing import pack
 
@@ -65,7 +65,7 @@ def sender() -> Iterator[Sender]:
 
 
 def test_uploads_in_a_block_are_announced_before_the_first_has_left(sender: Sender) -> None:
-    with together("upload", 0, shown=False):
+    with grouped_upload("upload", 0, shown=False):
         for number in range(1, 6):
             sender.upload(number)
         assert sender.announced == [1, 2, 3, 4, 5]
@@ -79,7 +79,7 @@ def test_the_block_ends_when_all_bytes_were_read(sender: Sender) -> None:
     order: list[str] = []
 
     def upload() -> None:
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             sender.upload(1)
             order.append("enqueued")
         order.append(f"done after {len(sender.link.sent)} chunks")
@@ -99,7 +99,7 @@ def test_outside_a_block_each_upload_is_waited_for(sender: Sender) -> None:
 
 def test_an_interrupt_gives_up_everything_that_is_not_through(sender: Sender) -> None:
     with pytest.raises(KeyboardInterrupt):
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             for number in (1, 2, 3):
                 sender.upload(number)
             raise KeyboardInterrupt
@@ -116,7 +116,7 @@ def test_what_waits_is_bounded(sender: Sender, monkeypatch: pytest.MonkeyPatch) 
     finished = threading.Event()
 
     def upload() -> None:
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             for number in range(1, 9):
                 sender.upload(number)
         finished.set()
@@ -134,7 +134,7 @@ def test_what_waits_is_bounded(sender: Sender, monkeypatch: pytest.MonkeyPatch) 
 def test_a_lost_session_ends_the_block(sender: Sender) -> None:
     sender.link.may_pass.set()
     with pytest.raises(SessionLostError):
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             sender.link.may_pass.clear()
             sender.upload(1)
             sender.upload(2)
@@ -224,7 +224,7 @@ def in_thread(body: Callable[[], object]) -> threading.Thread:
 
 def test_all_questions_leave_before_the_first_answer_comes(asking: Asking) -> None:
     def move() -> None:
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             for number in (1, 2, 3):
                 asking.upload(number)
 
@@ -241,7 +241,7 @@ def test_all_questions_leave_before_the_first_answer_comes(asking: Asking) -> No
 
 def test_an_upload_that_waits_for_its_answer_can_be_given_up(asking: Asking) -> None:
     with pytest.raises(KeyboardInterrupt):
-        with together("upload", 0, shown=False):
+        with grouped_upload("upload", 0, shown=False):
             asking.upload(1)
             asking.asked.get(timeout=20)
             raise KeyboardInterrupt

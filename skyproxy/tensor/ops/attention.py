@@ -30,7 +30,6 @@ from skyproxy.tensor.core.torch_private import (
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 
 aten = torch.ops.aten
-_MATH = 0
 _FLASH = 1
 _NONE = -1
 _ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 15)

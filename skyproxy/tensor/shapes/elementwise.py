@@ -169,10 +169,6 @@ def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.promote_types(a, b)
 
 
-def _category(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
-
-
 def _number_dtype(kind: type) -> torch.dtype:
     if kind is bool:
         return torch.bool

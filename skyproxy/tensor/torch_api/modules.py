@@ -16,7 +16,7 @@ from torch.utils import _foreach_utils
 
 from skyproxy import patching
 from skyproxy.interrupts import raised_by_handler
-from skyproxy.session.transfers import together
+from skyproxy.session.transfers import grouped_upload
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.prefetching import reading_ahead
@@ -160,7 +160,7 @@ def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[
     tensors = {id(tensor): tensor for tensor in _travellers(module, recurse)}
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    progress = together(f"{type(module).__name__} on its way", total, SETTINGS.show_progress)
+    progress = grouped_upload(f"{type(module).__name__} on its way", total, SETTINGS.show_progress)
     with progress as group, reading_ahead(tensors.values()), torch.no_grad():
         for key, tensor in tensors.items():
             result = fn(tensor)

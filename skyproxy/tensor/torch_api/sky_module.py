@@ -14,7 +14,6 @@ from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 
 DeviceLike = torch.device | str | int | None
-_CREATED_IN = os.getpid()
 
 
 def is_available() -> bool:

@@ -1,4 +1,4 @@
-"""Several things at once, all of them or none."""
+"""Several coroutines at once: all of them, or none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. The first failure cancels the rest, waits for their end and is raised as it is."""
+async def run_all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results, in order. The first failure cancels the rest, waits for their end and is raised as it is."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
