@@ -179,6 +179,32 @@ def _check_jagged(given: dict[str, Any]) -> None:
         require(rows is None or int(offsets[-1]) <= rows, "offsets end behind the values")
 
 
+@_checks("embedding_backward", "embedding_dense_backward", "embedding_sparse_backward")
+def _embedding(given: dict[str, Any]) -> None:
+    indices, rows = given["indices"], given["num_weights"]
+    require(rows > 0 or indices.numel() == 0, "there are no rows")
+    given["indices"] = within(indices, rows)
+
+
+@_checks("_cholesky_solve_helper")
+def _solutions(given: dict[str, Any]) -> None:
+    tensor, factor = given["self"], given["A"]
+    require(tensor.dim() >= 2 and factor.dim() >= 2, "a system has matrices")
+    require(factor.shape[-1] == factor.shape[-2] == tensor.shape[-2], "the factor does not match the right side")
+    require(factor.shape[:-2] == tensor.shape[:-2], "the factor is of another batch than the right side")
+    require(factor.dtype is tensor.dtype, "the factor has another dtype than the right side")
+
+
+_MOST_ELEMENTS = 1 << 62
+
+
+@_checks("sparse_coo_tensor", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors")
+def _sparse_sizes(given: dict[str, Any]) -> None:
+    sizes = given.get("size") or ()
+    fits = all(size >= 0 for size in sizes) and math.prod(max(size, 1) for size in sizes) <= _MOST_ELEMENTS
+    require(fits, f"no tensor has the sizes {list(sizes)}")
+
+
 _MOST_BINS = 1 << 40
 
 

@@ -95,6 +95,24 @@ def _sparse_coo(
     )
 
 
+def _triangle(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel believes that the matrices of `out` lie one behind the other."""
+
+    def call(self: Tensor, diagonal: int = 0, *, out: Tensor) -> Tensor:
+        if out is self or out.is_contiguous():
+            return op(self, diagonal, out=out)
+        fresh = op(self, diagonal, out=torch.empty_like(out, memory_format=torch.contiguous_format))
+        if out.shape != fresh.shape:
+            out.resize_(fresh.shape)
+        return out.copy_(fresh)
+
+    return call
+
+
+for _name in ("triu", "tril"):
+    SAFE_FORMS[f"aten::{_name}.out"] = _triangle(getattr(aten, _name).out._op)
+
+
 # --- normalization ---------------------------------------------------------------------------------------------------
 
 _CHANNEL_VECTORS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")

@@ -40,6 +40,8 @@ from skyproxy.protocol.messages import (
 
 ROLES = (OPERATIONS, BULK, FUNCTIONS)
 MAX_SECRET_BYTES = 64
+MAX_TRANSFER_BYTES = 1 << 62
+"""The most bytes that a transfer may announce: what is more does not fit into the sizes of tensors."""
 
 
 class State(enum.Enum):
@@ -421,7 +423,7 @@ def _check_packed_chunk(connection: Connection, message: PackedChunk) -> None:
 
 
 def _check_range(message: Chunk | PackedChunk, size: int) -> None:
-    if message.offset < 0 or message.offset + size > message.total_bytes:
+    if message.offset < 0 or not message.offset + size <= message.total_bytes <= MAX_TRANSFER_BYTES:
         raise ProtocolError(
             f"{type(message).__name__} of transfer {message.transfer} has bytes {message.offset} "
             f"to {message.offset + size} of {message.total_bytes}."
@@ -429,7 +431,7 @@ def _check_range(message: Chunk | PackedChunk, size: int) -> None:
 
 
 def _check_offer(connection: Connection, message: Offer) -> None:
-    if len(message.digest) not in (0, DIGEST_BYTES) or message.total_bytes < 0:
+    if len(message.digest) not in (0, DIGEST_BYTES) or not 0 <= message.total_bytes <= MAX_TRANSFER_BYTES:
         raise ProtocolError(
             f"Offer of transfer {message.transfer} names {message.total_bytes} bytes and a digest of "
             f"{len(message.digest)}; {DIGEST_BYTES} or none are right."

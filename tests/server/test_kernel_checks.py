@@ -16,7 +16,13 @@ from skyproxy_server.safe_forms import SAFE_FORMS
 FLOATS, SIX = torch.ones, torch.ones(6)
 
 
-COMPOSITES = {"histogramdd", "thnn_conv2d", "fused_moving_avg_obs_fake_quant"}
+COMPOSITES = {
+    "embedding_backward",
+    "embedding_sparse_backward",
+    "histogramdd",
+    "thnn_conv2d",
+    "fused_moving_avg_obs_fake_quant",
+}
 """PyTorch divides them before anybody sees them."""
 
 
@@ -97,6 +103,12 @@ def ask_directly() -> None:
         aten._logcumsumexp(numbers, 1)
         aten._logcumsumexp.out(numbers, 0, out=torch.empty(3, 4, dtype=dtype))
     aten._grid_sampler_2d_cpu_fallback(torch.rand(1, 2, 4, 4), torch.rand(1, 3, 3, 2), 0, 0, False)
+    for by_frequency in (False, True):
+        aten.embedding_dense_backward(torch.rand(3, 2), torch.tensor([0, 4, 1]), 5, 4, by_frequency)
+    aten._cholesky_solve_helper(torch.rand(2, 3, 2), torch.eye(3).expand(2, 3, 3).clone(), True)
+    aten.sparse_coo_tensor.size([2, 3])
+    aten._sparse_coo_tensor_with_dims(1, 1, [2, 3], layout=torch.sparse_coo)
+    torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.rand(2), (3,))
     images, weight = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3)
     result = aten._slow_conv2d_forward(images, weight, [3, 3], None, [1, 1], [0, 0])
     aten._slow_conv2d_backward.output_mask(result, images, weight, [3, 3], [1, 1], [0, 0], [True, True, False])
@@ -240,6 +252,11 @@ MARGINS = {
             {"input": FLOATS(3, 2).byte()},
         ),
         ("random_", {"self": SIX, "from": (1 << 63) - 2}, {"from": (1 << 63) - 1}),
+        ("embedding_dense_backward", {"indices": LABELS, "num_weights": 3}, {"num_weights": 0}),
+        ("_cholesky_solve_helper", {"self": FLOATS(3, 2), "A": FLOATS(3, 3)}, {"A": FLOATS(3, 2)}),
+        ("_cholesky_solve_helper", {"self": FLOATS(2, 3, 2), "A": FLOATS(2, 3, 3)}, {"A": FLOATS(3, 3)}),
+        ("sparse_coo_tensor", {"size": [2, 3]}, {"size": [0, 1 << 62, 0, -(1 << 63), 1 << 62]}),
+        ("_sparse_coo_tensor_with_dims", {"size": [1 << 40, 0]}, {"size": [1 << 40, 1 << 40, 0]}),
         ("unfold_backward", WINDOWS, {"grad_in": FLOATS(1, 1, 1)}),
         ("unfold_backward", WINDOWS, {"step": 0}),
         ("unfold_backward", WINDOWS, {"dim": 2}),
@@ -299,3 +316,21 @@ def test_an_op_that_is_replaced_on_the_cpu_is_checked_there_too() -> None:
         CPU_OVERRIDES["aten::mkldnn_rnn_layer"](
             FLOATS(3, 2, 4), *weights, hidden, hidden, False, [], 2, 6, 1, True, False, False, True
         )
+
+
+def test_indices_of_an_embedding_stay_inside_its_rows() -> None:
+    given: dict[str, Any] = {"indices": torch.tensor([0, 2, 1 << 40, -7]), "num_weights": 3}
+    CHECKS["embedding_dense_backward"](given)
+    assert given["indices"].tolist() == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["triu", "tril"])
+@pytest.mark.parametrize("size", [(4, 4), (2, 3, 4, 4), (5, 3)], ids=str)
+def test_a_triangle_is_written_wherever_it_shall_be(name: str, size: tuple[int, ...]) -> None:
+    tensor, form = torch.rand(size), SAFE_FORMS[f"aten::{name}.out"]
+    expected = getattr(torch, name)(tensor, 1)
+    for out in (torch.empty(size), torch.empty(size[::-1]).permute(*range(len(size))[::-1]), torch.empty(0)):
+        assert form(tensor, 1, out=out) is out
+        assert torch.equal(out, expected)
+    assert torch.equal(form(tensor, 1, out=tensor), expected)
+    assert torch.equal(tensor, expected)
