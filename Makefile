@@ -136,11 +136,13 @@ site: export NO_MKDOCS_2_WARNING := 1
 site: $(SITE)/.ready
 	$(SITE)/bin/mkdocs build $(ARGS)
 
-# Hostile calls of every operator that a client may name; a report of each that ends or holds a worker.
+# A million hostile inputs: calls of every operator that a client may name, frames, and whole clients that keep no rule.
+# A report of each that ends or holds a worker.
 fuzz: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 fuzz: $(READY)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 $(ARGS)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 --near $(ARGS)
+	$(BIN)/python -m tests.security.hostile_messages
 
 # Each test of docs/reference/patches.md must fail without its replacement; half an hour.
 proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

@@ -137,7 +137,7 @@ class Executor:
         if signature is None or at + signature.width >= len(stream):
             known = number in commands.OPERANDS or signature is not None
             what = "is malformed" if known else "was never defined"
-            raise ProtocolError(f"command {number} at {at} {what}: {error!r:.200}") from error
+            raise ProtocolError(f"command {number!r:.40} at {at} {what}: {error!r:.200}") from error
         if at != position:
             self._verification.owe_check(signature, stream, position)
         return self._values.poison(signature, stream, at, error, expected)

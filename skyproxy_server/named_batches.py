@@ -35,6 +35,8 @@ class NamedBatches:
             if known is None:
                 raise ProtocolError(f"no batch is named {message.name}")
             stream, holes = known
+            if len(message.changes) % 2:
+                raise ProtocolError(f"a change of batch {message.name} has no value")
             changes = iter(message.changes)
             room = _MAX_REPEATED
             for number, value in zip(changes, changes, strict=True):

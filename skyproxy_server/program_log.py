@@ -13,6 +13,8 @@ from skyproxy_server.log_limits import RepetitionFilter
 LOG_TAIL: deque[str] = deque(maxlen=100)
 """The latest lines, for the web view."""
 _MAX_TAIL_CHARACTERS = 300
+_MAX_CHARACTERS = 4000
+"""The most of one message that is written: peers choose what is in it."""
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
@@ -30,7 +32,10 @@ class OneLineFormatter(logging.Formatter):
         self._prefix = f"[{session[:8]}] " if session else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = self._prefix + visible(record.message).replace("\n", "\\n")
+        text = record.message
+        if len(text) > _MAX_CHARACTERS:
+            text = f"{text[:_MAX_CHARACTERS]} [{len(text) - _MAX_CHARACTERS} more characters]"
+        record.message = self._prefix + visible(text).replace("\n", "\\n")
         return super().formatMessage(record)
 
 

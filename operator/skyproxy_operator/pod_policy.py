@@ -29,7 +29,44 @@ _VOLUME_KINDS = {
 """Everything else gives a way to the machine or to storage that no claim accounts for."""
 _CAPABILITIES = {"NET_BIND_SERVICE"}
 _SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
-_UNCONFINED_ANNOTATIONS = ("container.apparmor.security.beta.kubernetes.io/", "seccomp.security.alpha.kubernetes.io/")
+_UNCONFINED_ANNOTATIONS = (
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)
+_CONTAINER_FIELDS = (
+    "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe resizePolicy "
+    "resources restartPolicy restartPolicyRules securityContext startupProbe stdin stdinOnce targetContainerName "
+    "terminationMessagePath terminationMessagePolicy tty volumeDevices volumeMounts workingDir"
+)
+_FIELDS = {
+    "V1PodSpec": (
+        "activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig dnsPolicy enableServiceLinks "
+        "ephemeralContainers hostAliases hostIPC hostNetwork hostPID hostUsers hostname hostnameOverride "
+        "imagePullSecrets initContainers nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName "
+        "readinessGates resourceClaims resources restartPolicy runtimeClassName schedulerName schedulingGates "
+        "schedulingGroup securityContext serviceAccount serviceAccountName setHostnameAsFQDN shareProcessNamespace "
+        "subdomain terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes"
+    ),
+    "V1Container": _CONTAINER_FIELDS,
+    "V1EphemeralContainer": _CONTAINER_FIELDS,
+    "V1SecurityContext": (
+        "allowPrivilegeEscalation appArmorProfile capabilities privileged procMount readOnlyRootFilesystem runAsGroup "
+        "runAsNonRoot runAsUser seLinuxOptions seccompProfile windowsOptions"
+    ),
+    "V1PodSecurityContext": (
+        "appArmorProfile fsGroup fsGroupChangePolicy runAsGroup runAsNonRoot runAsUser seLinuxChangePolicy "
+        "seLinuxOptions seccompProfile supplementalGroups supplementalGroupsPolicy sysctls windowsOptions"
+    ),
+    "V1VolumeProjection": "clusterTrustBundle configMap downwardAPI podCertificate secret serviceAccountToken",
+    "V1EnvVarSource": "configMapKeyRef fieldRef fileKeyRef resourceFieldRef secretKeyRef",
+    "V1EnvFromSource": "configMapRef prefix secretRef",
+}
+REVIEWED = {kind: frozenset(names.split()) for kind, names in _FIELDS.items()}
+"""The fields of the API's types that were looked at: what each gives is allowed, or has its rule below. A server that
+is newer than this list may give anything for the others, so they are refused."""
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+_HOOKS = ("postStart", "preStop")
 
 
 def violations(pod: Object, options: Options, own_secrets: Collection[str] = ()) -> Iterator[str]:
@@ -50,6 +87,7 @@ def violations(pod: Object, options: Options, own_secrets: Collection[str] = ())
         yield from _host_access(spec, containers)
     if not options.allow_privilege:
         yield from _privilege(pod, spec, containers)
+        yield from _unknown(spec, containers)
     yield from _service_account(pod, spec, options)
     yield from _secrets(spec, containers, options, own_secrets)
 
@@ -68,6 +106,34 @@ def _host_access(spec: Object, containers: Sequence[tuple[str, Object]]) -> Iter
         for port in _rows(container.get("ports")):
             if port.get("hostPort"):
                 yield f"{where}.ports[{port['hostPort']}].hostPort: {allow}"
+        lifecycle = _mapping(container.get("lifecycle"))
+        asked = [*((key, container.get(key)) for key in _PROBES), *((key, lifecycle.get(key)) for key in _HOOKS)]
+        for key, handler in asked:
+            for way in ("httpGet", "tcpSocket"):
+                if _mapping(_mapping(handler).get(way)).get("host"):
+                    yield f"{where}.{key}.{way}.host: the machine would ask others for the Pod; {allow}"
+
+
+def _unknown(spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
+    """Yield what nobody has looked at, wherever a field can give a right."""
+    parts: list[tuple[str, str, Object]] = [("V1PodSpec", "", spec)]
+    parts.append(("V1PodSecurityContext", "securityContext.", _mapping(spec.get("securityContext"))))
+    for where, item in containers:
+        parts.append(("V1Container", f"{where}.", item))
+        parts.append(("V1SecurityContext", f"{where}.securityContext.", _mapping(item.get("securityContext"))))
+        for variable in _rows(item.get("env")):
+            place = f"{where}.env[{variable.get('name', '')}].valueFrom."
+            parts.append(("V1EnvVarSource", place, _mapping(variable.get("valueFrom"))))
+        parts += [("V1EnvFromSource", f"{where}.envFrom.", source) for source in _rows(item.get("envFrom"))]
+    for volume in _rows(spec.get("volumes")):
+        for source in _rows(_mapping(volume.get("projected")).get("sources")):
+            parts.append(("V1VolumeProjection", f"volumes[{volume.get('name', '')}].projected.", source))
+    for kind, where, part in parts:
+        for key in sorted(map(str, set(part) - REVIEWED[kind])):
+            yield (
+                f"{where}{key}: this operator does not know what it gives; this installation allows no privileges "
+                "(SKYPROXY_OPERATOR_ALLOW_PRIVILEGE)"
+            )
 
 
 def _privilege(pod: Object, spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
@@ -114,8 +180,9 @@ def _privileges(context: Object) -> Iterator[str]:
     selinux = _mapping(context.get("seLinuxOptions"))
     if selinux.get("user") or selinux.get("role") or str(selinux.get("type") or "") not in _SELINUX_TYPES:
         yield "seLinuxOptions"
-    if _mapping(context.get("windowsOptions")).get("hostProcess"):
-        yield "windowsOptions.hostProcess"
+    for key in ("hostProcess", "gmsaCredentialSpec", "gmsaCredentialSpecName"):
+        if _mapping(context.get("windowsOptions")).get(key):
+            yield f"windowsOptions.{key}"
 
 
 def _service_account(pod: Object, spec: Object, options: Options) -> Iterator[str]:
@@ -123,7 +190,7 @@ def _service_account(pod: Object, spec: Object, options: Options) -> Iterator[st
     # The second name is an old one of the first, which the API server still takes.
     named = {str(spec[key]) for key in ("serviceAccountName", "serviceAccount") if spec.get(key)}
     projected = any(
-        "serviceAccountToken" in source
+        not {"serviceAccountToken", "podCertificate"}.isdisjoint(source)
         for volume in _rows(spec.get("volumes"))
         for source in _rows(_mapping(volume.get("projected")).get("sources"))
     )

@@ -79,8 +79,12 @@ class Prober:
     async def _ask_with(self, token: str, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
         if self._session is None:
             # No proxy of the environment: the token is for the worker alone.
+            # And nothing is unpacked: a few bytes could become any number.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True), trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
+                connector=aiohttp.TCPConnector(force_close=True),
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
             )
         where = f"https://[{host}]:{port}/activity" if ":" in host else f"https://{host}:{port}/activity"
         try:

@@ -161,8 +161,10 @@ def worker_facts(answer: Mapping[str, Any]) -> Object:
 
 def _text(value: object, length: int) -> str:
     """Text of a stranger, so that it can be written to a status and shown in a terminal."""
+    # Lists within lists have a text that takes more of the stack than there may be.
+    text = str(value) if isinstance(value, str | int | float) else ""
     # Lone surrogates, which JSON can hold, have no UTF-8.
-    shown = str(value)[:length].encode("utf-8", "replace").decode()
+    shown = text[:length].encode("utf-8", "replace").decode()
     return "".join(character if character.isprintable() else "?" for character in shown)
 
 

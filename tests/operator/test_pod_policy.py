@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kubernetes_asyncio.client import models
 
 from skyproxy_operator.pod_builder import build_pod
+from skyproxy_operator.pod_policy import _VOLUME_KINDS, REVIEWED, violations
 from tests.operator.makers import OPTIONS, make_compute, spec_of
 
 
@@ -37,6 +39,15 @@ HOST = [
     template(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
     template(volumes=[{"name": "share", "nfs": {"server": "s", "path": "/"}}]),
     worker(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
+    sidecar(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
+    worker(livenessProbe={"httpGet": {"host": "169.254.169.254", "port": 80}}),
+    sidecar(startupProbe={"tcpSocket": {"host": "10.0.0.1", "port": 22}}),
+    worker(lifecycle={"preStop": {"httpGet": {"host": "169.254.169.254", "port": 80}}}),
+    *(
+        template(volumes=[{"name": "v", kind: {}}])
+        for kind in models.V1Volume.attribute_map.values()
+        if kind not in {"name", *_VOLUME_KINDS}
+    ),
 ]
 PRIVILEGE = [
     worker(securityContext={"privileged": True}),
@@ -49,6 +60,7 @@ PRIVILEGE = [
     worker(securityContext={"appArmorProfile": {"type": "Unconfined"}}),
     worker(securityContext={"seLinuxOptions": {"type": "spc_t"}}),
     worker(securityContext={"windowsOptions": {"hostProcess": True}}),
+    worker(securityContext={"windowsOptions": {"gmsaCredentialSpecName": "domain-admin"}}),
     worker(securityContext=None),
     template(securityContext={"runAsUser": 0}),
     template(securityContext={"runAsNonRoot": False}),
@@ -58,6 +70,14 @@ PRIVILEGE = [
     template(initContainers=[{"name": "first", "image": "i", "securityContext": {"privileged": True}}]),
     template(initContainers=[{"name": "first", "image": "i"}]),
     sidecar(securityContext={"runAsNonRoot": True}),
+    template(
+        ephemeralContainers=[{"name": "e", "image": "i", "securityContext": {"privileged": True}}],
+    ),
+    {
+        "podTemplate": {
+            "metadata": {"annotations": {"container.seccomp.security.alpha.kubernetes.io/worker": "unconfined"}}
+        }
+    },
     {
         "podTemplate": {
             "metadata": {"annotations": {"container.apparmor.security.beta.kubernetes.io/worker": "unconfined"}}
@@ -70,6 +90,7 @@ ACCOUNT = [
     template(serviceAccount="admin"),
     template(automountServiceAccountToken=True),
     template(volumes=[{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]),
+    template(volumes=[{"name": "c", "projected": {"sources": [{"podCertificate": {"signerName": "s"}}]}}]),
 ]
 SECRET = [
     {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "foreign", "key": "k"}}}]},
@@ -112,6 +133,35 @@ def test_secrets_can_be_limited_to_some(spec: dict[str, Any]) -> None:
     for secrets in ("", "mine"):
         with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_SECRETS=foreign"):
             build(replace(OPTIONS, secrets=secrets), **spec)
+
+
+@pytest.mark.parametrize("kind", REVIEWED)
+def test_every_field_of_the_api_was_looked_at(kind: str) -> None:
+    """What a newer API has is refused until somebody has added it to the list, with a rule where it needs one."""
+    assert set(getattr(models, kind).attribute_map.values()) <= REVIEWED[kind]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"new": 1},
+        {"securityContext": {"new": 1}},
+        {"containers": [{"new": 1}]},
+        {"initContainers": [{"new": 1}]},
+        {"ephemeralContainers": [{"new": 1}]},
+        {"containers": [{"securityContext": {"new": 1}}]},
+        {"containers": [{"env": [{"name": "A", "valueFrom": {"new": 1}}]}]},
+        {"containers": [{"envFrom": [{"new": 1}]}]},
+        {"volumes": [{"name": "v", "projected": {"sources": [{"new": 1}]}}]},
+        {"volumes": [{"name": "v", "new": 1}]},
+    ],
+    ids=str,
+)
+def test_a_field_that_the_policy_does_not_know_is_refused(place: dict[str, Any]) -> None:
+    pod = {"metadata": {"namespace": "lab"}, "spec": {"automountServiceAccountToken": False, **place}}
+    assert any("new: " in line for line in violations(pod, OPTIONS))
+    opened = replace(OPTIONS, allow_privilege=True, allow_host_access=True)
+    assert not any("new: " in line for line in violations(pod, opened))
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

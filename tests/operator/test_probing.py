@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gzip
 import json
 import socket
 import ssl
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from skyproxy.settings import Settings
@@ -98,6 +100,21 @@ def test_the_token_is_not_shown_to_a_stranger(worker: Listener) -> None:
     (report,) = ask([("127.0.0.1", worker.port)], replace(ACCESS, server_name="other.lab.svc"))
     assert report.idle_seconds is None
     assert TOKEN not in report.problem
+
+
+def test_a_compressed_answer_is_not_unpacked(worker: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, object]] = []
+    session = aiohttp.ClientSession
+
+    def note(*arguments: object, **given: object) -> aiohttp.ClientSession:
+        made.append(given)
+        return session(*arguments, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(aiohttp, "ClientSession", note)
+    (report,) = ask([("127.0.0.1", worker.port)])
+    assert report.idle_seconds == 12.5
+    assert [given["auto_decompress"] for given in made] == [False]
+    assert report_of(200, gzip.compress(b'{"idle_seconds": 1}')).idle_seconds is None
 
 
 def test_nobody_there(worker: Listener) -> None:

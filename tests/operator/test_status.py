@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -113,6 +114,14 @@ def test_a_strange_answer_of_a_container_harms_nobody(answer: Any) -> None:
     facts = state.worker_facts({"software": answer, "devices": answer} if not isinstance(answer, dict) else answer)
     assert isinstance(facts["summary"], str)
     assert len(facts["devices"]) <= 64
+
+
+def test_lists_within_lists_are_no_text() -> None:
+    deep: Any = []
+    for _ in range(sys.getrecursionlimit() * 3):
+        deep = [deep]
+    facts = state.worker_facts({"software": {"torch": deep}, "devices": [{"name": deep, "type": {"a": deep}}]})
+    assert facts["torch"] == facts["devices"][0]["name"] == ""
 
 
 def test_the_last_activity_moves_in_steps() -> None:

@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
 CANARY = 0x5EC2E7BADC0FFEE1
 _MOST_LOG_LINES_PER_ATTACK = 60
 _MOST_GROWTH_BYTES = 1 << 30
+_MOST_LINE_CHARACTERS = 20_000
+"""With control characters, of which each is four."""
 _GRACE_SECONDS = 3.0
 
 
@@ -69,12 +71,15 @@ class BesiegedWorker:
             path = tokens / name
             path.write_text(text, encoding="ascii")
             path.chmod(0o600)
-        self.log_file = folder / "log"
+        self.log_file, self.folder = folder / "log", folder
+        (folder / "kept" / "snapshots").mkdir(parents=True)
         with self.log_file.open("wb") as log:
             self.process = start_worker(
                 tokens,
                 log,
                 *options,
+                "--snapshots",
+                str(folder / "kept" / "snapshots"),
                 SKYPROXY_CALL_GRACE_SECONDS=str(_GRACE_SECONDS),
                 SKYPROXY_SESSION_GRACE_SECONDS=str(_GRACE_SECONDS),
                 SKYPROXY_CLOSE_TIMEOUT_SECONDS="0.5",
@@ -251,5 +256,12 @@ def _look(worker: BesiegedWorker, report: SiegeReport) -> None:
         report.problems.append("a line of the log was forged")
     if log.count("\n") > _MOST_LOG_LINES_PER_ATTACK * (report.attacks + 10):
         report.problems.append(f"{log.count(chr(10))} lines of the log after {report.attacks} attacks")
+    strange = {path.name for path in (worker.folder / "kept").iterdir()} - {"snapshots"}
+    strange |= {path.name for path in worker.folder.iterdir()} - {"kept", "log", "tokens"}
+    if strange:
+        report.problems.append(f"files outside of their folder: {sorted(strange)}")
+    longest = max(map(len, log.splitlines()), default=0)
+    if longest > _MOST_LINE_CHARACTERS:
+        report.problems.append(f"a line of the log has {longest} characters")
     if HONEST in log or HOSTILE in log:
         report.problems.append("the log holds a token")

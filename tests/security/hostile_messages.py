@@ -7,6 +7,7 @@ fuzz` runs it. An attack is known by its number: `--only in-process --seed 7 --a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from typing import Any
 
 import msgpack
 
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol import framing
 from skyproxy.protocol.framing import PREFIX
 from skyproxy.protocol.messages import (
     BULK,
@@ -33,6 +36,7 @@ from skyproxy.protocol.messages import (
     Proof,
     Repeat,
 )
+from skyproxy.settings import SETTINGS
 from skyproxy.transport.websocket_frames import frame_header
 from tests.security.message_samples import (
     CONTROL_SAMPLES,
@@ -217,6 +221,17 @@ def hostile_frame(chance: random.Random) -> bytes:
     return frame_of(code, nested(_DEEP, 1))
 
 
+def decode_frames(count: int, seed: int) -> int:
+    """Decode so many frames as a worker does; return how many were messages. The others were refused in our words."""
+    place, kinds = Place(random.Random(f"frames {seed}")), list(MESSAGE_SAMPLES)
+    decoded = 0
+    for _ in range(count):
+        with contextlib.suppress(ProtocolError):
+            framing.decode(hostile_message(kinds, place)[1], SETTINGS.max_frame_bytes)
+            decoded += 1
+    return decoded
+
+
 # --- one attack ------------------------------------------------------------------------------------------------------
 
 
@@ -384,9 +399,11 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(KINDS), action="append", help="a kind of worker; repeatable")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first attack")
     parser.add_argument("--attacks", type=int, default=1 << 30, help="the most attacks on each worker")
+    parser.add_argument("--frames", type=int, default=850_000, help="frames to decode first, without a worker")
     arguments = parser.parse_args()
     kinds = arguments.only or sorted(KINDS)
     broken: list[str] = []
+    print(f"{decode_frames(arguments.frames, arguments.seed)} of {arguments.frames} frames are messages", flush=True)
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             seconds = arguments.seconds / len(kinds)

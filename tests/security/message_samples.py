@@ -178,6 +178,10 @@ CONTROL_SAMPLES: dict[str, Callable[[Place], list[Any]]] = {
     "forget_named": lambda place: ["key"],
     "named_sessions": lambda place: [],
     "end_named": lambda place: [f"name {place.chance.randrange(4)}"],
+    "save_snapshot": lambda place: [_snapshot(place)],
+    "load_snapshot": lambda place: [_snapshot(place), place.chance.choice(("", "1", "../1"))],
+    "list_snapshots": lambda place: [_snapshot(place)],
+    "delete_snapshot": lambda place: [_snapshot(place), place.chance.choice(("", "1", "../1"))],
     "graph_begin": lambda place: [],
     "graph_define": lambda place: [_next_graph(place), [ADD, 1, 2, 35], [[35, FLOATS]], [CPU], {}],
     "graph_abort": lambda place: [[36]],
@@ -191,6 +195,10 @@ CONTROL_SAMPLES: dict[str, Callable[[Place], list[Any]]] = {
     "forget_call": lambda place: [place.call],
 }
 """The arguments of a request to each control."""
+
+
+def _snapshot(place: Place) -> str:
+    return place.chance.choice(("", "one", "one", "two", "../../outside", "/outside", "a/b", ".", "..", "\0"))
 
 
 def _next_graph(place: Place) -> int:

@@ -149,13 +149,14 @@ def test_a_deep_frame_is_refused() -> None:
         [0, [["x", 0]]],
         [0, [[1]]],
         [0, [[1.0, 2]]],
+        [0],
     ],
     ids=str,
 )
 def test_a_repeated_batch_does_not_grow_without_bound(changes: list[Any]) -> None:
     named = NamedBatches()
     named.resolve(NamedBatch(Sequence(1), [5, 6], 1, [0, 1]))
-    with pytest.raises(ProtocolError, match="shortened"):
+    with pytest.raises(ProtocolError, match=r"shortened|no value"):
         named.resolve(Repeat(Sequence(2), 1, changes))
 
 
@@ -197,3 +198,10 @@ def test_a_peer_writes_no_lines_into_the_log() -> None:
     record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("a\n2026 ERROR forged \x1b]52;c;eA==\x07",), None)
     line = OneLineFormatter().format(record)
     assert line.split(" ", 2)[2] == "INFO x: said a\\n2026 ERROR forged \\x1b]52;c;eA==\\x07"
+
+
+def test_a_peer_makes_no_line_of_the_log_long() -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("a" * 1_000_000,), None)
+    line = OneLineFormatter().format(record)
+    assert len(line) < 5_000
+    assert line.endswith("[996005 more characters]")
