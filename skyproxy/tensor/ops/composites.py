@@ -57,7 +57,22 @@ def _is_differentiated(args: tuple[Any, ...]) -> bool:
     return is_forward_ad_active()  # tangents do not care about `no_grad`
 
 
+def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
+    """`aten::one_hot` on the worker, which refuses classes that are out of range.
+
+    For tensors of Python PyTorch takes a form that makes rows of zeros of them.
+    """
+    if type(classes) is not RemoteTensor or _modes() or _function_transforms() is not None:
+        return aten.one_hot.default._op_dk(_COMPOSITE, classes, count)
+    if count == -1:
+        if not classes.numel():
+            raise RuntimeError("Can not infer total number of classes from empty tensor.")
+        count = max(int(classes.max()) + 1, 1)  # where all are negative, it is the worker that says so
+    return dispatch_remote(RemoteTensor, aten.one_hot.default, (), (classes, count))
+
+
 def install(library: torch.library.Library) -> None:
     """Puts the choice before PyTorch's division."""
+    library.impl(aten.one_hot.default, _one_hot, "AutogradPrivateUse1")
     for op in (aten.linear.default, aten.matmul.default):
         library.impl(op, _kernel(op), "AutogradPrivateUse1")

@@ -163,11 +163,6 @@ def _dropout_backward(gradient: Meta, mask: Meta, scale: float) -> list[Strides]
     return [_stride_of(elementwise([plain_meta(product[0], gradient.dtype, product[1]), scale]))]
 
 
-@_corrects("ldexp.Tensor")
-def _ldexp(a: Meta, exponent: Meta) -> list[Strides]:
-    return _iterated(a, plain_meta(exponent.size, exponent.dtype))  # what `pow` makes of a number is row-major
-
-
 @_corrects("rms_norm")
 def _rms_norm(a: Meta, shape: Sequence[int], weight: Meta | None = None, eps: object = None) -> list[Strides]:
     rank = len(a.size) - len(shape)

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, elementwise, result_dtype
+from skyproxy.tensor.shapes.elementwise import (
+    Ints,
+    channels_last_stride,
+    elementwise,
+    elementwise_stride,
+    preserved_stride,
+    result_dtype,
+)
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
 from skyproxy.tensor.shapes.selections import RULES, fresh, plain, suggests_row_major, whole
 from skyproxy.tensor.shapes.strides import suggests_channels_last
@@ -107,10 +114,45 @@ def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResul
     return _of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
 
 
-@rule("isnan isinf isposinf isneginf signbit")
+@rule("isnan isposinf isneginf signbit")
 def _asked(x: Meta) -> RuleResult:
     found = elementwise((x,)) if x.dtype in FLOATS and 0 not in x.size else None
     return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
+
+
+@rule("isinf")
+def _isinf(x: Meta) -> RuleResult:
+    """Zeros in the same format for integers. The parts of complex numbers lie two apart, and one is as the other."""
+    if not x.plain:
+        return None
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        return [(plain_meta(x.size, torch.bool, preserved_stride(x.size, x.stride)), None)]
+    step = 2 if x.dtype.is_complex else 1
+    positive = elementwise_stride(x.size, [(x.size, tuple(step * n for n in x.stride))])
+    compared = elementwise((plain_meta(x.size, x.dtype, positive), 0.0))
+    return None if compared is None else [(plain_meta(x.size, torch.bool, compared[1]), None)]
+
+
+@rule("ldexp.Tensor")
+def _ldexp(x: Meta, exponent: Meta) -> RuleResult:
+    """The product with a power of two, which follows the exponent, or is row-major where `pow` takes the two as a
+    number. Where exponents are integers, a first operand of the result's size is copied, and changed in place.
+    """
+    numbers, positions = (not (a.dtype.is_floating_point or a.dtype.is_complex) for a in (x, exponent))
+    own = result_dtype([2.0, exponent]) if numbers else exponent.dtype
+    dtype = result_dtype([x, plain_meta(exponent.size, own)])
+    follows = not numbers and (positions or x.dtype is not torch.float32)
+    power = plain_meta(exponent.size, dtype, preserved_stride(exponent.size, exponent.stride) if follows else None)
+    found = elementwise((x, power), dtype)
+    if found is not None and positions and x.dtype.is_floating_point and found[0] == x.size:
+        found = x.size, preserved_stride(x.size, x.stride)
+    return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+@rule("one_hot")
+def _one_hot(classes: Meta, count: int = -1) -> RuleResult:
+    fits = classes.plain and classes.dtype is torch.int64 and type(count) is int and count > 0
+    return [fresh((*classes.size, count), torch.int64)] if fits else None
 
 
 @rule("clamp clamp_min clamp_max")

@@ -142,16 +142,26 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     if id(self) in memo:
         known: RemoteTensor = memo[id(self)]
         return known
+    is_parameter = isinstance(self, torch.nn.Parameter)
+    if is_parameter and type(self) is RemoteTensor:
+        memo[id(self)] = parameter = _copied_parameter(self)
+        return parameter
     with torch.no_grad():
         result = _copied(self.detach(), memo)  # type: ignore[arg-type]
         result.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
+        if is_parameter:  # of a class of the user's, whose copies PyTorch makes as those of any tensor
             result._is_param = True
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
         result.__dict__.update(copy.deepcopy(_attributes(self), memo))
     memo[id(self)] = result
     return result
+
+
+def _copied_parameter(parameter: RemoteTensor) -> RemoteTensor:
+    """A copy as `Parameter.__deepcopy__` makes it: of the values alone, without the gradient and attributes."""
+    values = parameter.detach().clone(memory_format=torch.preserve_format)
+    return torch.nn.Parameter(values, parameter.requires_grad)  # type: ignore[return-value]
 
 
 def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:

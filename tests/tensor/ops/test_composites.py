@@ -125,3 +125,31 @@ def test_a_wrong_shape_is_pytorch_s_error(sky: str) -> None:
         linear(torch.ones(3, 7, device=sky), torch.ones(6, 8, device=sky))
     with torch.no_grad(), pytest.raises(RuntimeError, match="same device"):
         linear(torch.ones(3, 8), torch.ones(6, 8, device=sky))
+
+
+@pytest.mark.parametrize(("classes", "count"), [([3], 2), ([-1], 3), ([-2], -1), ([], -1), ([0.5], 2)], ids=str)
+def test_one_hot_refuses_what_it_refuses_here(classes: list[float], count: int, sky: str) -> None:
+    """For tensors of Python, PyTorch has a form of it that makes zeros of classes that are out of range."""
+    local = torch.tensor(classes) if classes else torch.empty(0, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as expected:
+        torch.nn.functional.one_hot(local, count)
+    with pytest.raises(RuntimeError) as got:
+        torch.nn.functional.one_hot(local.to(sky), count).cpu()
+    assert str(got.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(("size", "count"), [((2, 3), 5), ((2, 3), -1), ((), 5), ((0,), 5)], ids=str)
+def test_one_hot_is_one_op_and_divided_for_those_who_look_at_the_parts(
+    size: tuple[int, ...], count: int, sky: str
+) -> None:
+    local = torch.randint(0, 5, size)
+    remote = local.to(sky)
+    expected = torch.nn.functional.one_hot(local, count)
+    before = _ops()
+    result = torch.nn.functional.one_hot(remote, count)
+    assert _ops() - before == 1 or count == -1  # the largest class is asked for
+    assert torch.equal(result.cpu(), expected)
+    assert result.stride() == expected.stride()
+    if size == (2, 3) and count > 0:
+        rows = torch.func.vmap(lambda row: torch.nn.functional.one_hot(row, count))(remote)
+        assert torch.equal(rows.cpu(), expected)

@@ -252,6 +252,24 @@ def test_a_deep_copy_takes_the_gradient_and_the_attributes(sky1: str) -> None:
     assert y.note is not x.note
 
 
+def test_a_deep_copy_of_a_parameter_is_one_of_its_values_alone(sky1: str) -> None:
+    """A copy that kept the gradient would add to it in its first backward pass."""
+
+    def outcome(device: str) -> list[Any]:
+        model = nn.Linear(2, 2, device=device)
+        x = torch.ones(1, 2, device=device)
+        model(x).sum().backward()
+        model.weight.note = [1]  # type: ignore[assignment]
+        model.bias.requires_grad_(False)
+        twin = copy.deepcopy(model)
+        found: list[Any] = [twin.weight.grad, twin.bias.grad, vars(twin.weight).keys() & {"note"}]
+        twin(x).sum().backward()
+        assert twin.weight.grad is not None
+        return [*found, twin.weight.grad.tolist(), twin.bias.grad, twin.bias.requires_grad]
+
+    assert outcome(sky1) == outcome("cpu") == [None, None, set(), [[1, 1], [1, 1]], None, False]
+
+
 @pytest.mark.parametrize(
     "look", [torch.conj, lambda x: x.conj().imag, lambda x: x.real], ids=["conj", "neg", "neither"]
 )

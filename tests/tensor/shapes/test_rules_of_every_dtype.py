@@ -1,0 +1,47 @@
+"""Rules whose answer depends on the dtypes of the operands: sizes, strides and dtypes are local PyTorch's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.tensor.rule_checking import mismatch
+
+DTYPES = (torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16)
+DTYPES += (torch.float32, torch.float64, torch.complex64, torch.complex128)
+SIZES = (((3, 4), (3, 4)), ((), (3, 4)), ((3, 4), ()), ((4,), (3, 4)), ((1, 4), (3, 1)), ((2, 1, 3, 3), (2, 1, 3, 3)))
+
+
+def _orders(size: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    x = torch.ones(size, dtype=dtype)
+    yield x
+    yield torch.ones(size[::-1], dtype=dtype).permute(list(range(len(size)))[::-1])
+    yield torch.ones((), dtype=dtype).expand(size)
+    if size:
+        yield torch.ones((*size[:-1], 2 * size[-1]), dtype=dtype)[..., ::2]
+        yield x.as_strided(size, [4096 if n == 1 else s for n, s in zip(size, x.stride())])
+
+
+@pytest.mark.filterwarnings("ignore:.*omplex.* support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ldexp_of_any_two_dtypes(dtype: torch.dtype) -> None:
+    compared = 0
+    for other, (size, other_size) in itertools.product(DTYPES, SIZES):
+        for x, exponent in itertools.product(_orders(size, dtype), _orders(other_size, other)):
+            try:
+                torch.ldexp(x, exponent)
+            except (NotImplementedError, RuntimeError):
+                continue  # no kernel for these
+            assert mismatch("ldexp.Tensor", (x, exponent), {}) is None
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(3, 4), (1, 20), (20, 1), (2, 1, 4), (2, 3, 1, 5), (1, 1, 1), (), (0, 3)], ids=str)
+def test_isinf_of_any_dtype(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x in _orders(size, dtype):
+        assert mismatch("isinf", (x,), {}) is None
