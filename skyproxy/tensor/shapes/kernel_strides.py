@@ -313,8 +313,8 @@ def _convolution_backward(
     dilation: Sequence[int],
     *rest: object,
 ) -> list[Strides]:
-    """Without oneDNN, the gradient of the weights is laid out as the weights suggest, and not as the images do."""
-    if len(weight.size) != 4 or not suggests_channels_last(a.size, a.stride):
+    """Without oneDNN, the gradient of weights of one pixel is laid out as they suggest, and not as the images do."""
+    if len(weight.size) != 4 or weight.size[2:] != (1, 1) or not suggests_channels_last(a.size, a.stride):
         return []
     images, weights = (torch.empty((), dtype=meta.dtype).expand(meta.size) for meta in (a, weight))
     if not is_plain_convolution(images, weights, None, stride, padding, dilation, *rest[:3], biases):
