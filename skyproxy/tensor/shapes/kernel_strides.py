@@ -17,6 +17,7 @@ from skyproxy.tensor.shapes.elementwise import (
     broadcast_sizes,
     channels_last_stride,
     elementwise,
+    is_channels_last,
     is_contiguous,
     preserved_stride,
     result_dtype,
@@ -313,12 +314,17 @@ def _convolution_backward(
     dilation: Sequence[int],
     *rest: object,
 ) -> list[Strides]:
-    """Without oneDNN, the gradient of weights of one pixel is laid out as they suggest, and not as the images do."""
+    """Without oneDNN, the gradient of weights of one pixel is laid out as they suggest, and not as the images do.
+
+    They are copied into the order of the images first where they lie in another one.
+    """
     if len(weight.size) != 4 or weight.size[2:] != (1, 1) or not suggests_channels_last(a.size, a.stride):
         return []
     images, weights = (torch.empty((), dtype=meta.dtype).expand(meta.size) for meta in (a, weight))
     if not is_plain_convolution(images, weights, None, stride, padding, dilation, *rest[:3], biases):
         return []
+    if not is_channels_last(weight.size, weight.stride):
+        return [None, channels_last_stride(weight.size)]
     return [None, suggested_stride(weight.size, weight.stride)]
 
 
