@@ -103,7 +103,7 @@ def load_expression_printer() -> type[PythonPrinter]:
 def is_plain_convolution(*arguments: object) -> bool:
     """Return True if PyTorch's own kernel for images computes a convolution, and no library that it has for them."""
     plain = (torch._C._ConvBackend.Slow2d, torch._C._ConvBackend.SlowTranspose2d)  # type: ignore[attr-defined]
-    return torch._C._select_conv_backend(*arguments) in plain  # type: ignore[attr-defined]
+    return torch._C._select_conv_backend(*arguments) in plain
 
 
 __all__ = [

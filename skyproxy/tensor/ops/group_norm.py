@@ -6,6 +6,8 @@ row-major elsewhere, for which the CPU has another kernel with other roundings. 
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -16,6 +18,15 @@ _op = torch.ops.aten.native_group_norm.default
 _backward = torch.ops.aten.native_group_norm_backward.default
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Choice(threading.local):
+    """Whose kernel a thread's next calls take."""
+
+    takes_stock = False
+
+
+_choice = _Choice()
 
 
 def _stock(*args: object) -> Tensors:
@@ -70,7 +81,12 @@ def _once(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, .
 def _differentiable(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
     inputs = ctx.saved_tensors[:3]
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(_stock(*inputs, *ctx.numbers)[0], wanted, gradient, create_graph=True))
+    _choice.takes_stock = True  # by way of the dispatcher: PyTorch 2.11 refuses kernels that are called in a backward
+    try:
+        result = _op(*inputs, *ctx.numbers)[0]
+    finally:
+        _choice.takes_stock = False
+    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
@@ -80,7 +96,7 @@ def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) 
         return _stock(x, weight, bias, *numbers)
     if x._sky.device.place[0] != "cpu" or not suggests_channels_last(tuple(x.shape), x.stride()):
         return _stock(x, weight, bias, *numbers)
-    if is_forward_ad_active():
+    if is_forward_ad_active() or _choice.takes_stock:
         return _stock(x, weight, bias, *numbers)
     result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)  # type: ignore[no-untyped-call]
     return result
