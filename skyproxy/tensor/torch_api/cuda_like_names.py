@@ -123,6 +123,21 @@ def _amp() -> types.ModuleType:
     return module
 
 
+def _parts() -> dict[str, types.ModuleType]:
+    """`torch.sky.random` and `torch.sky.memory`: functions of `torch.sky`, where `torch.cuda` has them, too."""
+    named = {
+        "random": "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
+        "set_rng_state set_rng_state_all",
+        "memory": "empty_cache max_memory_allocated max_memory_reserved mem_get_info memory_allocated memory_reserved "
+        "memory_stats memory_summary reset_peak_memory_stats",
+    }
+    parts = {}
+    for part, names in named.items():
+        parts[part] = types.ModuleType(f"torch.sky.{part}", f"Functions of `torch.sky`, as in `torch.cuda.{part}`.")
+        parts[part].__dict__.update((name, getattr(sky_module, name)) for name in names.split())
+    return parts
+
+
 def install() -> None:
     """Put these names into `torch.sky`."""
     amp = _amp()
@@ -141,4 +156,12 @@ def install() -> None:
         )
         for name, dtype in _LEGACY_DTYPES.items()
     }
-    sky_module.MODULE.__dict__.update(amp=amp, default_generators=_DefaultGenerators(), **kinds, **_storage_types())
+    sky_module.MODULE.__dict__.update(
+        amp=amp,
+        default_generators=_DefaultGenerators(),
+        OutOfMemoryError=torch.OutOfMemoryError,
+        AcceleratorError=torch.AcceleratorError,
+        **_parts(),
+        **kinds,
+        **_storage_types(),
+    )

@@ -27,6 +27,20 @@ def test_mixed_precision_can_be_imported_as_that_of_cuda(sky: str) -> None:
     assert importlib.import_module("torch.sky.amp").GradScaler is torch.sky.amp.GradScaler
 
 
+@pytest.mark.parametrize("part", ["random", "memory"])
+def test_parts_of_the_module_are_where_cuda_has_them(part: str, sky: str) -> None:
+    ours, theirs = (vars(getattr(module, part)) for module in (torch.sky, torch.cuda))
+    functions = {name for name, value in ours.items() if callable(value)}
+    assert functions
+    assert functions <= theirs.keys()
+    assert all(ours[name] is getattr(torch.sky, name) for name in functions)
+
+
+def test_errors_have_the_names_that_cuda_has_for_them(sky: str) -> None:
+    assert torch.sky.OutOfMemoryError is torch.cuda.OutOfMemoryError
+    assert torch.sky.AcceleratorError is torch.cuda.AcceleratorError
+
+
 def test_each_device_has_a_default_generator(sky: str, sky1: str) -> None:
     generators = torch.sky.default_generators
     assert len(generators) == torch.sky.device_count()
