@@ -27,6 +27,8 @@ from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, Wor
 logger = logging.getLogger("skyproxy")
 
 _CONNECT_SECONDS = 20
+_ANSWER_SECONDS = 180.0
+"""What a host has for everything but installing, and what takes a time of its own on top."""
 _READY = b"skyproxy-tunnel-is-open\n"
 _TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
 _TOO_OLD = "skyproxy-python-too-old"
@@ -60,6 +62,10 @@ _PROBLEMS = {
     "disk": "the disk there is full, or your quota is used up. Make room in ~/.cache/skyproxy.",
     "python": "its Python does not work.",
     "start": "the worker did not start there.",
+    "exists": "there is one already.",
+    "stop": "an older one does not end.",
+    "gone": "it is not there any more.",
+    "system": "its system refused something that a worker needs.",
 }
 
 
@@ -172,13 +178,22 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
     """Run one operation of `ssh_remote` on a host, and return its answer.
 
     Raises:
-        ConnectError: the host cannot be reached.
+        ConnectError: the host cannot be reached, or says nothing.
         WorkerStartError: what was wanted failed there.
     """
     command, given = remote_program(target, python, request)
-    done = subprocess.run(command, input=given + payload, capture_output=True, check=False)
+    limit = None if request["operation"] == "install" else _ANSWER_SECONDS + float(request.get("timeout_seconds", 0))
+    try:
+        done = subprocess.run(command, input=given + payload, capture_output=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        said = visible_output((error.stdout or b"").decode(errors="replace")[-500:])
+        raise ConnectError(
+            f"{target.shown} lets us in, and gives no answer within {limit:.0f} s. Does its login shell wait for "
+            f"something? Try: ssh {target.shown} true\n{said}".rstrip()
+        ) from error
     if done.returncode != 0:
-        raise failure(target, python, done.returncode, done.stderr.decode(errors="replace"))
+        told = done.stderr.strip() or done.stdout.strip()[-2000:]
+        raise failure(target, python, done.returncode, told.decode(errors="replace"))
     try:
         # What a profile of the host prints comes before the answer.
         answer = json.loads(done.stdout.splitlines()[-1])

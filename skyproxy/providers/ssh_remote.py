@@ -28,6 +28,7 @@ ROOT = Path.home() / ".cache" / "skyproxy" / "ssh"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 _LOG_TAIL_BYTES = 4000
+_LEAST_FREE_BYTES = 8 << 20  # less than pip alone needs
 _LOOK = """
 import importlib.metadata as m, json, sys
 try: torch = m.version("torch")
@@ -220,8 +221,16 @@ def _run(command: list[str], code: str, environment: dict[str, str]) -> str:
     output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
         end = "\n".join(output.strip().splitlines()[-15:])
-        raise RemoteError("disk" if "No space left" in output else code, end)
+        raise RemoteError("disk" if _is_disk_full(output) else code, end)
     return output
+
+
+def _is_disk_full(output: str) -> bool:
+    """Return whether a program failed for want of room; some, `venv` for one, do not say so."""
+    if "No space left" in output or "quota exceeded" in output.lower():
+        return True
+    there = next(path for path in (ROOT, *ROOT.parents) if path.exists())
+    return shutil.disk_usage(there).free < _LEAST_FREE_BYTES
 
 
 @contextlib.contextmanager
