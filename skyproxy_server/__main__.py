@@ -21,6 +21,7 @@ from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import auth
+from skyproxy_server.addresses import refuse_early
 from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.blob_backends import BlobBackend, FolderBackend
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
@@ -202,6 +203,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes: ProcessHost | None = None
     try:
         stop = _stop_event(arguments.embedded)
+        certificate = _ssl_context(arguments.tls_cert, arguments.tls_key)
+        refuse_early(
+            arguments.host,
+            arguments.port,
+            arguments.port_file,
+            encrypted=certificate is not None,
+            insecure=arguments.insecure,
+        )
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
@@ -223,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.port,
             token,
             session_host,
-            _ssl_context(arguments.tls_cert, arguments.tls_key),
+            certificate,
             partial(_announce, arguments),
             insecure=arguments.insecure,
             allowed_origins=arguments.allow_origin,

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.transport.trust import fingerprint_of
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -38,12 +39,16 @@ class Certificate:
             if seen != self._seen:
                 self._seen = seen
                 try:
+                    fingerprint = fingerprint_of(self._certificate.read_text(encoding="ascii"))
                     self._context = self._load()
-                except ConfigurationError as error:
+                except (ConfigurationError, OSError, ValueError) as error:
                     # Half replaced, perhaps: the other half changes the marks once more.
                     logger.error("%s The previous one stays in use.", error)
                 else:
-                    logger.info("the certificate %s was reloaded", self._certificate)
+                    # Clients that pinned the old one need it: skyproxy connect NAME --certificate sha256:...
+                    logger.info(
+                        "the certificate %s was reloaded; its fingerprint is %s", self._certificate, fingerprint
+                    )
             return self._context
 
     def _marks(self) -> list[tuple[int, int, int] | None]:

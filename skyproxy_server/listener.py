@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from skyproxy.errors import (
-    ConfigurationError,
     LimitExceededError,
     ProtocolError,
     SessionLostError,
@@ -28,10 +27,9 @@ from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy.transport.stream import PlainStream, Stream, remaining
 from skyproxy.transport.tls import TlsStream
-from skyproxy.transport.websocket import is_loopback
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
-from skyproxy_server.addresses import listen
+from skyproxy_server.addresses import check_encrypted, listen
 from skyproxy_server.auth import Authenticator, Identity, TokenCheck
 from skyproxy_server.status import status_report
 from skyproxy_server.upgrade import Upgrader
@@ -419,11 +417,7 @@ def serve(
     Raises:
         ConfigurationError: other machines could connect without encryption, or the address cannot be used.
     """
-    if ssl_context is None and not insecure and not is_loopback(host):
-        raise ConfigurationError(
-            f"Listening on {host or 'all addresses'} without TLS would send the token and all tensors over the network "
-            "in clear text. Give --tls-cert and --tls-key; or --insecure, if TLS ends in front of this worker."
-        )
+    check_encrypted(host, encrypted=ssl_context is not None, insecure=insecure)
     listening = listen(host, port)
     listener = Listener(
         listening,

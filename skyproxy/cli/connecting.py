@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -21,13 +22,16 @@ from skyproxy.cli.arguments import (
     address_of,
     complete_worker,
 )
+from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.fleet import Access, not_found
 from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
 from skyproxy.contexts import Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError
+from skyproxy.settings import SETTINGS
 from skyproxy.transport.links import is_link, read_url
-from skyproxy.transport.trust import is_fingerprint, normal_fingerprint, pem_text
+from skyproxy.transport.trust import client_context, is_fingerprint, normal_fingerprint, pem_text
+from skyproxy.transport.websocket import check_confidential, parse_url
 
 URL_SCHEMES = ("ws://", "wss://", "sky://")
 _MAX_TOKEN_CHARACTERS = 4096
@@ -49,15 +53,20 @@ def connect(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="For a URL: the file with the worker's token; default: read it from standard input.",
+            help="For a URL, or to change what is saved: the file with the worker's token; default: for a URL, read it "
+            "from standard input.",
         ),
     ] = None,
     certificate: Annotated[
         str | None,
-        typer.Option(help="For a URL: the certificate to trust: a PEM file, PEM text, or a fingerprint (sha256:...)."),
+        typer.Option(
+            help="For a URL, or to change what is saved: the certificate to trust: a PEM file, PEM text, or a "
+            "fingerprint (sha256:...)."
+        ),
     ] = None,
     server_name: Annotated[
-        str | None, typer.Option(help="For a URL: the name in the certificate, if it differs from the host's.")
+        str | None,
+        typer.Option(help="For a URL, or to change what is saved: the name in the certificate, if not the host's."),
     ] = None,
     print_environment: Annotated[
         bool,
@@ -72,10 +81,11 @@ def connect(
     if target is not None and target.startswith(URL_SCHEMES):
         _connect_url(target, name, token_file, certificate, server_name, print_environment)
         return
-    if name or token_file or certificate or server_name:
-        raise ConfigurationError(
-            "--name, --token-file, --certificate and --server-name belong to a url: ws://, wss:// or sky://"
-        )
+    if name:
+        raise ConfigurationError("--name belongs to a URL: ws://, wss:// or sky://")
+    if token_file or certificate or server_name:
+        _connect_anew(target, token_file, certificate, server_name, print_environment)
+        return
     address = address_of(namespace, context, kubeconfig)
 
     async def work() -> tuple[str, Context, Access]:
@@ -101,6 +111,40 @@ def connect(
     note(f"sky:0 is now {worker}, via {access.via} at {access.url} (torch {software.get('torch', 'unknown')}).")
 
 
+def _connect_anew(
+    target: str | None,
+    token_file: Path | None,
+    certificate: str | None,
+    server_name: str | None,
+    print_environment: bool,
+) -> None:
+    """Connect to a worker at a URL that is saved already, with what has changed: its certificate was renewed, say.
+
+    Raises:
+        ConfigurationError: the saved worker is not one at a URL.
+        NotFoundError: nothing of that name is saved.
+    """
+    store = ContextStore()
+    saved = store.chosen() if target is None else store.get(checked_name(target))
+    if saved is None:
+        known = ", ".join(store.names()) or "none"
+        raise NotFoundError(f"there is no saved worker {target or ''!r} to change. Saved are: {known}.")
+    if saved.provider != "remote":
+        raise ConfigurationError(
+            f"{saved.name} was started by skyproxy up, which keeps its token and certificate. --token-file, "
+            "--certificate and --server-name belong to workers at a URL: ws://, wss:// or sky://"
+        )
+    options = saved.options
+    _connect_url(
+        options["url"],
+        saved.name,
+        token_file or Path(options["token_file"]),
+        certificate or options.get("certificate") or options.get("certificate_file"),
+        server_name or options.get("server_name"),
+        print_environment,
+    )
+
+
 def _connect_url(
     url: str,
     name: str | None,
@@ -112,7 +156,12 @@ def _connect_url(
     kept = checked_name(name) if name else "remote"
     if is_link(url):
         url, certificate = read_url(url, certificate)
-    token = ask_for_token(url) if token_file is None else token_file.read_text(encoding="ascii").strip()
+    # What is wrong with a file or an argument is told before the token is asked for, and before the network is.
+    address = parse_url(url, "")
+    if not address.secure:
+        check_confidential(address.host, address.shown, insecure=SETTINGS.insecure)
+    client_context(certificate)
+    token = ask_for_token(url) if token_file is None else _read_token(token_file)
     options = {"url": url} | ({"server_name": server_name} if server_name else {})
     if certificate is not None and is_fingerprint(certificate):
         options["certificate"] = certificate = normal_fingerprint(certificate)
@@ -134,6 +183,23 @@ def _connect_url(
         return
     ContextStore().save(Context(kept, "remote", options))
     note(f"sky:0 is now {url}, kept as {kept} (torch {report.get('software', {}).get('torch', 'unknown')}).")
+
+
+def _read_token(path: Path) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or holds none.
+    """
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "it is not plain text"
+        raise ConfigurationError(f"the token file {path} cannot be read: {reason}.") from error
+    if not token or len(token.split()) > 1:
+        held = "is empty" if not token else "holds more than a token"
+        raise ConfigurationError(f"the token file {path} {held}: it has to have one line, the token.")
+    return token
 
 
 def ask_for_token(url: str) -> str:

@@ -10,7 +10,11 @@ EXAMPLES = {
     "skyproxy logs": ("skyproxy logs dev --follow --tail 100",),
     "skyproxy top": ("skyproxy top dev --interval 5",),
     "skyproxy ui": ("skyproxy ui", "skyproxy ui dev --port 8900"),
-    "skyproxy connect": ("skyproxy connect sky://gpu-box:8765#sha256:3f0c...", "skyproxy connect dev --env"),
+    "skyproxy connect": (
+        "skyproxy connect sky://gpu-box:8765#sha256:3f0c...",
+        "skyproxy connect dev --env",
+        "skyproxy connect remote --certificate sha256:3f0c...",
+    ),
     "skyproxy run": (
         "skyproxy run --on dev train.py --epochs 3",
         "skyproxy run -m package.train",

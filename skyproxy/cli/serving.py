@@ -163,6 +163,11 @@ def serve_command(
     The token comes from --token-file or SKYPROXY_TOKEN, never from an argument: everyone on the machine can read those.
     Without either, a new token is created in a file whose name is printed.
     """
+    _check_modules()
+    if tls_key is not None and tls_cert is None:
+        raise ConfigurationError("--tls-key was given without --tls-cert. Give both, or a --tls-cert that holds both.")
+    if port_file is not None and not port_file.absolute().parent.is_dir():
+        raise ConfigurationError(f"--port-file {port_file} cannot be written: there is no such folder.")
     invitation: list[str] = []
     if tls:
         token_file, tls_cert = _own_identity(token_file, tls_cert, tls_key)
@@ -230,15 +235,19 @@ def _own_identity(
     return token_file, own_certificate()
 
 
+def _check_modules() -> None:
+    for module in (_SERVER, "torch"):
+        if importlib.util.find_spec(module) is None:
+            fail(f"A worker needs {module}, which is not installed here. Install it: {install_command('server')}")
+
+
 def run_server(arguments: list[str]) -> NoReturn:
     """Becomes the worker's program; the client's code never imports it.
 
     Args:
         arguments: those of `python -m skyproxy_server`.
     """
-    for module in (_SERVER, "torch"):
-        if importlib.util.find_spec(module) is None:
-            fail(f"A worker needs {module}, which is not installed here. Install it: {install_command('server')}")
+    _check_modules()
     # -P: a module of the user's in the current directory must not take the place of one of ours.
     command = [sys.executable, "-P", "-m", _SERVER, *arguments]
     if os.name == "posix":

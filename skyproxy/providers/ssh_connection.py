@@ -182,7 +182,10 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         WorkerStartError: what was wanted failed there.
     """
     command, given = remote_program(target, python, request)
-    limit = None if request["operation"] == "install" else _ANSWER_SECONDS + float(request.get("timeout_seconds", 0))
+    limit: float | None = None
+    if request["operation"] != "install":
+        own = request.get("timeout_seconds", 0)
+        limit = _ANSWER_SECONDS + (own if isinstance(own, int | float) else 0)
     try:
         done = subprocess.run(command, input=given + payload, capture_output=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired as error:

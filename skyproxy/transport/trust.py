@@ -22,7 +22,8 @@ class WrongCertificateError(ssl.SSLError):
         super().__init__(
             ssl.SSL_ERROR_SSL,
             f"its certificate has the fingerprint {presented}, and {pinned} was pinned: somebody may be intercepting "
-            "the connection, or the worker has a new certificate",
+            "the connection, or the worker has a new certificate. If its log names that fingerprint as its own, trust "
+            f"it: skyproxy connect NAME --certificate {presented}",
         )
 
 

@@ -55,14 +55,14 @@ def ask_worker(
     host, port, secure, shown = address.host, address.port, address.secure, address.shown
     if not secure:
         check_confidential(host, shown, insecure=SETTINGS.insecure)
+    context = (ssl_context or client_context(certificate)) if secure else None
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     end = threading.Timer(_MOST_STEPS * timeout_seconds, _hang_up, (connection,))
     end.daemon = True
     end.start()
     try:
         connection.sock = socket.create_connection((host, port), timeout_seconds)
-        if secure:
-            context = ssl_context or client_context(certificate)
+        if context is not None:
             connection.sock = context.wrap_socket(connection.sock, server_hostname=server_name or host)
         connection.request("GET", urlsplit(url).path.rstrip("/") + path, headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()

@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from skyproxy.cli.identity import own_certificate, own_token
-from skyproxy.contexts import ContextStore, connection_files
+from skyproxy.cli.identity import _self_signed, own_certificate, own_token
+from skyproxy.contexts import ContextStore, connection_files, state_folder
 from skyproxy.transport.trust import fingerprint_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(os.name != "posix", reason="homes are chosen by HOME")]
@@ -90,6 +92,13 @@ class Serving:
         assert command is not None, self.output
         assert token is not None, self.output
         return command[1], Path(token[1])
+
+    def until(self, text: str) -> bool:
+        """Waits until the worker has written a text; whether it did."""
+        deadline = time.monotonic() + START_SECONDS
+        while text not in self.output and time.monotonic() < deadline and self._reader.is_alive():
+            self._reader.join(0.05)
+        return text in self.output
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -167,6 +176,60 @@ def test_a_wrong_certificate_and_a_wrong_token_end_with_5(
     assert not connection_files("remote")[0].exists()
 
 
+def test_a_renewed_certificate_is_told_and_pinned_anew_with_one_command(
+    serving: tuple[Machine, Serving], tmp_path: Path
+) -> None:
+    _, worker = serving
+    command, token = worker.invitation()
+    laptop = Machine(tmp_path / "laptop")
+    check_a_program(laptop, command, token)
+    certificate = token.parent / "certificate.pem"
+    renewed = certificate.with_name("renewed.pem")
+    renewed.write_text(_self_signed())
+    renewed.replace(certificate)
+    pinned = fingerprint_of(certificate.read_text())
+    with pytest.raises(AssertionError, match="the worker has a new certificate") as told:
+        laptop.run("skyproxy connect remote")
+    assert f"skyproxy connect NAME --certificate {pinned}" in str(told.value)
+    # The worker's own log has it, so that nobody has to believe whoever answers.
+    assert worker.until(f"its fingerprint is {pinned}")
+    assert "sky:0 is now wss://" in laptop.run(f"skyproxy connect remote --certificate {pinned}")
+    assert '"certificate": "sha256:' in next(laptop.home.rglob("remote.json")).read_text()
+    assert "phase     Running" in laptop.run("skyproxy status remote")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["wss://127.0.0.1:1", "--certificate", "/no/such.pem"], "No such file"),
+        (["wss://127.0.0.1:1", "--certificate", "{folder}/empty"], "holds no certificate"),
+        (["wss://127.0.0.1:1", "--certificate", "-----BEGIN CERTIFICATE-----"], "complete PEM text"),
+        (["wss://127.0.0.1:1", "--certificate", "sha256:12"], "64 hexadecimal digits"),
+        (["wss://127.0.0.1:1", "--token-file", "{folder}/empty"], "is empty"),
+        (["wss://127.0.0.1:1", "--token-file", "{folder}/binary"], "not plain text"),
+        (["wss://127.0.0.1:1", "--token-file", "{folder}/two"], "more than a token"),
+        (["wss://127.0.0.1:99999"], "cannot be read"),
+        (["wss://"], "a host"),
+        (["ws://192.0.2.1:8765"], "would not be encrypted"),
+        (["nobody", "--certificate", "sha256:" + "0" * 64], "no saved worker"),
+    ],
+)
+def test_files_and_arguments_are_looked_at_before_the_token_is_asked_for_and_the_network(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("skyproxy.transport.worker_report.socket.create_connection", asked)
+    monkeypatch.setattr("skyproxy.cli.connecting.ask_for_token", asked)
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "two").write_text("one\ntwo\n")
+    result = run("connect", *(item.replace("{folder}", str(tmp_path)) for item in arguments))
+    assert result.exit_code == (3 if "nobody" in arguments else 2), (result.output, result.exception)
+    assert problem in result.output
+
+
 def can_make_networks() -> bool:
     """Whether this user may make network namespaces; a container often does not let root either."""
     if sys.platform != "linux" or os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
@@ -239,6 +302,8 @@ def test_token_and_certificate_are_made_once_and_only_their_owner_can_read_them(
     [
         (["--tls", "--tls-cert", "pyproject.toml"], "Give one of them"),
         (["--advertise", "gpu-box"], "Add --tls"),
+        (["--tls-key", "pyproject.toml"], "Give both"),
+        (["--tls", "--port-file", "/no/such/folder/port"], "no such folder"),
     ],
 )
 def test_flags_that_contradict_each_other_end_with_2(
@@ -248,6 +313,31 @@ def test_flags_that_contradict_each_other_end_with_2(
     result = run("serve", *arguments)
     assert result.exit_code == 2, result.output
     assert problem in result.output
+    assert not own_files().exists()  # nothing is made for a worker that does not start
+
+
+def own_files() -> Path:
+    return state_folder() / "serving"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--host", "0.0.0.0"], ["--tls-cert", str(ROOT / "README.md")], ["--port", "{taken}"]]
+)
+def test_a_worker_that_cannot_listen_says_so_before_it_loads_torch_or_makes_a_token(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [item.replace("{taken}", str(taken.getsockname()[1])) for item in arguments]
+        program = (
+            "import sys; sys.modules['torch'] = None; from skyproxy_server.__main__ import main; "
+            f"sys.exit(main({given!r}))"
+        )
+        made = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        )
+    assert made.returncode == 2, made.stderr
+    assert made.stderr.startswith("skyproxy_server: "), made.stderr
+    assert "token was made" not in made.stderr
 
 
 def test_an_empty_answer_to_the_question_for_the_token_ends_with_2(run: Run) -> None:
