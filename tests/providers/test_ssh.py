@@ -435,61 +435,6 @@ def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch
     assert caught.value.code == "disk"
 
 
-@pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts in place of ssh a script: what a host's login shell does with the command line, which is `$command`."""
-
-    def put(script: str) -> None:
-        path = tmp_path / "bin" / "ssh"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\nHOME={tmp_path}; export HOME\nfor command; do :; done\n{script}\n")
-        path.chmod(0o755)
-
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
-    return put
-
-
-POSIX = pytest.mark.skipif(os.name != "posix", reason="the shell is one of POSIX")
-ASKED = {"operation": "status", "name": "nobody"}
-
-
-@POSIX
-@pytest.mark.parametrize(
-    "greeting", ["echo Welcome", "printf 'Welcome '", "echo '{}'", "echo '*** maintenance' >&2", "printf 'a\\rb'"]
-)
-def test_what_a_profile_prints_is_no_answer(shell: Callable[[str], None], greeting: str) -> None:
-    shell(f'{greeting}; exec sh -c "$command"')
-    assert ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)["alive"] is False
-    shell(f'{greeting}; exec sh -c "$command"')
-    tunnel = Tunnel(SshTarget("gpu-box"), 1)
-    tunnel.close()
-
-
-@POSIX
-def test_a_login_shell_that_refuses_says_so(shell: Callable[[str], None]) -> None:
-    shell("echo 'This account is currently not available.'; exit 1")
-    with pytest.raises(WorkerStartError, match=r"ended with 1\.\nThis account is currently not available"):
-        ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)
-
-
-@POSIX
-def test_a_login_shell_that_waits_for_something_is_given_up(
-    shell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ssh_connection, "_ANSWER_SECONDS", 1.0)
-    shell("echo 'Choose: 1) work 2) play'; exec sleep 1000")
-    with pytest.raises(ConnectError, match=r"gives no answer within 1 s.*ssh gpu-box true"):
-        ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)
-
-
-@POSIX
-def test_a_home_that_cannot_be_written_is_told(shell: Callable[[str], None]) -> None:
-    shell('HOME=/dev/null; exec sh -c "$command"')
-    asked = {"operation": "start", "name": "x"}
-    with pytest.raises(WorkerStartError, match=r"its system refused something .*\n.*Not a directory: '/dev/null"):
-        ssh_connection.call(SshTarget("gpu-box"), sys.executable, asked)
-
-
 def test_the_own_wheel_is_the_same_each_time_and_has_both_packages() -> None:
     first, second = own_wheel(), own_wheel()
     assert first.digest == second.digest

@@ -1,0 +1,65 @@
+"""Login shells of hosts that greet, refuse or wait: a script in place of ssh runs the command line here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyproxy.errors import ConnectError, WorkerStartError
+from skyproxy.providers import ssh_connection
+from skyproxy.providers.ssh_connection import SshTarget, Tunnel
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name != "posix", reason="the shell is one of POSIX")]
+
+ASKED = {"operation": "status", "name": "nobody"}
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts in place of ssh a script: what a host's login shell does with the command line, which is `$command`."""
+
+    def put(script: str) -> None:
+        path = tmp_path / "bin" / "ssh"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\nHOME={tmp_path}; export HOME\nfor command; do :; done\n{script}\n")
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
+    return put
+
+
+@pytest.mark.parametrize(
+    "greeting", ["echo Welcome", "printf 'Welcome '", "echo '{}'", "echo '*** maintenance' >&2", "printf 'a\\rb'"]
+)
+def test_what_a_profile_prints_is_no_answer(shell: Callable[[str], None], greeting: str) -> None:
+    shell(f'{greeting}; exec sh -c "$command"')
+    assert ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)["alive"] is False
+    shell(f'{greeting}; exec sh -c "$command"')
+    tunnel = Tunnel(SshTarget("gpu-box"), 1)
+    tunnel.close()
+
+
+def test_a_login_shell_that_refuses_says_so(shell: Callable[[str], None]) -> None:
+    shell("echo 'This account is currently not available.'; exit 1")
+    with pytest.raises(WorkerStartError, match=r"ended with 1\.\nThis account is currently not available"):
+        ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)
+
+
+def test_a_login_shell_that_waits_for_something_is_given_up(
+    shell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_connection, "_ANSWER_SECONDS", 1.0)
+    shell("echo 'Choose: 1) work 2) play'; exec sleep 1000")
+    with pytest.raises(ConnectError, match=r"gives no answer within 1 s.*ssh gpu-box true"):
+        ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)
+
+
+def test_a_home_that_cannot_be_written_is_told(shell: Callable[[str], None]) -> None:
+    shell('HOME=/dev/null; exec sh -c "$command"')
+    asked = {"operation": "start", "name": "x"}
+    with pytest.raises(WorkerStartError, match=r"its system refused something .*\n.*Not a directory: '/dev/null"):
+        ssh_connection.call(SshTarget("gpu-box"), sys.executable, asked)
