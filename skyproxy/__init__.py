@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from skyproxy.pools import gather as gather
     from skyproxy.profiling.profiles import Profile as Profile
     from skyproxy.profiling.profiles import profile as profile
+    from skyproxy.protecting import Protected as Protected
+    from skyproxy.protecting import protect as protect
     from skyproxy.providers.accelerators import Accelerator as Accelerator
     from skyproxy.providers.aws import AWS as AWS
     from skyproxy.providers.base import Volume as Volume
@@ -82,6 +84,7 @@ _PUBLIC = {
     "PendingCompute": "skyproxy.pools",
     "PipIndex": "skyproxy.providers.image",
     "Profile": "skyproxy.profiling.profiles",
+    "Protected": "skyproxy.protecting",
     "Remote": "skyproxy.providers.remote",
     "RemoteStateDict": "skyproxy.tensor.torch_api.state_dicts",
     "RemoteTensor": "skyproxy.tensor.core.remote_tensor",
@@ -104,6 +107,7 @@ _PUBLIC = {
     "load_ipython_extension": "skyproxy.notebook.extension",
     "prefetch": "skyproxy.tensor.ops.async_values",
     "profile": "skyproxy.profiling.profiles",
+    "protect": "skyproxy.protecting",
     "reset": "skyproxy.nodes",
     "shard": "skyproxy.runtime",
     "silent": "skyproxy.runtime",

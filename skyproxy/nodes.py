@@ -18,22 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError, SkyproxyError
+from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.functions.runner import Runner
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.loading.node_names import NodeNames
-from skyproxy.protocol.messages import Hello, Welcome
-from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.protocol.messages import Welcome
 from skyproxy.session.early_worker import EARLY_WORKER
 from skyproxy.session.local_worker import LocalWorker
+from skyproxy.session.opening import Opener
 from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.dispatch.inference import prepare
-from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
@@ -93,11 +92,10 @@ class Node(NodeModels, NodeNames):
         session: Session,
         worker: LocalWorker | None = None,
         on_close: Callable[[], None] | None = None,
-        open_functions: Callable[[], Transport] | None = None,
+        opener: Opener | None = None,
         *,
         shares_files: bool = False,
         trust_worker: bool = False,
-        ask_status: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.url = url
         self.source = source
@@ -105,7 +103,7 @@ class Node(NodeModels, NodeNames):
         self._session = session
         self._worker = worker
         self._on_close = on_close
-        self._ask_status = ask_status
+        self._opener = opener
         self._devices: list[SkyDevice] = DEVICES.add(session)
         session.backlogs.device = " and ".join(str(chosen.torch_device) for chosen in self._devices)
         for chosen in self._devices:
@@ -113,7 +111,7 @@ class Node(NodeModels, NodeNames):
             session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
         # A worker of this very process runs as its user, from its files: there is nothing to keep from it.
         trusted = trust_worker or worker is not None
-        connection = open_functions or _no_functions
+        connection = opener.open_functions if opener is not None else _no_functions
         self._runner = Runner(session, self._devices, connection, shares_files=shares_files, trusted=trusted)
         _nodes.append(self)
 
@@ -150,6 +148,23 @@ class Node(NodeModels, NodeNames):
         """The same, without blocking the event loop."""
         await asyncio.to_thread(self._session.synchronize)
 
+    def _restart_worker(self, stop: threading.Event) -> LocalWorker:
+        """Start the embedded worker anew, for the session to go on there; `close` ends this wait.
+
+        Raises:
+            WorkerStartError: it did not come up.
+            SessionLostError: the node was closed meanwhile.
+        """
+        assert self._worker is not None
+        before, self._worker = self._worker, self._worker.successor(SETTINGS)
+        before.stop()
+        if stop.is_set():  # asked after the assignment, so that `close` cannot miss it
+            self._worker.stop()
+            raise SessionLostError("the node was closed")
+        self._worker.wait_until_it_listens(SETTINGS.worker_start_timeout_seconds)
+        self._session.explain_end = self._worker.explain_end
+        return self._worker
+
     @property
     def alive(self) -> bool:
         """True if the worker is still there."""
@@ -165,6 +180,7 @@ class Node(NodeModels, NodeNames):
         if self._session.is_foreign:
             return
         self._finish_named()
+        self._session.unprotect()
         if self._worker is None:
             on_close, self._on_close = self._on_close, None
             try:
@@ -174,8 +190,14 @@ class Node(NodeModels, NodeNames):
                     on_close()
         else:
             # The worker first: it is ours alone, and need not finish what it is doing.
-            self._session.close("the node was closed", self._worker.stop)
+            self._session.close("the node was closed", lambda: self._end_worker(keeps_snapshots=True))
+            self._end_worker(keeps_snapshots=False)
+
+    def _end_worker(self, *, keeps_snapshots: bool) -> None:
+        if self._worker is not None:
             self._worker.stop()
+            if not keeps_snapshots:
+                self._worker.delete_snapshots()
 
     def __enter__(self) -> Node:
         return self
@@ -203,9 +225,9 @@ class Node(NodeModels, NodeNames):
         Raises:
             ConnectError: the worker does not answer.
         """
-        if self._ask_status is None:
+        if self._opener is None:
             raise ConnectError("this node was made without a way to ask its worker")
-        return self._ask_status()
+        return self._opener.ask_status()
 
     def _repr_html_(self) -> str:
         """Return what Jupyter shows; asks the worker nothing."""
@@ -400,65 +422,26 @@ def _connect(
 
     # Of a worker that this process has started, a connection breaks only when one of the two ends.
     grace_seconds = int(SETTINGS.reconnect_seconds) if SETTINGS.reconnect and worker is None else 0
-
-    def renewed() -> tuple[str, ssl.SSLContext | None]:
-        """The token and whom to trust, asked for again: a session lasts longer than a token or a certificate may."""
-        assert renew is not None
-        fresh, certificate = renew()
-        return fresh, client_context(certificate) if certificate is not None else ssl_context
-
-    def open_connection(role: str, session: str, secret: bytes = b"", received: int = 0) -> tuple[Transport, Welcome]:
-        nonlocal token, ssl_context
-        hello = Hello(list(SUPPORTED), role, session, software(torch.__version__), grace_seconds, secret, received)
-        try:
-            return _open(url, token or "", ssl_context, server_name, insecure, hello)
-        except ConnectError:
-            if renew is None or not session:
-                raise
-            fresh, trusted = renewed()
-            opened = _open(url, fresh, trusted, server_name, insecure, hello)
-            token, ssl_context = fresh, trusted
-            return opened
-
-    operations, welcome = open_connection("operations", "")
-    try:
-        bulk, _ = open_connection("bulk", welcome.session)
-    except BaseException:
-        operations.close()
-        raise
+    opener = Opener(
+        url,
+        token,
+        torch.__version__,
+        SETTINGS,
+        ssl_context=ssl_context,
+        server_name=server_name,
+        insecure=insecure,
+        renew=renew,
+        grace_seconds=grace_seconds,
+    )
+    operations, bulk, welcome = opener.open_session()
     _check_torch(welcome)
-
-    def open_functions() -> Transport:
-        return open_connection("functions", welcome.session)[0]
-
-    def reopen(role: str, received: int) -> tuple[Transport, Welcome]:
-        try:
-            return open_connection(role, welcome.session, welcome.secret, received if role == "operations" else 0)
-        except ConnectError:
-            raise
-        except (SkyproxyError, OSError) as problem:  # of `renew`, which asks others
-            raise ConnectError(str(problem)) from problem
-
-    reconnector: Reconnector | None = None
-    if grace_seconds and welcome.secret:
-        reconnector = Reconnector(reopen, url, min(grace_seconds, welcome.limits.get("grace_seconds", 0)))
+    resumes = bool(grace_seconds and welcome.secret)
+    patience_seconds = min(grace_seconds, welcome.limits.get("grace_seconds", 0)) if resumes else 0
+    reconnector = Reconnector(opener.reopen, url, patience_seconds, resumes=resumes)
     session = Session(operations, bulk, welcome, SETTINGS, reconnector=reconnector)
     if explain_end is not None:
         session.explain_end = explain_end
-        if reconnector is not None:
-            reconnector.explain_end = explain_end
-
-    def ask_status() -> dict[str, Any]:
-        from skyproxy.transport.worker_report import ask_worker
-
-        nonlocal token, ssl_context
-        try:
-            return ask_worker(url, token or "", "/status", ssl_context=ssl_context, server_name=server_name)
-        except ConnectError:
-            if renew is None:
-                raise
-            token, ssl_context = renewed()
-            return ask_worker(url, token, "/status", ssl_context=ssl_context, server_name=server_name)
+        reconnector.explain_end = lambda: session.explain_end()
 
     if worker is None:
         EARLY_WORKER.drop()  # what `sky:0` means is chosen now
@@ -468,28 +451,12 @@ def _connect(
         session,
         worker,
         on_close,
-        open_functions,
+        opener,
         shares_files=shares_files,
         trust_worker=trust_worker,
-        ask_status=ask_status,
     )
     logger.info("skyproxy: connected to %r", node)
     return node
-
-
-def _open(
-    url: str,
-    token: str,
-    ssl_context: ssl.SSLContext | None,
-    server_name: str | None,
-    insecure: bool,
-    hello: Hello,
-) -> tuple[Transport, Welcome]:
-    from skyproxy.transport.websocket import connect_websocket
-
-    return connect_websocket(
-        url, token, hello, settings=SETTINGS, ssl_context=ssl_context, server_name=server_name, insecure=insecure
-    )
 
 
 def _check_torch(welcome: Welcome) -> None:

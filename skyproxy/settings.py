@@ -104,6 +104,9 @@ class Settings:
     """True if a session with a worker elsewhere outlives its connections: they are made anew when they break."""
     reconnect_seconds: float = 600.0
     """The time for which a client tries to get a broken connection back."""
+    max_log_bytes: int = 256 << 20
+    """Bytes of batches and uploads that a protected session keeps, to have another worker do them again; at three
+    quarters, a snapshot is taken."""
     silence_seconds: float = 10.0
     """A connection that answered nothing for this long is taken for broken, where it can be made anew."""
     session_grace_seconds: float = 600.0

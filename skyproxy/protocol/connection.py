@@ -213,6 +213,23 @@ class Connection:
         while len(batches) > 1:  # never empty, for other threads read it
             batches.popleft()
 
+    def hold(self, message: Message, frame_bytes: int) -> None:
+        """Take note of a client's batch that will leave on a later connection, for this one is broken.
+
+        Raises:
+            ProtocolError: it is neither the next batch nor the very one before.
+        """
+        newest = self._batches[-1]
+        sequence: int = message.sequence  # type: ignore[attr-defined]
+        if sequence == newest.sequence + 1:
+            self._batches.append(SentBatch(sequence, newest.total_bytes + frame_bytes, message))
+        elif message is not newest.message:
+            raise ProtocolError(f"Batch {sequence} cannot follow batch {newest.sequence}.")
+
+    def kept_batches(self) -> dict[int, Message]:
+        """Return the batches that were sent and not acknowledged, by their numbers."""
+        return {batch.sequence: batch.message for batch in list(self._batches) if batch.message is not None}
+
     def _forget_answers(self, count: int) -> None:
         answers = self._answers
         while answers[0].number < count:

@@ -12,7 +12,7 @@ from typing import Protocol
 from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Ping, Pong
 from skyproxy.session.liveness import Liveness, StalledOperations
-from skyproxy.session.reconnecting import Outage
+from skyproxy.session.reconnecting import Outage, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiter
@@ -46,6 +46,7 @@ class Housekeeping:
         auxiliary: connections that others opened for the session; counted there, and kept alive.
         last_heard: when a message came in, on the clock of `time.monotonic`.
         round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
+        tick: called again and again, about twenty times a second.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Housekeeping:
         bulk: Transport,
         settings: Settings,
         end: Callable[[str], object],
-        outage: Outage | None = None,
+        reconnector: Reconnector | None = None,
     ) -> None:
         """Args:
         recorder: whose commands are sent when they lie around.
@@ -64,9 +65,10 @@ class Housekeeping:
         operations, bulk: the session's connections.
         settings: intervals.
         end: ends the session, for a reason.
-        outage: where broken connections are made anew: tells whether any is. Then a silent one is cut, for that.
+        reconnector: makes broken connections anew, where that may be. Then a silent one is cut, for that.
         """
         self.auxiliary: list[AuxiliaryConnection] = []
+        self.tick: Callable[[], object] = lambda: None
         self.last_heard = time.monotonic()
         self.round_trip_seconds = 0.0
         self._recorder = recorder
@@ -76,7 +78,7 @@ class Housekeeping:
         self._interval = settings.ping_interval_seconds
         self._patience = settings.liveness_timeout_seconds
         self._end = end
-        self._outage = outage
+        self._reconnector = reconnector
         self._silence = Liveness(settings.silence_seconds, max(self._interval, 1.0), self.last_heard)
         self._stalled = StalledOperations()
         self._stop = threading.Event()
@@ -110,7 +112,8 @@ class Housekeeping:
         if pong.number == number:
             self._round_trips_seconds.append(time.monotonic() - asked_at)
             self.round_trip_seconds = min(self._round_trips_seconds)
-        if self._outage is not None and not self._outage.is_going_on:
+        outage = self._outage()
+        if outage is not None and not outage.is_going_on:
             connection, received = self._operations.connection, self._operations.bytes_received
             is_idle = not pong.load.get("executing", 0)
             if self._stalled.is_stalled(is_idle, connection.acked_sequence, connection.unacked_bytes, received):
@@ -131,6 +134,7 @@ class Housekeeping:
                 self._ping(now)
                 self._keep_alive(now)
                 self._look_for_signs(now)
+                self.tick()
             except LinkDownError:
                 logger.debug("skyproxy: no ping, for the connection is broken")
             except SessionLostError as error:
@@ -138,10 +142,16 @@ class Housekeeping:
             except Exception:  # a failed flush is the recorder's to report, at the next wait
                 logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
 
+    def _outage(self) -> Outage | None:
+        """Return what tells of broken connections, where such are made anew now."""
+        reconnector = self._reconnector
+        return reconnector.outage if reconnector is not None and reconnector.is_active else None
+
     def _look_for_signs(self, now: float) -> None:
         """Give up on a worker that answers nothing; or cut its connections, where they are made anew."""
-        if self._outage is not None:
-            if self._outage.is_going_on:
+        outage = self._outage()
+        if outage is not None:
+            if outage.is_going_on:
                 self.last_heard = now
             if self._silence.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
                 logger.debug("skyproxy: a silent worker's connections are cut")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ _ADVICE = {
     "SIGBUS": "often /dev/shm, or the disk of a mapped file, is full",
 }
 _END_TIMEOUT_SECONDS = 1.0
+_SNAPSHOTS = "SKYPROXY_SNAPSHOTS"
 _workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
 
@@ -42,6 +44,7 @@ class LocalWorker:
     Attributes:
         url: where it listens.
         token: what it wants to hear.
+        device: what it was started for.
     """
 
     url: str
@@ -55,6 +58,7 @@ class LocalWorker:
         command: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
+        snapshots_folder: str | None = None,
     ) -> None:
         """Starts the process and waits until it listens.
 
@@ -65,11 +69,17 @@ class LocalWorker:
             command: what starts it in another way, with --embedded: in a container, for instance.
             environment: all of its variables; ours by default.
             wait: whether to wait; otherwise call `wait_until_it_listens`, before anything else but `stop`.
+            snapshots_folder: where it keeps snapshots; made when the first one is. By default one of its own, where
+                neither a command nor the environment says otherwise.
 
         Raises:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
         """
         self.token = secrets.token_urlsafe(32)
+        self.device = device
+        self._snapshots_folder = snapshots_folder
+        if snapshots_folder is None and command is None and environment is None and _SNAPSHOTS not in os.environ:
+            self._snapshots_folder = os.path.join(tempfile.gettempdir(), f"skyproxy-snapshots-{secrets.token_hex(16)}")
         self._owner = os.getpid()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._last_words = ""
@@ -78,6 +88,8 @@ class LocalWorker:
             command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
         mark = secrets.token_hex(16)
         variables = worker_environment() if environment is None else dict(environment)
+        if self._snapshots_folder is not None:
+            variables[_SNAPSHOTS] = self._snapshots_folder
         try:
             self._process = subprocess.Popen(
                 command,
@@ -107,6 +119,20 @@ class LocalWorker:
             raise WorkerStartError(self._explain()) from None
         if wait:
             self.wait_until_it_listens(settings.worker_start_timeout_seconds)
+
+    def successor(self, settings: Settings) -> LocalWorker:
+        """Start another one in its place, with its snapshots; call `wait_until_it_listens` then.
+
+        Raises:
+            WorkerStartError: it cannot be started.
+        """
+        folder, self._snapshots_folder = self._snapshots_folder, None
+        return LocalWorker(self.device, settings, wait=False, snapshots_folder=folder)
+
+    def delete_snapshots(self) -> None:
+        """Delete what it kept of its sessions, once it has ended."""
+        if self._snapshots_folder is not None and self._owner == os.getpid():
+            shutil.rmtree(self._snapshots_folder, ignore_errors=True)
 
     def wait_until_it_listens(self, timeout_seconds: float) -> None:
         """Waits for the worker's word. `stop`, from another thread, ends the wait.

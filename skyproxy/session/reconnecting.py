@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from skyproxy.errors import (
     AuthenticationError,
@@ -20,7 +20,7 @@ from skyproxy.errors import (
 )
 from skyproxy.protocol import framing
 from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import ANSWERS, BULK, OPERATIONS, Message, Received, Welcome
+from skyproxy.protocol.messages import ANSWERS, BULK, OPERATIONS, Goodbye, Message, Received, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.base import LinkDownError, PayloadSink, Transport
 
@@ -38,6 +38,8 @@ _CONFIRM_EVERY = 64
 _CONFIRM_BYTES = 256 << 10
 _TRY_LATER = frozenset({"", "too-many-sessions"})
 """The reasons of refusals that another attempt may not meet."""
+_WORKER_ENDED = frozenset({"shutdown", "crashed"})
+"""The reasons of a worker's goodbye for which a protected session goes on with another one."""
 
 T = TypeVar("T")
 
@@ -51,8 +53,48 @@ class Reopen(Protocol):
         """
 
 
+class Fresh(NamedTuple):
+    """A connection in place of one that broke.
+
+    Attributes:
+        link: the connection.
+        welcome: what the worker said to it.
+        start: where it belongs to a new session, which was restored: the batch of the snapshot; else None.
+        recoveries: how many there were when it was made, where `start` is given.
+    """
+
+    link: Transport
+    welcome: Welcome
+    start: int | None = None
+    recoveries: int = 0
+
+
+class Recovery(Protocol):
+    """Has another worker go on with a session whose worker is gone; see `session.protection`."""
+
+    def recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
+        """Return the operations and the bulk connection of a session that was restored.
+
+        Raises:
+            SessionLostError: that is not possible.
+        """
+
+    def replay(self, start: int, before: Connection, link: Transport) -> None:
+        """Send what the snapshot lacks of what had left on the connection before, and take note of it there."""
+
+    def cut_bulk(self) -> object:
+        """Have the thread that reads the bulk connection notice that its worker is gone."""
+
+    def cut_operations(self) -> object:
+        """The same for the operations connection."""
+
+
 class Outage:
-    """The one line that tells people of a broken session, for all its connections."""
+    """The one line that tells people of a broken session, for all its connections.
+
+    Attributes:
+        patience_seconds: how long somebody will try.
+    """
 
     def __init__(self, where: str, patience_seconds: float) -> None:
         """Args:
@@ -60,7 +102,7 @@ class Outage:
         patience_seconds: how long somebody will try.
         """
         self._where = where
-        self._patience_seconds = patience_seconds
+        self.patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self._broken = 0
         self._began = 0.0
@@ -106,7 +148,7 @@ class Outage:
                 self._was_told = True
                 self._say(
                     f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to restore it for up "
-                    f"to {self._patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
+                    f"to {self.patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
                 )
 
     @staticmethod
@@ -121,30 +163,51 @@ class Reconnector:
     Attributes:
         outage: what people are told.
         explain_end: how the worker's process ended; None while it lives, or where nobody knows.
+        resumes: whether the worker keeps the session when a connection breaks.
+        recovery: has another worker go on where this one is gone; None where the session ends then.
+        recoveries: how often that was done.
     """
 
-    def __init__(self, reopen: Reopen, where: str, patience_seconds: float) -> None:
+    def __init__(self, reopen: Reopen, where: str, patience_seconds: float, *, resumes: bool = True) -> None:
         """Args:
         reopen: opens a connection.
         where: the worker's address, for people.
         patience_seconds: how long to try.
+        resumes: whether the worker keeps the session when a connection breaks.
         """
+        self.resumes = resumes
+        self.recovery: Recovery | None = None
+        self.recoveries = 0
+        self._restored_bulk: Fresh | None = None
+        self._recovered = threading.Condition()
         self.outage = Outage(where, patience_seconds)
         self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
         self._reopen = reopen
-        self._patience_seconds = patience_seconds
+        self.patience_seconds = patience_seconds
         self._stop = threading.Event()
+
+    @property
+    def is_active(self) -> bool:
+        """True if a connection that breaks is replaced at all."""
+        return self.resumes or self.recovery is not None
+
+    def outlives(self, goodbye: Goodbye | None) -> bool:
+        """Return whether the session goes on although the worker has said this on a connection, if anything."""
+        return goodbye is None or (self.recovery is not None and goodbye.code_name in _WORKER_ENDED)
 
     def stop(self) -> None:
         """End every attempt."""
         self._stop.set()
+        with self._recovered:
+            self._recovered.notify_all()
 
-    def connect(self, role: str, received: int, reason: str) -> tuple[Transport, Welcome]:
+    def connect(self, role: str, link: Transport, recoveries: int, reason: str) -> Fresh:
         """Return a connection in place of one that broke.
 
         Args:
             role: its kind.
-            received: answers that came on the broken one.
+            link: the broken one.
+            recoveries: how many there had been when that one was made.
             reason: why it broke.
 
         Raises:
@@ -152,21 +215,53 @@ class Reconnector:
         """
         self.outage.begin(reason)
         try:
-            return self._connect(role, received, reason)
+            try:
+                if not self.resumes or link.connection.goodbye is not None:
+                    raise SessionLostError(reason)
+                return self._connect(role, link.connection.answers, recoveries, reason)
+            except SessionLostError as lost:
+                if self.recovery is None or self._stop.is_set():
+                    raise
+                return self._recover(self.recovery, role, recoveries, str(lost).rstrip("."))
         except BaseException:
             self.outage.give_up()
             raise
         finally:
             self.outage.end()
 
-    def _connect(self, role: str, received: int, reason: str) -> tuple[Transport, Welcome]:
-        until = time.monotonic() + self._patience_seconds
+    def _recover(self, recovery: Recovery, role: str, recoveries: int, reason: str) -> Fresh:
+        """Go on with another worker: the thread of the operations sees to it, that of the bulk connection waits."""
+        if role != OPERATIONS:
+            recovery.cut_operations()
+            return self._wait_for_recovery(recoveries, reason)
+        recovery.cut_bulk()
+        operations, bulk = recovery.recover(reason, self._stop)
+        with self._recovered:
+            self.recoveries += 1
+            number = self.recoveries
+            before, self._restored_bulk = self._restored_bulk, bulk._replace(recoveries=number)
+            self._recovered.notify_all()
+        if before is not None:  # nobody came for it
+            before.link.close()
+        return operations._replace(recoveries=number)
+
+    def _wait_for_recovery(self, recoveries: int, reason: str) -> Fresh:
+        with self._recovered:
+            while self._restored_bulk is None or self.recoveries <= recoveries:
+                if self._stop.is_set():
+                    raise SessionLostError(reason)
+                self._recovered.wait()
+            fresh, self._restored_bulk = self._restored_bulk, None
+            return fresh
+
+    def _connect(self, role: str, received: int, recoveries: int, reason: str) -> Fresh:
+        until = time.monotonic() + self.patience_seconds
         pause, refusals = _FIRST_PAUSE_SECONDS, 0
         while not self._stop.is_set():
-            if self.explain_end() is not None:
+            if self.recoveries > recoveries or self.explain_end() is not None:
                 raise SessionLostError(reason)
             try:
-                return self._reopen(role, received)
+                return Fresh(*self._reopen(role, received))
             except (AuthenticationError, VersionMismatchError, ConfigurationError) as problem:
                 raise SessionLostError(
                     f"{reason}; and the worker no longer lets this client in: {problem}"
@@ -179,7 +274,7 @@ class Reconnector:
                     raise SessionLostError(f"{reason}; and then: {problem}") from problem
                 if time.monotonic() >= until:
                     raise SessionLostError(
-                        f"{reason}, and did not come back within {self._patience_seconds:g} s: {problem}"
+                        f"{reason}, and did not come back within {self.patience_seconds:g} s: {problem}"
                     ) from problem
                 logger.debug("skyproxy: the %s connection is not back yet: %s", role, problem)
             self._stop.wait(pause * random.uniform(*_SPREAD))
@@ -199,6 +294,7 @@ class Reconnecting(Transport):
     def __init__(self, link: Transport, reconnector: Reconnector) -> None:
         self._link = link
         self._reconnector = reconnector
+        self._recoveries = reconnector.recoveries
         self._sink: PayloadSink | None = None
         self._changing = threading.RLock()
         self._over: SessionLostError | None = None
@@ -221,23 +317,25 @@ class Reconnecting(Transport):
         Raises:
             SessionLostError: the session is over.
         """
-        if self.was_closed or link.was_closed or link.connection.goodbye is not None:
+        if not self._is_replaced(link):
             raise error
         try:
             if not link.cut():
                 raise error
-            fresh, welcome = self._reconnector.connect(self.role, link.connection.answers, str(error).rstrip("."))
+            recoveries = self._recoveries
+            fresh = self._reconnector.connect(self.role, link, recoveries, str(error).rstrip("."))
             try:
                 with self._changing:
                     self._past_bytes[0] += link.bytes_sent
                     self._past_bytes[1] += link.bytes_received
-                    fresh.set_sink(self._sink)
-                    self._take(link, fresh, welcome)
-                    self._link = fresh
+                    self._recoveries = recoveries if fresh.start is None else fresh.recoveries
+                    fresh.link.set_sink(self._sink)
+                    self._take(link, fresh)
+                    self._link = fresh.link
             except BaseException:
-                fresh.close()
+                fresh.link.close()
                 raise
-            self._close_late(fresh, error)
+            self._close_late(fresh.link, error)
         except ProtocolError as problem:
             self._over = SessionLostError(f"{str(error).rstrip('.')}; and then: {problem}")
             raise self._over from problem
@@ -245,13 +343,19 @@ class Reconnecting(Transport):
             self._over = lost
             raise
 
+    def _is_replaced(self, link: Transport) -> bool:
+        """Return whether there will be another link where this one breaks."""
+        if self.was_closed or link.was_closed or self._over is not None:
+            return False
+        return self._reconnector.is_active and self._reconnector.outlives(link.connection.goodbye)
+
     def _close_late(self, fresh: Transport, error: SessionLostError) -> None:
         """Close a link that came after `close`; asked after it was assigned, so that `close` cannot miss it."""
         if self.was_closed:
             fresh.close()
             raise error
 
-    def _take(self, link: Transport, fresh: Transport, welcome: Welcome) -> None:
+    def _take(self, link: Transport, fresh: Fresh) -> None:
         raise NotImplementedError
 
     def post(self, message: Message) -> None:
@@ -311,7 +415,7 @@ class ReconnectingOperations(Reconnecting):
                 link.send(message)
                 return
             except SessionLostError:
-                if self.was_closed or link.was_closed or link.connection.goodbye is not None or self._over is not None:
+                if not self._is_replaced(link):
                     raise
             if self._keep(link, message):
                 return
@@ -324,16 +428,21 @@ class ReconnectingOperations(Reconnecting):
                 raise SessionLostError(str(self._over)) from self._over
             if self._link is not link:
                 return False
-            link.connection.on_send(message, size)  # it may have noted it before it broke: then nothing changes
+            link.connection.hold(message, size)  # it may have noted it before it broke: then nothing changes
             return True
 
-    def _take(self, link: Transport, fresh: Transport, welcome: Welcome) -> None:
-        for batch in fresh.connection.continue_from(link.connection, welcome.received):
-            fresh.repeat(batch)
+    def _take(self, link: Transport, fresh: Fresh) -> None:
+        if fresh.start is not None:
+            assert self._reconnector.recovery is not None
+            self._confirmed = self._unconfirmed_bytes = 0
+            self._reconnector.recovery.replay(fresh.start, link.connection, fresh.link)
+            return
+        for batch in fresh.link.connection.continue_from(link.connection, fresh.welcome.received):
+            fresh.link.repeat(batch)
 
     def recv(self, timeout_seconds: float | None = None) -> Message:
         message = super().recv(timeout_seconds)
-        if type(message) in ANSWERS:
+        if self._reconnector.resumes and type(message) in ANSWERS:
             self._confirm(sum(map(len, getattr(message, "buffers", ()))))
         return message
 
@@ -351,6 +460,7 @@ class ReconnectingBulk(Reconnecting):
 
     Attributes:
         on_back: called on the receiving thread when there is a link again, before anything is received on it.
+        on_restored: called so, where the link belongs to a session that was restored.
     """
 
     role = BULK
@@ -358,6 +468,7 @@ class ReconnectingBulk(Reconnecting):
     def __init__(self, link: Transport, reconnector: Reconnector) -> None:
         super().__init__(link, reconnector)
         self.on_back: Callable[[Transport], object] = lambda link: None
+        self.on_restored: Callable[[Fresh], object] = lambda fresh: None
 
     @property
     def link(self) -> Transport:
@@ -374,9 +485,12 @@ class ReconnectingBulk(Reconnecting):
         try:
             link.send(message)
         except SessionLostError as error:
-            if self.was_closed or link.was_closed or link.connection.goodbye is not None or self._over is not None:
+            if not self._is_replaced(link):
                 raise
             raise LinkDownError(str(error)) from error
 
-    def _take(self, link: Transport, fresh: Transport, welcome: Welcome) -> None:
-        self.on_back(fresh)
+    def _take(self, link: Transport, fresh: Fresh) -> None:
+        if fresh.start is None:
+            self.on_back(fresh.link)
+        else:
+            self.on_restored(fresh)

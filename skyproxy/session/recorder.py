@@ -61,6 +61,7 @@ class Recorder:
         emit_line: notes for the op that was just emitted a code object and an instruction offset, in the same way.
         drop_slot: takes a slot back whose value the worker still holds; for destructors too, however late.
         wait_for_news: waits for a waiter, where the worker has as much to do as it may have.
+        on_sent: called after batches have left, on the thread that records; a batch may be sent then.
         hidden_writes: how often something was recorded that may write to values which it does not name as operands of
             an op: a replay, a compiled graph, a function.
     """
@@ -118,6 +119,7 @@ class Recorder:
         self._acked: list[SentBatch] | None = None
         self._waiting: deque[Waiter] = deque()
         self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
+        self.on_sent: Callable[[], object] | None = None
         self._ended: SessionLostError | None = None
 
     def take_slot(self, handle: SlotOwner) -> None:
@@ -223,6 +225,39 @@ class Recorder:
                 self.limit = self._first_limit
             while self.stream or self.dirty or self._outgoing is not None:
                 self._send_next(whole=True)
+            if self.on_sent is not None:
+                self.on_sent()
+
+    def try_to_begin_anew(self, make: Callable[[Sequence], Batch]) -> bool:
+        """Send all that was recorded, then one batch by itself, behind which no batch rests on one before.
+
+        Args:
+            make: makes that batch, given its number.
+
+        Returns:
+            False, with nothing done, if that would have to wait for another thread or for the worker.
+
+        Raises:
+            SessionLostError: the worker is gone.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._has_room():
+                return False
+            while self.stream or self.dirty or self._outgoing is not None:
+                self._send_next(whole=True)
+            sequence = Sequence(self._sequence + 1)
+            batch = make(sequence)
+            sent = SentBatch(sequence, batch.stream, [])
+            self._repeats.seen.clear()
+            # As in `_cut`, no call may stand between these statements.
+            self._outgoing = (batch, sent)
+            self._sequence += 1
+            self._send_next(whole=True)
+            return True
+        finally:
+            self._lock.release()
 
     def reset_batch_limit(self) -> None:
         """The worker has nothing to do: it shall start soon."""
@@ -260,6 +295,8 @@ class Recorder:
             while len(self.stream) > self.limit:
                 self._send_next(whole=False)
                 self.limit = min(self.limit * 2, self._last_limit)
+            if self.on_sent is not None:
+                self.on_sent()
 
     def flush_unless_busy(self) -> bool:
         """Sends what was recorded, unless that would have to wait for another thread or for the worker.
@@ -418,6 +455,13 @@ class Recorder:
     def sent_batches(self) -> list[SentBatch]:
         """Return the batches that are not acknowledged yet, in order; for any thread."""
         return list(self._sent)
+
+    def check(self) -> None:
+        """Raises:
+        SessionLostError: the session is over.
+        """
+        if self._ended is not None:
+            raise SessionLostError(str(self._ended)) from self._ended
 
     def end(self, error: SessionLostError) -> None:
         """Nothing more can be sent; wakes whoever waits for room."""

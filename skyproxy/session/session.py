@@ -31,9 +31,11 @@ from skyproxy.protocol.messages import (
     Warned,
     Welcome,
 )
+from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations, Reconnector
+from skyproxy.session.protection import OpenAnew, Protection
+from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
 from skyproxy.session.transfers import Uploads
@@ -54,7 +56,10 @@ class Session(Requests):
         auxiliary: connections that others opened for this session; counted here, and kept alive.
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
+        protection: has another worker go on where this one ends; None where the session ends then.
     """
+
+    protection: Protection | None = None
 
     def __init__(
         self,
@@ -74,20 +79,18 @@ class Session(Requests):
         """
         self.welcome = welcome
         self._reconnector = reconnector
+        is_lasting = reconnector is not None and reconnector.resumes
         if reconnector is not None:
             operations = ReconnectingOperations(operations, reconnector, settings)
             bulk = ReconnectingBulk(bulk, reconnector)
             bulk.on_back = self._on_bulk_back
+            bulk.on_restored = self._on_bulk_restored
         self._operations = operations
         self._bulk = bulk
         self._on_end = on_end
         self.at_end: list[Callable[[SessionLostError], object]] = []
         self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
-        offers = UploadDedup(
-            settings.min_blob_bytes,
-            keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
-            had_blobs=welcome.limits.get("blobs", 0) > 0,
-        )
+        offers = _offers_for(welcome, settings)
         super().__init__(
             settings,
             Recorder(self._send_batch, self._unacked, settings, self._wait_for_outcome),
@@ -96,15 +99,16 @@ class Session(Requests):
                 settings.chunk_bytes,
                 settings.show_progress,
                 offers,
-                lasting=reconnector is not None,
+                lasting=is_lasting,
             ),
         )
-        if reconnector is not None:
+        if is_lasting:
             self._downloads.confirm = bulk.post
         if welcome.limits.get("cancels"):
             self.cancelling.post = bulk.post
-        outage = reconnector.outage if reconnector is not None else None
-        self._housekeeping = Housekeeping(self.recorder, self._uploads, operations, bulk, settings, self._end, outage)
+        self._housekeeping = Housekeeping(
+            self.recorder, self._uploads, operations, bulk, settings, self._end, reconnector
+        )
         self.auxiliary = self._housekeeping.auxiliary
         self._closing = False
         self._end_lock = threading.Lock()
@@ -175,6 +179,8 @@ class Session(Requests):
 
     def _send_batch(self, batch: Batch | NamedBatch | Repeat) -> None:
         started_ns = time.time_ns() if self._trace is not None else 0
+        if self.protection is not None:
+            self.protection.note(batch)
         try:
             self._operations.send(batch)
             if self._trace is not None and started_ns:
@@ -217,6 +223,15 @@ class Session(Requests):
         self._uploads.go_on(link, self._downloads.landed_bytes())
         self.cancelling.send_again(link.post)
 
+    def _on_bulk_restored(self, fresh: Fresh) -> None:
+        protection, start = self.protection, fresh.start
+        assert protection is not None
+        assert start is not None
+        self._downloads.begin_anew()
+        offers = _offers_for(fresh.welcome, self.settings)
+        self._uploads.begin_anew(fresh.link, offers, lambda: protection.log.jobs_after(start))
+        self.cancelling.send_again(fresh.link.post)
+
     def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
         try:
             while True:
@@ -246,9 +261,72 @@ class Session(Requests):
         if waiter is not None:
             waiter.fail(error)
 
+    # --- protection --------------------------------------------------------------------------------------------------
+
+    def protect(self, log: BatchLog, name: str, open_anew: OpenAnew, every_seconds: float, every_steps: int) -> None:
+        """Have another worker go on where this one ends; take the first snapshot.
+
+        Args:
+            log: an empty one.
+            name: the name of the snapshots on the worker.
+            open_anew: finds another worker.
+            every_seconds, every_steps: see `Protection`.
+
+        Raises:
+            RemoteError: the worker takes no snapshot.
+            SessionLostError: the session is over.
+        """
+        assert self._reconnector is not None
+        protection = Protection(
+            self.recorder,
+            self._waiters,
+            log,
+            name,
+            open_anew,
+            every_seconds=every_seconds,
+            every_steps=every_steps,
+        )
+        protection.cut_bulk, protection.cut_operations = self._bulk.cut, self._operations.cut
+        protection.on_recovered = self._on_recovered
+        self.protection = protection
+        try:
+            self._uploads.log = protection
+            protection.snapshot()
+            self.recorder.on_sent = protection.on_sent
+            self._housekeeping.tick = protection.tick
+            self._reconnector.recovery = protection
+            outage = self._reconnector.outage
+            outage.patience_seconds = max(outage.patience_seconds, self.settings.reconnect_seconds)
+        except BaseException:
+            self.unprotect()
+            raise
+
+    def unprotect(self) -> None:
+        """Take no more snapshots, and have those that there are deleted: the session ends with its worker."""
+        protection = self.protection
+        if protection is None:
+            return
+        if self._reconnector is not None:
+            self._reconnector.recovery = None
+        self.recorder.on_sent = None
+        self._housekeeping.tick = lambda: None
+        self._uploads.log = None
+        self.protection = None
+        protection.stop()
+        if self.is_reachable:
+            with contextlib.suppress(SessionLostError):
+                self.do("delete_snapshot", protection.name)
+                self.recorder.flush_unless_busy()
+
+    def _on_recovered(self, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.recorder.hidden_writes += 1
+
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str, before_closing: Callable[[], object] = lambda: None) -> None:
+        if self._reconnector is not None:
+            self._reconnector.stop()
         with self._end_lock:
             if self._ended is not None:
                 return
@@ -261,6 +339,8 @@ class Session(Requests):
             ended.process_ended = bool(how)
             self._ended = ended
         self._housekeeping.stop()
+        if self.protection is not None:
+            self.protection.stop()
         self.recorder.end(self._ended)
         self._waiters.end(self._ended)
         self._uploads.end(self._ended)
@@ -293,6 +373,14 @@ class Session(Requests):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self.settings.close_timeout_seconds)
+
+
+def _offers_for(welcome: Welcome, settings: Settings) -> UploadDedup:
+    return UploadDedup(
+        settings.min_blob_bytes,
+        keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
+        had_blobs=welcome.limits.get("blobs", 0) > 0,
+    )
 
 
 def _after_fork_in_child() -> None:

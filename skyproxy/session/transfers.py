@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ from skyproxy.protocol.messages import (
     PackedChunk,
     Proof,
 )
+from skyproxy.session.batch_log import KeptUpload
 from skyproxy.session.offers import UploadDedup, UploadMode
 from skyproxy.session.progress import Watch
 from skyproxy.session.trace import SessionTrace
@@ -134,6 +136,11 @@ class Downloads:
         if waiter is not None:
             waiter.fail(RemoteError(message.reason))
 
+    def begin_anew(self) -> None:
+        """All that is not complete comes from its beginning."""
+        for number, (_, view) in list(self._open.items()):
+            self._missing[number] = len(view)
+
     def forget(self, number: int) -> None:
         """No more chunks come for this request."""
         self._open.pop(number, None)
@@ -148,6 +155,8 @@ class _Job:
         "cancelled",
         "confirmed",
         "done",
+        "given_up",
+        "is_kept",
         "keep_alive",
         "offered",
         "retained",
@@ -175,6 +184,33 @@ class _Job:
         self.again = False
         self.begun = False
         self.offered = False
+        # Of a protected session: whether `view` is the log's own; whether the worker was told that no more comes.
+        self.is_kept = False
+        self.given_up = False
+
+    def begin_anew(self) -> None:
+        """Another worker has nothing of it."""
+        self.confirmed = self.sent_bytes = 0
+        self.asked = self.begun = self.offered = False
+        self.again = True
+
+
+class UploadLog(Protocol):
+    """Keeps the bytes of uploads, for another worker."""
+
+    def keep_upload(self, transfer: int, view: memoryview) -> KeptUpload | None:
+        """Copy the bytes of an upload that is about to be announced; None where there are too many."""
+
+    def uploaded(self, transfer: int, kept: KeptUpload | None) -> None:
+        """Take note that it was announced."""
+
+
+class _Restart(NamedTuple):
+    """Another worker goes on with the session, on this connection, and needs these uploads from their first byte."""
+
+    link: Transport
+    offers: UploadDedup
+    jobs: Callable[[], Iterable[object]]
 
 
 class Group:
@@ -291,6 +327,7 @@ class Uploads:
         offers: decides which uploads the worker is asked about.
         trace: where the time of each is noted, else None.
         lasting: whether the connection is made anew when it breaks. Then an upload is kept until the worker has it.
+        log: keeps a copy of every upload, in a protected session; else None.
     """
 
     def __init__(
@@ -303,6 +340,7 @@ class Uploads:
         lasting: bool = False,
     ) -> None:
         self.lasting = lasting
+        self.log: UploadLog | None = None
         self._unconfirmed: dict[int, _Job] = {}
         self._cancelled: deque[int] = deque(maxlen=_REMEMBERED_CANCELS)
         self._retained_bytes = 0
@@ -316,7 +354,7 @@ class Uploads:
         self.last_progress = 0.0
         self._transport = self._link = transport
         self._chunk_bytes = chunk_bytes
-        self._jobs: queue.SimpleQueue[_Job | Known | Challenge | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Known | Challenge | _Restart | None] = queue.SimpleQueue()
         self._asked: dict[int, _Job] = {}
         self._ended: SessionLostError | None = None
         self._lock = threading.RLock()
@@ -335,12 +373,19 @@ class Uploads:
             keep_alive: what owns them.
             announce: tells the worker that they come; called first.
         """
-        group = _current.group
+        group, log = _current.group, self.log
+        kept = log.keep_upload(transfer, view) if log is not None else None
+        if kept is not None:
+            view, keep_alive = memoryview(kept.values), None
         job = _Job(transfer, view, width, keep_alive, group is not None)
+        if kept is not None:
+            kept.job, job.is_kept = job, True
         try:
             if group is not None:
                 group.add(self, job)  # before anything is announced: then whatever strikes, the group gives it up
             announce()
+            if log is not None:
+                log.uploaded(transfer, kept)
             self._jobs.put(job)
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
@@ -360,7 +405,10 @@ class Uploads:
     def run(self) -> None:
         """The writing thread."""
         while (item := self._jobs.get()) is not None:
-            self._attend_to(item)
+            if isinstance(item, _Restart):
+                self._restart(item)
+            else:
+                self._attend_to(item)
         for job in (*self._asked.values(), *self._unconfirmed.values()):
             job.done.fail(self._ended or SessionLostError("the session ended"))
         self.offers.end()
@@ -375,7 +423,7 @@ class Uploads:
         self.last_progress = time.monotonic()
         self.busy = True
         try:
-            if self.lasting:
+            if self.lasting or self.log is not None:
                 self._attend_while_linked(job, item)
             else:
                 self._carry_on(job, item)
@@ -448,6 +496,35 @@ class Uploads:
             for transfer in cancelled:
                 link.send(CancelTransfer(transfer, "the upload was interrupted"))
 
+    def begin_anew(self, link: Transport, offers: UploadDedup, jobs: Callable[[], Iterable[object]]) -> None:
+        """Use the connection to another worker from now on; called by the reading thread.
+
+        Args:
+            link: the connection.
+            offers: what that worker is asked about.
+            jobs: gives the uploads that it needs, of those that were begun.
+        """
+        self._jobs.put(_Restart(link, offers, jobs))
+
+    def _restart(self, restart: _Restart) -> None:
+        self.offers.end()
+        with self._lock:
+            # One that is not in the queue yet is not among them: it will find this connection.
+            jobs = [job for job in restart.jobs() if isinstance(job, _Job)]
+            self._transport, self.offers = restart.link, restart.offers
+            needed = {job.transfer for job in jobs}
+            complete = [job for number, job in self._unconfirmed.items() if number not in needed]
+            self._asked.clear()
+            self._unconfirmed.clear()
+            self._retained_bytes = 0
+            for job in jobs:
+                job.begin_anew()
+        for job in complete:  # the snapshot has it
+            job.sent_bytes = job.total
+            self._settle(job)
+        for job in jobs:
+            self._attend_to(job)
+
     def on_landed(self, message: Landed) -> None:
         """The worker has so much of an upload; called by the reading thread."""
         with self._lock:
@@ -475,6 +552,10 @@ class Uploads:
     def _written(self, job: _Job) -> None:
         """All bytes of an upload have left: let the program go on as soon as they need not be read again."""
         if not self.lasting:
+            self._forget(job)
+            self._settle(job)
+            return
+        if job.is_kept:  # until the worker's word for the case that the connection breaks, else for that of its end
             self._settle(job)
             return
         if job.together or job.done.done:
@@ -534,7 +615,8 @@ class Uploads:
         for offset in range(job.confirmed if self.lasting else 0, total, self._chunk_bytes):
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
-            if job.cancelled and not job.done.done:
+            if job.given_up or (job.cancelled and not job.done.done):
+                job.given_up = True
                 self._link.send(CancelTransfer(job.transfer, "the upload was interrupted"))
                 self._cancelled.append(job.transfer)
                 self._forget(job)

@@ -88,6 +88,10 @@ class Waiters:
         self._open[number] = waiter
         return number
 
+    def open_numbers(self) -> frozenset[int]:
+        """Return the numbers of the questions that are not answered."""
+        return frozenset(self._open)
+
     def take(self, number: int) -> Waiter | None:
         """The waiter of an answer that came; None if nobody waits for it any more."""
         return self._open.pop(number, None)

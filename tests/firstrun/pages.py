@@ -40,6 +40,7 @@ RUN: dict[str, Needs] = {
     "docs/howto/model-round-trip.md": Needs(("scikit-learn",)),
     "docs/howto/named-sessions.md": Needs(worker="wss://gpu.example.com"),
     "docs/howto/out-of-memory.md": Needs(),
+    "docs/howto/protect.md": Needs(),
     "docs/howto/pools.md": Needs(),
     "docs/howto/profile.md": Needs(),
     "docs/howto/run-a-worker.md": Needs(worker="wss://worker.example:7777"),

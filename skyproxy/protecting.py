@@ -1,0 +1,242 @@
+"""Protection of this program's sessions against the end of their workers: `skyproxy.protect(every="5min")`."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from skyproxy import nodes
+from skyproxy.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    SessionLostError,
+    SkyproxyError,
+    VersionMismatchError,
+)
+from skyproxy.nodes import Node
+from skyproxy.protocol.messages import Welcome
+from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.protection import NewSession
+from skyproxy.transport.links import is_link
+from skyproxy.units import duration_seconds
+
+NewWorker = Callable[[], str | tuple[str, str]]
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_step_counters: weakref.WeakSet[Protected] = weakref.WeakSet()
+_hook: Any = None
+
+
+class Protected:
+    """The sessions that one call of `protect` protects.
+
+    Use it as a context manager, or call `stop`; otherwise they are protected for as long as they live.
+
+    Attributes:
+        nodes: whose sessions they are.
+    """
+
+    def __init__(self, chosen: Sequence[Node], every_seconds: float, every_steps: int) -> None:
+        self.nodes = list(chosen)
+        self.every_seconds, self.every_steps = every_seconds, every_steps
+
+    @property
+    def recoveries(self) -> int:
+        """How often another worker went on."""
+        return sum(node._session.protection.recoveries for node in self.nodes if node._session.protection is not None)
+
+    @property
+    def snapshots(self) -> int:
+        """How many snapshots are durable so far."""
+        return sum(node._session.protection.snapshots for node in self.nodes if node._session.protection is not None)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Take a snapshot of each session now, and wait until it is durable.
+
+        Returns:
+            For each: "snapshot", its name; "sequence"; "bytes", its size; "written_bytes", what had not been written.
+
+        Raises:
+            RemoteError: a worker refused; the snapshot before is as good as it was.
+            SessionLostError: a session is over.
+        """
+        return [node._session.protection.snapshot() for node in self.nodes if node._session.protection is not None]
+
+    def stop(self) -> None:
+        """Protect no longer, and delete the snapshots; idempotent."""
+        _step_counters.discard(self)
+        for node in self.nodes:
+            node._session.unprotect()
+
+    def __enter__(self) -> Protected:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+def protect(
+    every: float | str | None = None,
+    *,
+    steps: int | None = None,
+    node: Node | None = None,
+    new_worker: NewWorker | None = None,
+) -> Protected:
+    """Have the program go on where a worker ends: another one restores the last snapshot and does the rest again.
+
+    The first snapshot is taken before this returns. Later ones are taken while the program goes on.
+
+    Args:
+        every: the time between two snapshots: "5min", "90s", or seconds; five minutes by default.
+        steps: the optimizer steps between two, in place of a time or beside it.
+        node: whose session; by default those of all nodes, and where there is none, that of what "sky:0" begins.
+        new_worker: gives the address of a worker that takes the place of one that is gone, or its address and token.
+            It must see the same volume for snapshots. By default an embedded worker is started anew, and any other
+            is waited for at its old address, for SKYPROXY_RECONNECT_SECONDS.
+
+    Raises:
+        ConfigurationError: a worker keeps no snapshots, or an argument cannot be.
+        RemoteError: a worker cannot take a snapshot now.
+        SessionLostError: a session is over.
+
+    Example:
+        ```python
+        skyproxy.protect(every="5min")
+        model = torch.nn.Linear(8, 8).to("sky:0")  # whatever becomes of the worker
+        ```
+    """
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ConfigurationError(f"steps={steps!r} is not a number of optimizer steps, such as 100.")
+    if every is None:
+        every_seconds = math.inf if steps is not None else 300.0
+    else:
+        every_seconds = duration_seconds(every.replace("min", "m") if isinstance(every, str) else every, "every")
+    chosen = [node] if node is not None else [each for each in nodes.list_nodes() if each.alive]
+    if not chosen:
+        nodes._start_default()
+        chosen = [each for each in nodes.list_nodes() if each.alive]
+    result = Protected([], every_seconds, steps or 0)
+    try:
+        for each in chosen:
+            _protect(each, result, new_worker)
+            result.nodes.append(each)
+    except BaseException:
+        result.stop()
+        raise
+    if steps is not None:
+        _count_steps(result)
+    return result
+
+
+def _protect(node: Node, policy: Protected, new_worker: NewWorker | None) -> None:
+    session, opener = node._session, node._opener
+    session.check()
+    if node.session_name is not None:
+        raise ConfigurationError(
+            f"the session {node.session_name!r} has a name, and what is put under a name stays on its worker: it "
+            "cannot be protected. Connect without session=..., or save what must last."
+        )
+    if session.protection is not None:
+        raise ConfigurationError("this session is protected already. End that first: protected.stop()")
+    if opener is None or not session.welcome.limits.get("snapshots"):
+        raise ConfigurationError(
+            f"the worker at {node.url} keeps no snapshots. Start it with --snapshots FOLDER, on a volume that outlives "
+            "it."
+        )
+    settings = session.settings
+    log = BatchLog(settings.max_log_bytes, settings.max_frame_bytes)
+    session.protect(log, secrets.token_hex(16), Successor(node, new_worker), policy.every_seconds, policy.every_steps)
+
+
+def _count_steps(protected: Protected) -> None:
+    """Have the protection hear of every step of an optimizer."""
+    global _hook
+    _step_counters.add(protected)
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_on_step)
+
+
+def _on_step(*_: object) -> None:
+    global _hook
+    for protected in list(_step_counters):
+        for node in protected.nodes:
+            if node._session.protection is not None:
+                node._session.protection.on_step()
+    if not _step_counters and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+class Successor:
+    """Finds the worker that goes on where a node's worker ended."""
+
+    def __init__(self, node: Node, new_worker: NewWorker | None) -> None:
+        """Args:
+        node: whose worker it will be.
+        new_worker: gives an address; None for the same place.
+        """
+        self._node = node
+        self._new_worker = new_worker
+
+    def __call__(self, reason: str, stop: threading.Event) -> NewSession:
+        """Open a session on it, as `session.protection.OpenAnew` says."""
+        patience_seconds = self._node._session.settings.reconnect_seconds
+        until, pause = time.monotonic() + patience_seconds, _FIRST_PAUSE_SECONDS
+        while not stop.is_set():
+            try:
+                return self._open(stop)
+            except (AuthenticationError, VersionMismatchError, ConfigurationError) as problem:
+                raise SessionLostError(f"{reason}; and no other worker can go on: {problem}") from problem
+            except (SkyproxyError, OSError) as problem:
+                if time.monotonic() >= until:
+                    raise SessionLostError(
+                        f"{reason}, and no other worker came within {patience_seconds:g} s: {problem}"
+                    ) from problem
+            stop.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        raise SessionLostError("the session was closed")
+
+    def _open(self, stop: threading.Event) -> NewSession:
+        node, opener = self._node, self._node._opener
+        assert opener is not None
+        if self._new_worker is not None:
+            given = self._new_worker()
+            url, token = (given, None) if isinstance(given, str) else given
+            if is_link(url):
+                raise ConfigurationError("new_worker gave a sky:// link. Give the worker's wss:// address, and token.")
+            opener.use(url, token)
+        elif node._worker is not None and not node._worker.is_running:
+            worker = node._restart_worker(stop)
+            opener.use(worker.url, worker.token)
+        opened = opener.open_session(may_renew=True)
+        try:
+            _check_fits(node._session.welcome, opened.welcome)
+        except BaseException:
+            opened.operations.close()
+            opened.bulk.close()
+            raise
+        node.url = opener.url
+        return opened
+
+
+def _check_fits(before: Welcome, now: Welcome) -> None:
+    """Raises:
+    ConfigurationError: a worker cannot go on with a session of another one.
+    """
+    if before.software.get("torch") != now.software.get("torch"):
+        raise ConfigurationError(
+            f"it runs torch {now.software.get('torch')!r:.40}, and the session began with "
+            f"{before.software.get('torch')!r:.40}"
+        )
+    kinds = [(row.get("type"), row.get("index")) for row in now.devices]
+    missing = [f"{row['type']}:{row['index']}" for row in before.devices if (row["type"], row["index"]) not in kinds]
+    if missing:
+        raise ConfigurationError(f"it has no {', '.join(missing)}, which the session uses")

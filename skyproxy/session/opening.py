@@ -1,0 +1,152 @@
+"""The connections to one worker: how they are opened, and with what token and whose certificate."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from skyproxy.errors import ConnectError, SkyproxyError
+from skyproxy.protocol.messages import FUNCTIONS, OPERATIONS, Hello, Welcome
+from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.session.protection import NewSession
+from skyproxy.settings import Settings
+from skyproxy.torch_versions import software
+from skyproxy.transport.base import Transport
+from skyproxy.transport.trust import client_context
+
+Renew = Callable[[], tuple[str, str | None]]
+
+
+class Opener:
+    """Opens connections to a worker, for one session of it at a time.
+
+    Attributes:
+        url: where it listens.
+        token: what it wants to hear.
+        welcome: what it said when the session was opened.
+    """
+
+    welcome: Welcome
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        torch_version: str,
+        settings: Settings,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+        insecure: bool = False,
+        renew: Renew | None = None,
+        grace_seconds: int = 0,
+    ) -> None:
+        """Args:
+        url, token: the worker.
+        torch_version: ours.
+        settings: limits.
+        ssl_context: whom to trust.
+        server_name: the name in the worker's certificate, where it is not the url's host.
+        insecure: whether the token may travel without encryption.
+        renew: gives the token and the certificate anew, for a session that has outlived them.
+        grace_seconds: the time for which the worker shall keep a session whose connection breaks.
+        """
+        self.url, self.token = url, token
+        self.grace_seconds = grace_seconds
+        self._torch_version = torch_version
+        self._settings = settings
+        self._ssl_context = ssl_context
+        self._server_name = server_name
+        self._insecure = insecure
+        self._renew = renew
+
+    def open_session(self, *, may_renew: bool = False) -> NewSession:
+        """Open a session, which is this opener's from now on.
+
+        Args:
+            may_renew: whether to ask for the token anew where this one is refused.
+
+        Raises:
+            ConnectError: nobody answers there, or not a worker, or it refuses.
+        """
+        operations, welcome = self._open(OPERATIONS, "", may_renew=may_renew)
+        try:
+            bulk, _ = self._open("bulk", welcome.session)
+        except BaseException:
+            operations.close()
+            raise
+        self.welcome = welcome
+        return NewSession(operations, bulk, welcome)
+
+    def open_functions(self) -> Transport:
+        """Open a functions connection of the session."""
+        return self._open(FUNCTIONS, self.welcome.session)[0]
+
+    def reopen(self, role: str, received: int) -> tuple[Transport, Welcome]:
+        """Open a connection of the session in place of one that broke; see `reconnecting.Reopen`."""
+        welcome = self.welcome
+        try:
+            return self._open(role, welcome.session, welcome.secret, received if role == OPERATIONS else 0)
+        except ConnectError:
+            raise
+        except (SkyproxyError, OSError) as problem:  # of `renew`, which asks others
+            raise ConnectError(str(problem)) from problem
+
+    def use(self, url: str, token: str | None = None) -> None:
+        """Open the next session on another worker."""
+        self.url, self.token = url, token or self.token
+
+    def ask_status(self) -> dict[str, Any]:
+        """Ask the worker what it does, beside the operations.
+
+        Raises:
+            ConnectError: it does not answer.
+        """
+        from skyproxy.transport.worker_report import ask_worker
+
+        try:
+            return ask_worker(
+                self.url, self.token, "/status", ssl_context=self._ssl_context, server_name=self._server_name
+            )
+        except ConnectError:
+            if self._renew is None:
+                raise
+            self.token, self._ssl_context = self._renewed(self._renew)
+            return ask_worker(
+                self.url, self.token, "/status", ssl_context=self._ssl_context, server_name=self._server_name
+            )
+
+    def _open(
+        self, role: str, session: str, secret: bytes = b"", received: int = 0, *, may_renew: bool = True
+    ) -> tuple[Transport, Welcome]:
+        hello = Hello(
+            list(SUPPORTED), role, session, software(self._torch_version), self.grace_seconds, secret, received
+        )
+        try:
+            return self._connect(hello, self.token, self._ssl_context)
+        except ConnectError:
+            if self._renew is None or not may_renew:
+                raise
+            fresh, trusted = self._renewed(self._renew)
+            opened = self._connect(hello, fresh, trusted)
+            self.token, self._ssl_context = fresh, trusted
+            return opened
+
+    def _renewed(self, renew: Renew) -> tuple[str, ssl.SSLContext | None]:
+        """The token and whom to trust, asked for again: a session lasts longer than a token or a certificate may."""
+        fresh, certificate = renew()
+        return fresh, client_context(certificate) if certificate is not None else self._ssl_context
+
+    def _connect(self, hello: Hello, token: str, ssl_context: ssl.SSLContext | None) -> tuple[Transport, Welcome]:
+        from skyproxy.transport.websocket import connect_websocket
+
+        return connect_websocket(
+            self.url,
+            token,
+            hello,
+            settings=self._settings,
+            ssl_context=ssl_context,
+            server_name=self._server_name,
+            insecure=self._insecure,
+        )

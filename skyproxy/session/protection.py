@@ -1,0 +1,433 @@
+"""Protection of a session against the end of its worker: snapshots there, a log here, and recovery from the two."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
+from skyproxy.interrupts import shielded
+from skyproxy.protocol import commands
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.messages import Batch, Buffer, Failure, NamedBatch, Repeat, Reply, Sequence, Welcome
+from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload
+from skyproxy.session.reconnecting import Fresh
+from skyproxy.session.recorder import Recorder
+from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.transport.base import Transport
+
+logger = logging.getLogger("skyproxy.session")
+
+_UNREPEATABLE = {
+    "bind_call": "a function ran on the worker",
+    "adopt_results": "a function's results became tensors",
+    "end_cancellation": "operations were cancelled",
+    "hold_named": "the session was given a name",
+    "adopt_named": "a value was taken from a name",
+}
+"""Controls whose effect depends on more than what the log has, and what to call them."""
+_RETRY_SECONDS = 1.0
+"""The time after which a snapshot that was refused is asked for again."""
+_LOG_SHARE = 0.75
+"""The part of the log's bound from which a snapshot is due."""
+_FRUITLESS_RECOVERIES = 5
+"""Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
+_LOOK_SECONDS = 0.005
+_ANSWER_SECONDS = 600.0
+"""The longest wait for a worker to load a snapshot."""
+
+
+class _WorkerEndedError(SessionLostError):
+    """A worker ended that was asked to go on with a session."""
+
+
+class NewSession(NamedTuple):
+    """The connections of a session that was opened to go on with another's work."""
+
+    operations: Transport
+    bulk: Transport
+    welcome: Welcome
+
+
+OpenAnew = Callable[[str, threading.Event], NewSession]
+"""Opens a session on another worker, or on the same one after its restart: `open_anew(reason, stop)`. It raises
+SessionLostError where none is to be had."""
+
+
+class _Snapshot(Waiter):
+    """A snapshot that the worker was asked for; its answer is dealt with by the thread that reads it."""
+
+    __slots__ = ("on_end", "request", "sequence", "unanswered")
+
+    def __init__(self, on_end: Callable[[_Snapshot], object]) -> None:
+        super().__init__()
+        self.on_end = on_end
+        self.request = 0
+        self.sequence = 0
+        self.unanswered: frozenset[int] = frozenset()
+
+    def set(self, value: object, buffers: tuple[Buffer, ...] = ()) -> None:
+        super().set(value, buffers)
+        self.on_end(self)
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self.on_end(self)
+
+
+class Protection:
+    """Keeps a session's log, asks its worker for snapshots, and has another worker go on where that one ended.
+
+    Attributes:
+        every_seconds: the interval of snapshots; infinite where they are taken by steps only.
+        every_steps: the optimizer steps between two; 0 where they are taken by time only.
+        log: what was sent since the last of them.
+        recoveries: how often another worker went on.
+        snapshots: how many are durable so far.
+        last_error: why the last snapshot was refused, if it was.
+        on_recovered: called when another worker has taken over.
+        name: the name of the snapshots on the worker.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        waiters: Waiters,
+        log: BatchLog,
+        name: str,
+        open_anew: OpenAnew,
+        *,
+        every_seconds: float,
+        every_steps: int = 0,
+    ) -> None:
+        """Args:
+        recorder: what is protected.
+        waiters: the session's open questions.
+        log: an empty one.
+        name: the name of the snapshots on the worker.
+        open_anew: finds a worker.
+        every_seconds, every_steps: when snapshots are due.
+        """
+        self.every_seconds, self.every_steps = every_seconds, every_steps
+        self.log = log
+        self.recoveries = self.snapshots = 0
+        self.last_error: BaseException | None = None
+        self.on_recovered: Callable[[Welcome], object] = lambda welcome: None
+        self.cut_bulk: Callable[[], object] = lambda: None
+        self.cut_operations: Callable[[], object] = lambda: None
+        self.name = name
+        self._recorder = recorder
+        self._waiters = waiters
+        self._open_anew = open_anew
+        self._pending: _Snapshot | None = None
+        self._asked: _Snapshot | None = None
+        self._complete: _Snapshot | None = None
+        self._steps = 0
+        self._last_begun = time.monotonic()
+        self._retry_at = 0.0
+        self._wanted = False
+        self._unrepeatable_names: dict[int, str] = {}
+        self._fruitless = 0
+        self._reached = 0
+        self._is_off = False
+
+    # --- the log -----------------------------------------------------------------------------------------------------
+
+    def note(self, batch: Batch | NamedBatch | Repeat) -> None:
+        """Log a batch that is about to be sent, on the thread that records."""
+        self.log.add(batch.sequence, batch)
+        if isinstance(batch, Repeat):
+            reason = self._unrepeatable_names.get(batch.name, "")
+        else:
+            reason = _unrepeatable(batch.stream, self._recorder.widths)
+            if isinstance(batch, NamedBatch):
+                self._unrepeatable_names.pop(batch.name, None)
+                if reason:
+                    self._unrepeatable_names[batch.name] = reason
+        if reason:
+            self.log.puncture(batch.sequence, reason)
+            self._wanted = True
+
+    def keep_upload(self, transfer: int, view: memoryview) -> KeptUpload | None:
+        """Copy an upload's bytes into the log; None where it is larger than what the log may hold."""
+        if len(view) > self.log.max_bytes:
+            return None
+        self._make_room(len(view))
+        return self.log.keep(transfer, view)
+
+    def uploaded(self, transfer: int, kept: KeptUpload | None) -> None:
+        """Take note that an upload was announced, by the newest batch at the latest."""
+        if kept is not None:
+            self.log.announced(transfer, self._recorder.batches)
+        else:
+            self.log.puncture(self._recorder.batches, "an upload was larger than SKYPROXY_MAX_LOG_BYTES")
+            self._wanted = True
+
+    def _make_room(self, byte_count: int) -> None:
+        """Wait until the log has room for so many bytes more; go on without a log where that cannot be."""
+        begun = False
+        while not self._is_off and self.log.byte_count + byte_count > self.log.max_bytes:
+            if self._pending is None:
+                if begun and self.last_error is not None:
+                    self._give_up_log()
+                    return
+                begun = self.try_snapshot() or begun
+            # By looks: another thread may be recording, and an answer may be complete with a download only.
+            waited_for = self._pending or Waiter()
+            waited_for.done_within(_LOOK_SECONDS)
+            self._settle()
+
+    def _give_up_log(self) -> None:
+        if self.log.last:
+            why = f": {self.last_error}" if self.last_error is not None else ""
+            _say(
+                f"no snapshot could be taken while {self.log.max_bytes:,} bytes were logged (SKYPROXY_MAX_LOG_BYTES)"
+                f"{why}. The session goes on, and is not protected until the next snapshot."
+            )
+        self.log.forget()
+        self._wanted = True
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def on_sent(self) -> None:
+        """Begin a snapshot if one is due; called on the thread that records, between two batches."""
+        if self._pending is None and self._is_due():
+            self.try_snapshot()
+        if self.log.byte_count > self.log.max_bytes:
+            self._make_room(0)
+
+    def on_step(self) -> None:
+        """Count a step of an optimizer, and begin a snapshot if one is due."""
+        self._steps += 1
+        if self._pending is None and self._is_due():
+            self.try_snapshot()
+
+    def tick(self) -> None:
+        """Begin a snapshot if one is due in a program that does nothing at the moment; look after the last one."""
+        self._settle()
+        if self._pending is None and self._is_due() and self._recorder.batches > max(self.log.starts(), default=0):
+            self.try_snapshot()
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if self._is_off or now < self._retry_at:
+            return False
+        if self._wanted or (self.every_steps and self._steps >= self.every_steps):
+            return True
+        return now - self._last_begun >= self.every_seconds or self.log.byte_count >= _LOG_SHARE * self.log.max_bytes
+
+    def try_snapshot(self) -> bool:
+        """Ask the worker for a snapshot; return False, with nothing done, where that would have to wait."""
+        if self._pending is not None or self._is_off:
+            return False
+        return self._recorder.try_to_begin_anew(self._begin)
+
+    @shielded
+    def _begin(self, sequence: Sequence) -> Batch:
+        snapshot = _Snapshot(self._on_answer)
+        snapshot.unanswered = self._waiters.open_numbers()
+        snapshot.sequence = sequence
+        snapshot.request = self._waiters.open_for(snapshot)
+        self._unrepeatable_names.clear()
+        self.log.begin(sequence)
+        self._steps, self._wanted, self._last_begun = 0, False, time.monotonic()
+        self._pending = self._asked = snapshot
+        return Batch(sequence, [commands.CALL, snapshot.request, "save_snapshot", [self.name]])
+
+    def snapshot(self) -> dict[str, Any]:
+        """Take a snapshot, and wait until it is durable.
+
+        Returns:
+            What the worker says of it: "snapshot", "sequence", "bytes", "written_bytes".
+
+        Raises:
+            RemoteError: the worker refused; the one before is as good as it was.
+            SessionLostError: the session is over.
+        """
+        begun = self._pending
+        while begun is not None or not self.try_snapshot():
+            (begun or Waiter()).done_within(_LOOK_SECONDS)  # another thread may be recording
+            self._recorder.check()
+            begun = self._pending
+        asked = self._asked
+        assert asked is not None
+        return dict(asked.wait())
+
+    def _on_answer(self, snapshot: _Snapshot) -> None:
+        if snapshot.error is not None:
+            self.last_error = snapshot.error
+            self.log.fail(snapshot.sequence)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._wanted = True
+            logger.debug("skyproxy: no snapshot: %s", snapshot.error)
+            self._pending = None
+            return
+        self.last_error = None
+        self.snapshots += 1
+        self._complete = snapshot
+        self._settle()
+        self._pending = None
+
+    def _settle(self) -> None:
+        """Drop the log before the last snapshot, once every question before it is answered: it may have to be done
+        again for a download that is under way.
+        """
+        complete = self._complete
+        if complete is not None and not complete.unanswered & self._waiters.open_numbers():
+            self._complete = None
+            self.log.commit(complete.sequence)
+
+    def stop(self) -> None:
+        """Take no more snapshots, and keep no log."""
+        self._is_off = True
+        self.log.forget()
+
+    # --- recovery ----------------------------------------------------------------------------------------------------
+
+    def recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
+        """Have another worker restore the newest snapshot that it can, for the log behind it to be done again.
+
+        Raises:
+            SessionLostError: there is no such worker, or no such snapshot.
+        """
+        self._look_for_progress(reason)
+        while not stop.is_set():
+            self._check_log(reason)
+            opened = self._open_anew(reason, stop)
+            try:
+                start = self._load(opened, reason)
+            except SessionLostError as lost:
+                opened.operations.close()
+                opened.bulk.close()
+                if not isinstance(lost.__cause__, _WorkerEndedError):
+                    raise
+                logger.debug("skyproxy: a worker ended while it loaded a snapshot: %s", lost)
+                stop.wait(_RETRY_SECONDS)
+                continue
+            self.recoveries += 1
+            self.on_recovered(opened.welcome)
+            _say(
+                f"the worker is gone ({_short(reason)}). Another one goes on from the last snapshot; "
+                f"{max(self.log.last - start, 0):,} batches of operations since then are executed again."
+            )
+            return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
+        raise SessionLostError("the session was closed")
+
+    def _look_for_progress(self, reason: str) -> None:
+        """Give up where one worker after the other ends over the same operations.
+
+        Raises:
+            SessionLostError: they do.
+        """
+        recorder = self._recorder
+        reached, self._reached = self._reached, recorder.batches - len(recorder.sent_batches())
+        self._fruitless = self._fruitless + 1 if self._reached == reached else 0
+        if self._fruitless >= _FRUITLESS_RECOVERIES:
+            raise SessionLostError(
+                f"{reason}; and so did {self._fruitless} workers before it, over the same operations"
+            )
+
+    def _check_log(self, reason: str) -> None:
+        starts = self._usable_starts()
+        if not starts:
+            raise SessionLostError(f"{reason}; and there was no snapshot yet to go on from")
+        hole = self.log.hole_after(starts[0])
+        if hole is not None and all(self.log.hole_after(start) for start in starts):
+            raise SessionLostError(f"{reason}; and since the last snapshot {hole.reason}, which cannot be done again")
+
+    def _usable_starts(self) -> list[int]:
+        """Return the batches of snapshots that have all that was answered before them, the newest first."""
+        pending, complete = self._pending, self._complete
+        unanswered = self._waiters.open_numbers()
+        missing = {item.sequence for item in (pending, complete) if item is not None and item.unanswered & unanswered}
+        return [start for start in self.log.starts() if start not in missing]
+
+    def _load(self, opened: NewSession, reason: str) -> int:
+        """Restore the newest snapshot in a new session; return the batch that began it.
+
+        Raises:
+            SessionLostError: none can be restored; its cause says so where the new worker has ended as well.
+        """
+        link, starts = opened.operations, self._usable_starts()
+        try:
+            rows = ask_first(link, Sequence(1), "list_snapshots", [self.name])
+            there = {row["sequence"]: str(row["snapshot"]) for row in rows if row["sequence"] in starts}
+            start = next((start for start in starts if start in there), None)
+            if start is None:
+                raise SessionLostError(f"{reason}; and another worker has no snapshot of this session")
+            hole = self.log.hole_after(start)
+            if hole is not None:
+                raise SessionLostError(_unrepeatable_text(reason, hole))
+            value = ask_first(link, Sequence(2), "load_snapshot", [self.name, there[start]])
+            if value["sequence"] != start:
+                raise SessionLostError(f"{reason}; and another worker restored another snapshot: {value!r:.200}")
+            link.connection.jump_to(Sequence(start))
+        except RemoteError as error:
+            raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise SessionLostError(f"{reason}; and another worker lists impossible snapshots: {error!r}") from error
+        except (_WorkerEndedError, ProtocolError) as error:
+            raise SessionLostError(f"{reason}; and then: {error}") from _WorkerEndedError(str(error))
+        return start
+
+    def replay(self, start: int, before: Connection, link: Transport) -> None:
+        """Send what is logged behind the snapshot, and take note of it on the new connection."""
+        kept = before.kept_batches()
+        for sequence, message, size in self.log.since(start, before.last_sequence):
+            # What may be sent again by a program that was interrupted is known by the very object.
+            same = kept.get(sequence, message)
+            link.connection.on_send(same, size)
+            link.repeat(same)
+
+
+def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[object]) -> Any:
+    """Ask a control of a worker on a connection that nobody reads yet; return its answer.
+
+    Raises:
+        RemoteError: the control failed.
+        SessionLostError: the worker ended, or said nothing.
+    """
+    until = time.monotonic() + _ANSWER_SECONDS
+    try:
+        link.send(Batch(sequence, [commands.CALL, int(sequence), name, arguments]))
+    except SessionLostError as error:
+        raise _WorkerEndedError(str(error)) from error
+    while True:
+        try:
+            message = link.recv(max(until - time.monotonic(), 0.0))
+        except SessionLostError as error:
+            raise _WorkerEndedError(str(error)) from error
+        except TimeoutError:
+            raise _WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
+        if isinstance(message, Reply):
+            return message.value
+        if isinstance(message, Failure):
+            raise RemoteError(visible(message.error.get("message") or "it failed"))
+
+
+def _unrepeatable(stream: list[Any], widths: dict[int, int]) -> str:
+    """Return what in a stream cannot be done again, for people; an empty text where all of it can."""
+    for at in commands.walk(stream, widths):
+        number = stream[at]
+        if number == commands.DO or number == commands.CALL:
+            name = stream[at + 1] if number == commands.DO else stream[at + 2]
+            if name in _UNREPEATABLE:
+                return _UNREPEATABLE[name]
+    return ""
+
+
+def _unrepeatable_text(reason: str, hole: Hole) -> str:
+    return f"{reason}; and since the last snapshot {hole.reason}, which cannot be done again"
+
+
+def _short(reason: str) -> str:
+    return visible(reason.removeprefix("The worker is gone: "))
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"skyproxy: {text}", file=sys.stderr, flush=True)

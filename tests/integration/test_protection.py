@@ -1,0 +1,174 @@
+"""Programs that go on where their worker was killed: the same bits as undisturbed, and what ends them says why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyproxy
+from skyproxy.errors import ConfigurationError, SessionLostError
+from tests.integration import protected_programs as programs
+from tests.integration.programs import port_in, start_worker, wait_for, worker
+from tests.integration.protected_programs import Served
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by what /proc says of them")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with programs.served(tmp_path_factory.mktemp("worker")) as made:
+        yield made
+
+
+@pytest.fixture
+def node(sky: str, served: Served) -> Iterator[skyproxy.Node]:
+    """A session of its own; the devices of other tests come first and keep their numbers."""
+    with skyproxy.connect(served.url, token=served.token) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_a_program_whose_worker_is_killed_gives_the_same_bits(
+    served: Served, node: skyproxy.Node, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, device = programs.PROGRAMS[name], node.devices[0]
+    expected = program(device, 24, lambda step: None)
+    protected = skyproxy.protect(every=0.1, node=node)
+
+    def disturb(step: int) -> None:
+        if step in (4, 15):
+            device_sum = torch.ones(3, device=device).sum()
+            assert device_sum.item() == 3  # the worker before has come so far
+            served.kill_session()
+
+    assert programs.same(expected, program(device, 24, disturb))
+    assert protected.recoveries == 2
+    assert node.alive
+    assert capfd.readouterr().err.count("goes on from the last snapshot") == 2
+
+
+def test_an_embedded_worker_that_is_killed_is_started_anew(sky: str) -> None:
+    with skyproxy.launch_local("cpu") as node:
+        device = node.devices[0]
+        expected = programs.digits(device, 12)
+        protected = skyproxy.protect(steps=4, node=node)
+        first = node.process_id
+
+        def disturb(step: int) -> None:
+            if step == 6:
+                assert first is not None
+                os.kill(first, signal.SIGKILL)
+
+        assert programs.same(expected, programs.digits(device, 12, disturb))
+        assert protected.recoveries == 1
+        assert node.process_id != first
+        assert protected.snapshots >= 3
+
+
+def test_a_worker_that_is_started_again_at_its_address_goes_on(sky: str, tmp_path: Path) -> None:
+    token, log = "x" * 40, tmp_path / "log"
+    path = tmp_path / "token"
+    path.write_text(token, encoding="ascii")
+    path.chmod(0o600)
+    options = ["--snapshots", str(tmp_path / "snapshots")]
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(log.open("wb"))
+        process = start_worker(path, stderr, *options)
+        stack.callback(lambda: (process.kill(), process.wait()))
+        port = wait_for(lambda: port_in(log, process), "the worker listens")
+        node = stack.enter_context(skyproxy.connect(f"ws://127.0.0.1:{port}", token=token))
+        device = node.devices[0]
+        skyproxy.protect(steps=5, node=node)
+        total = torch.zeros(3, device=device)
+        total += 1
+        process.kill()
+        process.wait()
+        total += 1
+        process = start_worker(path, stderr, "--port", str(port), *options)
+        assert total.tolist() == [2, 2, 2]
+
+
+def test_a_worker_that_is_given_goes_on(served: Served, sky: str, tmp_path: Path) -> None:
+    snapshots = str(served.snapshots)
+    with contextlib.ExitStack() as stack:
+        with worker(tmp_path, "--snapshots", snapshots) as (url, token):
+            node = stack.enter_context(skyproxy.connect(url, token=token))
+            protected = skyproxy.protect(node=node, new_worker=lambda: (served.url, served.token))
+            total = torch.full((4,), 2.0, device=node.devices[0])
+            assert total.sum().item() == 8
+        total *= 3  # the worker has said goodbye
+        assert total.tolist() == [6, 6, 6, 6]
+        assert (protected.recoveries, node.url) == (1, served.url)
+
+
+def test_after_a_function_the_program_goes_on_from_a_snapshot_behind_it(served: Served, node: skyproxy.Node) -> None:
+    protected = skyproxy.protect(every="1h", node=node)
+    x = torch.arange(4.0, device=node.devices[0])
+    y = node.run(torch.cumsum, x, 0)
+    assert y.sum().item() == 10  # whatever belongs to the function has left
+    wait_for(lambda: protected.snapshots >= 2 and not _wants_more(node), "a snapshot has the function's results")
+    served.kill_session()
+    assert (y + 1).tolist() == [1, 2, 4, 7]
+    assert protected.recoveries == 1
+
+
+def _wants_more(node: skyproxy.Node) -> bool:
+    protection = node._session.protection
+    assert protection is not None
+    return protection.log.hole_after(protection.log.durable or 0) is not None
+
+
+def test_what_cannot_be_repeated_ends_the_session_with_its_reason(served: Served, node: skyproxy.Node) -> None:
+    skyproxy.protect(every="1h", node=node)
+    protection = node._session.protection
+    assert protection is not None
+    x = torch.ones(4, device=node.devices[0])
+    protection._retry_at = float("inf")  # no snapshot is taken behind the function
+    node.run(torch.cumsum, x, 0)
+    served.kill_session()
+    with pytest.raises(SessionLostError, match="a function ran on the worker, which cannot be done again"):
+        x.sum().item()
+
+
+def test_without_protection_the_session_ends_with_its_worker(served: Served, node: skyproxy.Node) -> None:
+    protected = skyproxy.protect(node=node)
+    x = torch.ones(4, device=node.devices[0])
+    protected.stop()
+    served.kill_session()
+    with pytest.raises(SessionLostError):
+        x.sum().item()
+
+
+def test_a_worker_without_a_place_for_snapshots_is_refused(sky: str, tmp_path: Path) -> None:
+    with (
+        worker(tmp_path) as (url, token),
+        skyproxy.connect(url, token=token) as node,
+        pytest.raises(ConfigurationError, match="--snapshots FOLDER"),
+    ):
+        skyproxy.protect(node=node)
+
+
+@pytest.mark.parametrize("options", [{"every": "soon"}, {"steps": 0}, {"steps": True}, {"every": -1}])
+def test_arguments_that_cannot_be_are_refused(node: skyproxy.Node, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        skyproxy.protect(node=node, **options)  # type: ignore[arg-type]
+    assert node._session.protection is None
+
+
+def test_protection_ends_with_its_block_and_may_begin_again(node: skyproxy.Node) -> None:
+    for _ in range(2):
+        with skyproxy.protect(node=node) as protected:
+            assert protected.snapshots == 1
+            assert node._session.protection is not None
+            name = node._session.protection.name
+            assert [row["name"] for row in node._session.call("list_snapshots", name)] == [name]
+            with pytest.raises(ConfigurationError, match="protected already"):
+                skyproxy.protect(node=node)
+        assert node._session.call("list_snapshots", name) == []
