@@ -50,12 +50,12 @@ class Protected:
 
     @property
     def recoveries(self) -> int:
-        """How often another worker went on."""
+        """The number of times that another worker went on."""
         return sum(node._session.protection.recoveries for node in self.nodes if node._session.protection is not None)
 
     @property
     def snapshots(self) -> int:
-        """How many snapshots are durable so far."""
+        """The number of snapshots that are durable so far."""
         return sum(node._session.protection.snapshots for node in self.nodes if node._session.protection is not None)
 
     def snapshot(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from skyproxy.protocol import framing
 from skyproxy.protocol.messages import Buffer, Message
 
 _ENTRY_BYTES = 160
-"""What an entry takes in memory beside the bytes of its batch."""
+"""The memory of an entry beside the bytes of its batch."""
 
 
 class LoggedBatch(NamedTuple):
@@ -49,7 +49,7 @@ class KeptUpload:
 
 
 class Hole(NamedTuple):
-    """What the log cannot do again.
+    """An effect that the log cannot bring about again.
 
     Attributes:
         sequence: the batch up to which it took place.
@@ -61,7 +61,7 @@ class Hole(NamedTuple):
 
 
 class BatchLog:
-    """What was sent since the snapshots from which a session can still go on.
+    """Batches and uploads since the snapshots from which a session can still go on.
 
     A snapshot is begun by a batch of its own; the log from there on stands for itself. Until the worker has told that
     the snapshot is durable, the older one and the log behind it stay.
@@ -95,7 +95,7 @@ class BatchLog:
 
     @property
     def byte_count(self) -> int:
-        """What it holds."""
+        """The size of all that it holds."""
         batches = self._batches
         return self._upload_bytes + (batches[-1].total_bytes - batches[0].total_bytes if batches else 0)
 
