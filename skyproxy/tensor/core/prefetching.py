@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skyproxy.session.session import Session
     from skyproxy.tensor.core.devices import Handle
 
-_BLOCK_ITEMS = 64
+_BLOCK_ITEMS = 256
 _BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
 
 

@@ -145,6 +145,13 @@ def test_a_loop_over_a_state_dict_comes_in_blocks(loop: str, sky1: str) -> None:
         assert torch.equal(found[name], value)
 
 
+def test_a_loop_over_very_many_small_tensors_waits_a_few_times(sky1: str) -> None:
+    many = nn.ParameterList(nn.Parameter(torch.full((2,), float(i))) for i in range(2000)).to(sky1)
+    found: dict[str, torch.Tensor] = {}
+    assert round_trips(lambda: found.update(LOOPS["comprehension"](many))) <= 40
+    assert [v[0].item() for v in found.values()] == list(range(2000))
+
+
 def test_what_a_loop_changes_on_the_way_is_seen(sky: str) -> None:
     remote = model().to(sky)
     state = remote.state_dict()
