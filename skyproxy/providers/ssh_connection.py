@@ -28,7 +28,7 @@ logger = logging.getLogger("skyproxy")
 
 _CONNECT_SECONDS = 20
 _ANSWER_SECONDS = 180.0
-"""What a host has for everything but installing, and what takes a time of its own on top."""
+"""Time that a host has for everything but installing, and what takes a time of its own on top."""
 _READY = b"skyproxy-tunnel-is-open\n"
 _TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
 _TOO_OLD = "skyproxy-python-too-old"

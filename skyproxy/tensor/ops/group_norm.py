@@ -21,7 +21,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Choice(threading.local):
-    """Whose kernel a thread's next calls take."""
+    """Choice of the kernel that a thread's next calls take."""
 
     takes_stock = False
 
