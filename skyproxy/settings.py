@@ -123,6 +123,8 @@ class Settings:
     """The bytes that the structures of a named session's values may take; tensors on the worker count nothing."""
     max_kept_answer_bytes: int = 64 << 20
     """The bytes that a worker keeps of answers whose arrival the client has not confirmed."""
+    max_snapshot_copy_bytes: int = 1 << 30
+    """The bytes of a session that a worker copies ahead of the disk when it writes a snapshot; beyond, it waits."""
     close_timeout_seconds: float = 1.0
     rank_start_timeout_seconds: float = 600.0
     """The time that the ranks of a pool may take to set up their plugins, before those that are missing are named."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from skyproxy.errors import ProtocolError
@@ -14,6 +15,7 @@ from skyproxy_server.cancelling import CommandSkipper
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError, is_out_of_memory
 from skyproxy_server.inventory import DeviceRow
+from skyproxy_server.reports import Deferred
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots import controls as snapshot_controls
 from skyproxy_server.tensor_commands import TensorCommands
@@ -148,10 +150,22 @@ class Executor:
         request, name, arguments = stream[position + 1 : position + 4]
 
         def give() -> None:
-            self._reports.reply(request, _control(name)(self.state, *arguments))
+            result = _control(name)(self.state, *arguments)
+            if isinstance(result, Deferred):
+                self._defer(result, request, name, position)
+            else:
+                self._reports.reply(request, result)
 
         self._values.answer(request, position, name, give)
         return position + 4
+
+    def _defer(self, answer: Deferred, request: int, name: str, position: int) -> None:
+        """Let another thread answer a question, whose batch may be long over then."""
+        reports, sequence = self._reports, self._reports.sequence
+        answer.tell(
+            partial(reports.reply, request),
+            lambda error: reports.refuse(request, Failed(error, name, sequence, position)),
+        )
 
     def _do(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         name, arguments = stream[position + 1 : position + 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,47 @@ _REPORTED_WARNINGS = 64
 """The number of times that a session is told of one warning of an operation; each has the line that recorded it."""
 _DIFFERENT_WARNINGS = 1000
 _MAX_WARNING_CHARACTERS = 2000
+
+
+class Deferred:
+    """An answer that is given later, by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outcome: tuple[object, Exception | None] | None = None
+        self._reply: Callable[[object], None] | None = None
+        self._refuse: Callable[[Exception], None] | None = None
+
+    def tell(self, reply: Callable[[object], None], refuse: Callable[[Exception], None]) -> None:
+        """Say who is told of it, at once where it is there already."""
+        with self._lock:
+            self._reply, self._refuse = reply, refuse
+            outcome = self._outcome
+        if outcome is not None:
+            self._deliver(*outcome)
+
+    def give(self, value: object) -> None:
+        """Give the answer."""
+        self._settle(value, None)
+
+    def fail(self, error: Exception) -> None:
+        """Give an error as the answer."""
+        self._settle(None, error)
+
+    def _settle(self, value: object, error: Exception | None) -> None:
+        with self._lock:
+            self._outcome = value, error
+            is_awaited = self._reply is not None
+        if is_awaited:
+            self._deliver(value, error)
+
+    def _deliver(self, value: object, error: Exception | None) -> None:
+        assert self._reply is not None
+        assert self._refuse is not None
+        if error is None:
+            self._reply(value)
+        else:
+            self._refuse(error)
 
 
 class Reports:

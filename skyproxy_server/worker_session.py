@@ -175,9 +175,7 @@ class WorkerSession:
 
     def use_snapshots(self, root: Path) -> None:
         """Let the client save what the session is in a folder of the worker's."""
-        self._executor.state.snapshots = SessionSnapshots(
-            root, self.client.name, self._jump, self._settings.max_handles
-        )
+        self._executor.state.snapshots = SessionSnapshots(root, self.client.name, self._jump, self._settings)
 
     def _jump(self, sequence: int) -> None:
         self._transport.connection.jump_to(sequence)

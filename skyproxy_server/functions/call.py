@@ -45,6 +45,7 @@ class FunctionCall:
         session: the session that began it.
         events: what its caller is told.
         running: whether its thread runs; it may, after the caller was told the end.
+        has_tensors: whether it was given tensors of a session, which it may change.
         began_at: when that began, on the clock of `time.monotonic`.
     """
 
@@ -53,7 +54,7 @@ class FunctionCall:
     ) -> None:
         self.identity = identity
         self.session = session
-        self.running = False
+        self.running = self.has_tensors = False
         self.name = ""
         self.began_at = 0.0
         self._plain = False
@@ -128,6 +129,7 @@ class FunctionCall:
         with self._lock:
             if self._arguments is None and not self.ended:
                 self._arguments, self._streams = arguments, streams
+                self.has_tensors = bool(arguments)
                 self._begin()
 
     def _begin(self) -> None:

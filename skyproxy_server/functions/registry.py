@@ -88,6 +88,12 @@ class Calls:
             calls = [self._calls.get(name) for name, owner in self._running.items() if owner == session]
         return [(call.name, call.began_at) for call in calls if call is not None]
 
+    def use_tensors(self, session: str) -> bool:
+        """Return whether a function that was given tensors of a session runs, or will."""
+        with self._lock:
+            calls = list(self._calls.values())
+        return any(call.session == session and call.has_tensors and (call.running or call.is_active) for call in calls)
+
     def _elsewhere(self, identity: str) -> Elsewhere | None:
         """Return who speaks for a call that runs in another process; None for one of ours, or of nobody."""
         elsewhere = self.elsewhere

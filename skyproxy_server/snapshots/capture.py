@@ -46,6 +46,10 @@ def capture(state: SessionState) -> Captured:
         raise SnapshotNotNowError("a profile is being recorded. Take the snapshot when it has ended")
     if state.cancellation.is_on:
         raise SnapshotNotNowError("operations are being cancelled. Take the snapshot afterwards")
+    if state.calls is not None and state.calls.use_tensors(state.identity):
+        raise SnapshotNotNowError(
+            "a function runs that was given tensors of this session. Take the snapshot afterwards"
+        )
     state.values.gates.wait_for_arrivals()
     return _Capture(state).all()
 

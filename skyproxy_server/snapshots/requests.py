@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from skyproxy.errors import SnapshotError
-from skyproxy.torch_codec import byte_view
+from skyproxy.settings import Settings
+from skyproxy_server.reports import Deferred
 from skyproxy_server.session_state import SessionState
-from skyproxy_server.snapshots.capture import Captured, capture
-from skyproxy_server.snapshots.folder import Draft, SnapshotFolder, check_name, piece_count
-from skyproxy_server.snapshots.packs import pieces_of
+from skyproxy_server.snapshots.capture import capture
+from skyproxy_server.snapshots.folder import SnapshotFolder, check_name
 from skyproxy_server.snapshots.restore import restore
+from skyproxy_server.snapshots.writing import CopyBudget, WritingJob
 
 _THREADS = 4
 _READABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -37,59 +38,37 @@ class SessionSnapshots:
         root: the worker's folder of snapshots.
         owner: the name of the session's token.
         jump: has the session's connection count its batches from a number on.
-        max_handles: how many values a session may hold.
+        settings: limits.
     """
 
-    def __init__(self, root: Path, owner: str, jump: Callable[[int], None], max_handles: int) -> None:
+    def __init__(self, root: Path, owner: str, jump: Callable[[int], None], settings: Settings) -> None:
         self._root = folder_of(root, owner)
         self._jump = jump
-        self._max_handles = max_handles
+        self._max_handles = settings.max_handles
         self._writer = secrets.token_hex(16)
         self._claimed: set[str] = set()
+        self._budget = CopyBudget(settings.max_snapshot_copy_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, "skyproxy-snapshot")
+        self._writer_thread = ThreadPoolExecutor(1, "skyproxy-snapshot-writer")
 
     def _folder(self, name: str) -> SnapshotFolder:
         return SnapshotFolder(self._root / check_name(name), self._writer)
 
-    def save(self, state: SessionState, name: str) -> dict[str, object]:
-        """Write what the session is now.
+    def save(self, state: SessionState, name: str) -> Deferred:
+        """Write what the session is now. It goes on meanwhile; the answer comes when the snapshot outlives a crash.
 
         Raises:
             SnapshotNotNowError: something runs that no snapshot can hold.
-            SnapshotError: it cannot be written; the snapshots before are untouched.
+            SnapshotError: a value is of a kind that no snapshot can hold, or the name is none.
         """
         folder = self._folder(name)
         captured = capture(state)
-        try:
-            if name not in self._claimed:
-                folder.claim()
-                self._claimed.add(name)
-            draft = folder.begin(piece_count(captured.storages), self._threads)
-            try:
-                return self._write(draft, captured)
-            except BaseException:
-                draft.abandon()
-                raise
-        except OSError as error:
-            raise SnapshotError(
-                f"the snapshot could not be written: {error.strerror} ({error.filename or folder.path.name}). Those "
-                "before it are untouched, and the session goes on. Make room on the worker's volume, and try again"
-            ) from error
-
-    def _write(self, draft: Draft, captured: Captured) -> dict[str, object]:
-        contents = []
-        for storage in captured.storages:
-            host = storage.cpu()  # a name, for the view of its bytes does not keep it alive
-            view = byte_view(host)
-            contents.append(draft.put(view[start:end] for start, end in pieces_of(len(view))))
-        total = sum(storage.numel() for storage in captured.storages)
-        number = draft.finish(captured.document, contents, total)
-        return {
-            "snapshot": number,
-            "sequence": captured.document["sequence"],
-            "bytes": total,
-            "written_bytes": draft.written_bytes,
-        }
+        job = WritingJob(captured, folder, name not in self._claimed, self._budget, self._threads)
+        self._claimed.add(name)
+        self._writer_thread.submit(job.write)
+        with state.idle():  # waiting for the disk computes nothing
+            job.copy(captured.storages)
+        return job.answer
 
     def load(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Make the empty session what a snapshot says.
@@ -122,11 +101,17 @@ class SessionSnapshots:
     def delete(self, name: str, number: str) -> bool:
         """Delete a snapshot, or, without a number, all of a name; return whether there was one."""
         self._claimed.discard(name)
+        self.finish_writing()
         return self._folder(name).delete(number)
+
+    def finish_writing(self) -> None:
+        """Wait until what was begun is written."""
+        self._writer_thread.submit(int).result()  # jobs are done in order
 
     def end(self) -> None:
         """The session is over."""
-        self._threads.shutdown(cancel_futures=True)
+        self._writer_thread.shutdown()  # what is begun is finished: the copies are there
+        self._threads.shutdown()
 
 
 def _names(root: Path) -> list[str]:

@@ -49,7 +49,7 @@ class Session:
         self.transfers = Transfers(settings.chunk_bytes)
         self.executor = Executor(DEVICES, self.sent.append, self.transfers, settings)  # type: ignore[arg-type]
         self.state = self.executor.state
-        self.snapshots = SessionSnapshots(root, owner, self.jumps.append, settings.max_handles)
+        self.snapshots = SessionSnapshots(root, owner, self.jumps.append, settings)
         self.state.snapshots = self.snapshots
         self.sequence = 0
         if ops:
@@ -71,6 +71,8 @@ class Session:
     def call(self, name: str, *arguments: Any) -> Any:
         """The answer of a control, or the failure's record."""
         self.run(CALL, 77, name, list(arguments))
+        if name == "save_snapshot":
+            self.snapshots.finish_writing()
         answer = self.sent[-1]
         if isinstance(answer, Failure):
             return answer.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from skyproxy.protocol.messages import Failure
+from skyproxy.protocol.messages import Failure, Reply
+from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import describe, encode_description
+from skyproxy_server.activity import Activity
 from skyproxy_server.failures import Failed
+from skyproxy_server.functions.registry import Calls
+from skyproxy_server.snapshots.folder import SnapshotFolder
 from tests.server.snapshots.sessions import (
     ADD,
     ADD_,
@@ -175,6 +180,53 @@ def test_what_did_not_change_is_not_written_again(session: Session, tmp_path: Pa
     assert second["written_bytes"] == 4000
     with restored(session, tmp_path) as other:
         assert all(same(other.slots[slot], session.slots[slot]) for slot in (1, 2, 3))
+
+
+def test_a_session_goes_on_while_its_snapshot_is_written(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    begin = SnapshotFolder.begin
+    monkeypatch.setattr(SnapshotFolder, "begin", lambda *args: (may_write.wait(60), begin(*args))[1])
+    session.put(s1=torch.ones(1000))
+    session.run(CALL, 5, "save_snapshot", ["s"])
+    session.run(ADD_, 1, 1, FETCH, 6, 1, 0)
+    assert [message.request for message in session.sent if isinstance(message, Reply)] == [6]
+    may_write.set()
+    session.snapshots.finish_writing()
+    assert [message.request for message in session.sent if isinstance(message, Reply)] == [6, 5]
+    with Session(tmp_path, ops=False) as other:
+        other.call("load_snapshot", "s")
+        assert torch.equal(other.slots[1], torch.ones(1000))
+
+
+def test_a_session_larger_than_its_copies_may_be_waits_for_the_disk(tmp_path: Path) -> None:
+    with Session(tmp_path, max_snapshot_copy_bytes=1000) as session:
+        session.put(s1=torch.rand(1000), s2=torch.rand(100), s3=torch.rand(1 << 21))
+        with restored(session, tmp_path) as other:
+            assert all(same(other.slots[slot], session.slots[slot]) for slot in (1, 2, 3))
+
+
+def test_a_snapshot_that_was_begun_is_whole_when_its_session_ends(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        session.put(s1=torch.ones(100_000))
+        session.run(CALL, 5, "save_snapshot", ["s"])
+    with Session(tmp_path, ops=False) as other:
+        assert other.call("load_snapshot", "s")["bytes"] == 400_000
+
+
+def test_a_function_that_may_change_tensors_is_waited_for(session: Session, tmp_path: Path) -> None:
+    calls = session.state.calls = Calls(session.state.devices, SETTINGS, Activity())
+    call = calls._get_or_make("c", session.state.identity)
+    assert call is not None
+    call.bind([], [])
+    assert session.call("save_snapshot", "s")["snapshot"] == "1"
+    other = calls._get_or_make("d", session.state.identity)
+    assert other is not None
+    other.running = other.has_tensors = True
+    assert session.call("save_snapshot", "s")["type"] == "SnapshotNotNowError"
+    other.running = False
+    assert session.call("save_snapshot", "s")["snapshot"] == "2"
 
 
 def test_two_snapshots_are_kept_and_what_no_one_needs_goes(session: Session, tmp_path: Path) -> None:
