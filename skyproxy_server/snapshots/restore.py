@@ -62,7 +62,7 @@ def check_origin(document: Table, state: SessionState) -> None:
         )
     here = {(row["type"], row["index"] or 0) for row in state.devices}
     for kind, index in rows(entry(document, "devices"), "its devices", 2):
-        if kind not in ("cpu", "cuda") or (kind, index) not in here:
+        if (text(kind, "a device", 10), whole(index, "the number of a device")) not in here:
             raise SnapshotError(
                 f"this snapshot needs the device {kind!s:.20}:{index!s:.20}, and this worker has "
                 f"{', '.join(f'{k}:{i}' for k, i in sorted(here))}. The snapshot is untouched; load it on a "
@@ -97,9 +97,9 @@ def restore(state: SessionState, document: Table, storages: list[torch.Tensor], 
     """
     if not is_empty(state):
         raise ProtocolError("a snapshot is loaded into a session that holds something already")
-    check_origin(document, state)
-    sequence = whole(entry(document, "sequence"), "its batch", 1 << 53)
     try:
+        check_origin(document, state)
+        sequence = whole(entry(document, "sequence"), "its batch", 1 << 53)
         install = _Restoration(state, document, storages, max_handles).prepared()
         install()
     except SnapshotError:
