@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from skyproxy.errors import ConfigurationError
 from skyproxy.functions.call import Call
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.runner import Results, Runner
@@ -21,15 +24,15 @@ class NodeFunctions:
     def submit(
         self,
         fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-        *,
+        /,
+        *args: object,
         on_output: Callable[[str, str], object] | None = None,
         timeout: float | None = None,
         name: str | None = None,
         results: Results = "remote",
         context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
+        **kwargs: object,
     ) -> Call:
         """Begins to run a function on the worker; does not wait for it.
 
@@ -39,7 +42,8 @@ class NodeFunctions:
 
         Args:
             fn: any callable: a function, nested or not, a lambda, an async function, a generator function.
-            args, kwargs: its arguments.
+            args, kwargs: its arguments, as for `run`. Those that have the names of options below go to the function by
+                `functools.partial` only.
             on_output: called with "stdout" or "stderr" and the text, as it is printed; by default the text goes to
                 `sys.stdout` and `sys.stderr` here. It must not wait for calls.
             timeout: seconds after which the call ends with a TimeoutError, wherever its function is by then.
@@ -55,16 +59,17 @@ class NodeFunctions:
             VersionMismatchError: the function's code cannot run on the worker's Python.
             SessionLostError: the worker is gone.
         """
-        payload = Payload.of(fn, args, kwargs)
-        return self.submit_payload(
-            payload,
-            on_output=on_output,
-            timeout=timeout,
-            name=name,
-            results=results,
-            context=context,
-            trust_worker=trust_worker,
-        )
+        options = {
+            "on_output": on_output,
+            "timeout": timeout,
+            "name": name,
+            "results": results,
+            "context": context,
+            "trust_worker": trust_worker,
+        }
+        defaults = {"results": "remote"}
+        _check_options(fn, args, frozenset(key for key, value in options.items() if value != defaults.get(key)))
+        return self.submit_payload(Payload.of(fn, args, kwargs), **options)
 
     def submit_payload(self, payload: Payload, **options: Any) -> Call:
         """`submit` for a function that was pickled before, perhaps for many nodes.
@@ -111,3 +116,27 @@ class NodeFunctions:
             The call. Its result raises LookupError if the worker does not know it any more.
         """
         return self._runner.reattach(call_id, on_output)
+
+
+def _check_options(fn: Callable[..., object], args: Sequence[object], given: frozenset[str]) -> None:
+    """Refuse options of `submit` that a function waits for, too: whoever gave them may have meant its parameters.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if not given:
+        return
+    if isinstance(fn, FunctionType):  # quick, as pools make many calls
+        code = fn.__code__
+        parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    else:
+        try:
+            parameters = list(inspect.signature(fn).parameters)
+        except (ValueError, TypeError):  # a function in C need not have a signature
+            return
+    if both := given.intersection(parameters[len(args) :]):
+        option, called = sorted(both)[0], getattr(fn, "__name__", "the function")
+        raise ConfigurationError(
+            f"{option}= is an option of submit and a parameter of {called}. To give it to {called}: "
+            f"node.submit(functools.partial({called}, {option}=...)). To give it to submit: wrap {called} in a lambda."
+        )

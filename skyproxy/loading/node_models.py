@@ -93,7 +93,7 @@ class NodeModels(NodeFunctions):
         named = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
         if streamer is None:
             return self.run(worker_side.generate, model, named, options)
-        call = self.submit(worker_side.stream_generate, (model, named, options), name="generate")
+        call = self.submit(worker_side.stream_generate, model, named, options, name="generate")
         tokens = iter(call)
         try:
             while True:

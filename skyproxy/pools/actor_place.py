@@ -183,7 +183,7 @@ class ActorPlace:
         if node is None or not self.is_alive:
             return
         try:
-            node.submit(drop_actor, (self.identity,), results="value", context=self.context(0)).result()
+            node.submit(drop_actor, self.identity, results="value", context=self.context(0)).result()
         except (SkyproxyError, CancelledError) as error:  # the pool, or the worker, ends at this moment
             logger.debug("skyproxy: %s could not be told that it has ended: %s", self, error)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.functions.payload import Payload
 from skyproxy.pools.call_options import CallSpec
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.tasks import as_task
@@ -56,10 +57,9 @@ class NodeTarget:
         options = call.options
         if options.rank not in (None, 0):
             raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node has rank 0 only.")
-        return self._node.submit(
-            as_task(call.function),
-            call.args,
-            call.kwargs,
+        # As a payload: the function's own arguments may have the names of options.
+        return self._node.submit_payload(
+            Payload.of(as_task(call.function), call.args, call.kwargs),
             timeout=options.timeout_seconds,
             name=call.name,
             results="remote" if options.remote else "value",

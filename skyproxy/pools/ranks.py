@@ -166,7 +166,7 @@ class RankGroup:
         self._formed = True
 
     def _call(self, rank: int, function: Callable[..., object], *args: object) -> Call:
-        return self.nodes[rank].submit(function, args, results="value", context=self.context(rank))
+        return self.nodes[rank].submit(function, *args, results="value", context=self.context(rank))
 
     # --- running ------------------------------------------------------------------------------------------------------
 

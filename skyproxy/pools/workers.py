@@ -150,7 +150,7 @@ async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
     image = getattr(launched, "unbuilt_image", None)
     if image is None or not image.pip:
         return
-    calls = [node.submit(missing_requirements, (image.pip,), results="value") for node in nodes]
+    calls = [node.submit(missing_requirements, image.pip, results="value") for node in nodes]
     for rank, call in enumerate(calls):
         missing = await asyncio.to_thread(call.result)
         if missing:

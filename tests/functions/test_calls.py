@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import signal
 import sys
 import threading
@@ -153,12 +154,12 @@ def test_an_async_function_is_cancelled_where_it_waits(node: skyproxy.Node) -> N
 
 
 def test_a_timeout_ends_the_call_wherever_its_function_is(node: skyproxy.Node) -> None:
-    call = node.submit(hold, ("timeout",), timeout=0.05, name="slow")
+    call = node.submit(hold, "timeout", timeout=0.05, name="slow")
     with pytest.raises(TimeoutError, match=r"slow did not finish within 0\.05 s"):
         call.result(60)
     node.run(open_gate, "timeout")
     with pytest.raises(ConfigurationError, match="positive"):
-        node.submit(hold, ("x",), timeout=-1)
+        node.submit(hold, "x", timeout=-1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="POSIX signals")
@@ -364,3 +365,25 @@ def test_another_python_takes_no_bytecode(node: skyproxy.Node, monkeypatch: pyte
 def test_a_gate_is_the_workers_own(node: skyproxy.Node) -> None:
     node.run(open_gate, "apart")
     assert not gate("apart").is_set()
+
+
+def test_run_execute_and_submit_take_the_same_form(node: skyproxy.Node) -> None:
+    def told(first: int, *rest: int, last: int = 0, **more: int) -> list[object]:
+        return [first, rest, last, more]
+
+    expected = [1, (2, 3), 4, {"five": 5}]
+    assert node.run(told, 1, 2, 3, last=4, five=5) == expected
+    assert asyncio.run(node.execute(told, 1, 2, 3, last=4, five=5)) == expected
+    assert node.submit(told, 1, 2, 3, last=4, five=5).result(60) == expected
+    assert node.submit(max, 3, 5).result(60) == 5
+    assert node.submit(sorted, (3, 1), reverse=True).result(60) == [3, 1]
+
+
+def test_an_argument_with_the_name_of_an_option_is_not_taken_for_it_in_silence(node: skyproxy.Node) -> None:
+    def greet(name: str) -> str:
+        return f"hello {name}"
+
+    with pytest.raises(ConfigurationError, match=r"functools\.partial\(greet, name="):
+        node.submit(greet, name="you")
+    assert node.submit(functools.partial(greet, name="you")).result(60) == "hello you"
+    assert node.run(greet, name="you") == "hello you"

@@ -74,7 +74,7 @@ def test_what_was_sent_into_a_broken_connection_is_sent_again_once(
         plain(message)
 
     monkeypatch.setattr(transport, "send", cut)
-    assert [worker.submit(count, ("resent",)).result(60) for _ in range(3)] == [1, 2, 3]
+    assert [worker.submit(count, "resent").result(60) for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_start_that_arrives_twice_runs_once(worker: skyproxy.Node) -> None:
@@ -147,7 +147,7 @@ def test_a_result_outlives_its_session(worker: skyproxy.Node) -> None:
 
 
 def test_a_call_of_this_session_is_found_again(worker: skyproxy.Node) -> None:
-    call = worker.submit(hold, ("found",))
+    call = worker.submit(hold, "found")
     assert worker.reattach(call.id) is call
     worker.run(open_gate, "found")
     call.result(60)
@@ -159,7 +159,7 @@ def test_unknown_calls_are_unknown(worker: skyproxy.Node) -> None:
 
 
 def test_calls_fail_when_the_worker_dies(worker: skyproxy.Node) -> None:
-    call = worker.submit(hold, ("never",))
+    call = worker.submit(hold, "never")
     worker._worker.stop()
     with pytest.raises(SessionLostError):
         call.result(60)
@@ -169,7 +169,7 @@ def test_calls_fail_when_the_worker_dies(worker: skyproxy.Node) -> None:
 
 def test_closing_the_node_ends_its_waits(worker: skyproxy.Node) -> None:
     other = connect_again(worker)
-    call = other.submit(hold, ("closing",))
+    call = other.submit(hold, "closing")
     other.close()
     with pytest.raises(SessionLostError):
         call.result(60)

@@ -62,13 +62,13 @@ def settled(node: skyproxy.Node, process: psutil.Process) -> int:
 
 def taken(node: skyproxy.Node, function: Callable[[int], Any], seed: int) -> None:
     try:
-        node.submit(function, (seed,)).result()
+        node.submit(function, seed).result()
     except ValueError:
         pass
 
 
 def dropped(node: skyproxy.Node, function: Callable[[int], Any], seed: int) -> None:
-    call = node.submit(function, (seed,))
+    call = node.submit(function, seed)
     ended = threading.Event()
     call.add_done_callback(lambda call: ended.set())
     assert ended.wait(60)

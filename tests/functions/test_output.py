@@ -115,7 +115,7 @@ def test_each_call_has_its_own_output_threads_included(node: skyproxy.Node) -> N
             pool.submit(print, f"pool of {number}").result()
 
     outputs = [Collected() for _ in range(8)]
-    calls = [node.submit(speak, (number,), on_output=output) for number, output in enumerate(outputs)]
+    calls = [node.submit(speak, number, on_output=output) for number, output in enumerate(outputs)]
     for call in calls:
         call.result(60)
     for number, output in enumerate(outputs):

@@ -98,14 +98,14 @@ def test_cpu_tensors_travel_by_value_and_keep_what_they_share(node: skyproxy.Nod
 def test_a_slice_of_a_large_tensor_takes_only_its_own_bytes(node: skyproxy.Node, dtype: torch.dtype) -> None:
     large = torch.arange(1_000_000).to(dtype)
     before = torch.sky.stats()["bytes_sent"]
-    back = node.submit(lambda x: x, (large[500_001:500_005],), results="value").result()
+    back = node.submit(lambda x: x, large[500_001:500_005], results="value").result()
     assert torch.sky.stats()["bytes_sent"] - before < 20_000
     assert torch.equal(back, large[500_001:500_005])
 
 
 def test_conjugated_views_and_empty_tensors_by_value(node: skyproxy.Node) -> None:
     z = torch.tensor([1 + 2j, 3 - 1j])
-    back = node.submit(lambda *x: x, (z.conj(), z.imag, torch.empty(0, 3), z.conj().imag), results="value").result()
+    back = node.submit(lambda *x: x, z.conj(), z.imag, torch.empty(0, 3), z.conj().imag, results="value").result()
     assert torch.equal(back[0], z.conj())
     assert torch.equal(back[1], z.imag)
     assert back[2].shape == (0, 3)
@@ -343,7 +343,7 @@ def test_a_class_that_both_sides_can_import_is_one_class(
 def test_arguments_do_not_live_longer_than_their_call(node: skyproxy.Node, sky: str) -> None:
     x = torch.ones(3, device=sky)
     before = handles(node)
-    call = node.submit(torch.sum, (x + 1,))
+    call = node.submit(torch.sum, x + 1)
     assert call.result(60).item() == 6
     assert handles(node) == before + 1
     del call

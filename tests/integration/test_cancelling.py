@@ -246,8 +246,8 @@ def test_a_function_on_the_node_is_not_touched(node: skyproxy.Node) -> None:
     x = torch.ones(3, device=device)
     assert node.run(torch.sum, x).item() == 3  # the first one brings the program's modules, and waits
     last = keep_busy(device)
-    call = node.submit(torch.sum, (x,))
-    doomed = node.submit(torch.sum, (last,))
+    call = node.submit(torch.sum, x)
+    doomed = node.submit(torch.sum, last)
     torch.sky.cancel(device)
     assert call.result().item() == 3
     with pytest.raises(CancelledOperationError):

@@ -58,7 +58,7 @@ class ThreadRank:
         self.asked: list[str] = []
         self._threads = ThreadPoolExecutor(8)
 
-    def submit(self, function: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> ThreadCall:
+    def submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> ThreadCall:
         self.asked.append(function.__name__)
         made: list[ThreadCall] = []
         ready = threading.Event()
@@ -90,7 +90,7 @@ def group(count: int, **options: Any) -> RankGroup:
 def on_all(made: RankGroup, function: Callable[[], Any]) -> Future[list[Any]]:
     made.ensure()
     task = made.task(function)
-    calls = {rank: node.submit(task, (), context=made.context(rank)) for rank, node in enumerate(made.nodes)}
+    calls = {rank: node.submit(task, context=made.context(rank)) for rank, node in enumerate(made.nodes)}
     return made.gather(calls)
 
 
@@ -255,8 +255,8 @@ def test_a_rank_that_cannot_be_stopped_gets_a_new_process_where_plugins_hold_som
 class DeafRank(ThreadRank):
     """Its process runs code that lets nothing else run: it answers nobody."""
 
-    def submit(self, function: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> ThreadCall:
-        return ThreadCall(Future()) if function is abort_calls else super().submit(function, args, **options)
+    def submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> ThreadCall:
+        return ThreadCall(Future()) if function is abort_calls else super().submit(function, *args, **options)
 
 
 def test_a_failure_is_reported_within_five_seconds_though_a_rank_answers_nothing() -> None:
@@ -362,7 +362,7 @@ def test_a_rank_that_had_finished_before_it_died_is_not_to_blame() -> None:
 
     made.ensure()
     task = made.task(work)
-    calls = {rank: node.submit(task, (), context=made.context(rank)) for rank, node in enumerate(made.nodes)}
+    calls = {rank: node.submit(task, context=made.context(rank)) for rank, node in enumerate(made.nodes)}
     calls[1].result(30)
     made.nodes[1].alive = False
     with pytest.raises(RankErrors) as caught:

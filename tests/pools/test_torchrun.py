@@ -137,7 +137,7 @@ def test_a_process_that_is_killed_ends_all_and_is_named(pool: Compute, folder: P
 
 def test_a_call_that_is_cancelled_ends_the_processes(node: sky.Node, folder: Path) -> None:
     script = describe_script(folder / "wait.py", procs_per_node=2)
-    call = node.submit(run_script, (replace(script, directory=str(folder)),))
+    call = node.submit(run_script, replace(script, directory=str(folder)))
     while not all((folder / f"begun-{rank}").exists() for rank in (0, 1)):
         assert not call.done()
         time.sleep(0.05)
@@ -152,7 +152,7 @@ def test_copies_travel_and_a_failed_attempt_is_made_again(node: sky.Node, folder
     packed = packed_for(script, shares_files=False)
     (folder / "helper.py").unlink()
     told: list[str] = []
-    call = node.submit(run_script, (packed,), on_output=lambda stream, text: told.append(text))
+    call = node.submit(run_script, packed, on_output=lambda stream, text: told.append(text))
     call.result(300)
     # Rank 0 may have come as far in the first attempt.
     lines = {line for line in "".join(told).splitlines() if "place" in line}

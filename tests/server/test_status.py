@@ -136,7 +136,7 @@ def test_a_function_that_runs_is_named(listener: Listener) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with skyproxy.connect(f"ws://127.0.0.1:{listener.port}", token=CODE, trust_worker=True) as node:
-            future = node.submit(waits, (folder,))
+            future = node.submit(waits, folder)
             try:
                 calls = wait_for(lambda: status(listener, CODE)["sessions"][0]["calls"], "the function is shown")
                 assert "waits" in calls[0]["name"]
