@@ -277,7 +277,7 @@ def test_a_hundred_at_once_each_with_its_own_end(node: skyproxy.Node) -> None:
         def keep(stream: str, text: str) -> None:
             outputs[number] = outputs.get(number, "") + text
 
-        call = await asyncio.to_thread(node.submit, work, (number,), on_output=keep)
+        call = await asyncio.to_thread(node.submit, work, number, on_output=keep)
         return (await call).item()
 
     async def everything() -> list[object]:
