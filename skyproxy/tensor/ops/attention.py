@@ -32,7 +32,7 @@ from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 aten = torch.ops.aten
 _FLASH = 1
 _NONE = -1
-_ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 15)
+_ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 14)
 """True if PyTorch makes four dimensions of three before it chooses, and views three in the result."""
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
