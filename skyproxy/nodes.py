@@ -26,6 +26,7 @@ from skyproxy.loading.node_names import NodeNames
 from skyproxy.protocol.messages import Welcome
 from skyproxy.session.early_worker import EARLY_WORKER
 from skyproxy.session.local_worker import LocalWorker
+from skyproxy.session.moving import NodeMoves
 from skyproxy.session.opening import Opener
 from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.session import Session
@@ -66,7 +67,7 @@ class DeviceInfo(NamedTuple):
     alive: bool
 
 
-class Node(NodeModels, NodeNames):
+class Node(NodeModels, NodeNames, NodeMoves):
     """A worker that this process is connected to.
 
     Use it as a context manager, synchronous or not, or call `close`. Whatever still lives when the process ends is

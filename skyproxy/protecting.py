@@ -22,8 +22,8 @@ from skyproxy.errors import (
     VersionMismatchError,
 )
 from skyproxy.nodes import Node
-from skyproxy.protocol.messages import Welcome
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.moving import check_fits
 from skyproxy.session.protection import NewSession
 from skyproxy.transport.links import is_link
 from skyproxy.units import duration_seconds
@@ -218,25 +218,10 @@ class Successor:
             opener.use(worker.url, worker.token)
         opened = opener.open_session(may_renew=True)
         try:
-            _check_fits(node._session.welcome, opened.welcome)
+            check_fits(node._session.welcome, opened.welcome)
         except BaseException:
             opened.operations.close()
             opened.bulk.close()
             raise
         node.url = opener.url
         return opened
-
-
-def _check_fits(before: Welcome, now: Welcome) -> None:
-    """Raises:
-    ConfigurationError: a worker cannot go on with a session of another one.
-    """
-    if before.software.get("torch") != now.software.get("torch"):
-        raise ConfigurationError(
-            f"it runs torch {now.software.get('torch')!r:.40}, and the session began with "
-            f"{before.software.get('torch')!r:.40}"
-        )
-    kinds = [(row.get("type"), row.get("index")) for row in now.devices]
-    missing = [f"{row['type']}:{row['index']}" for row in before.devices if (row["type"], row["index"]) not in kinds]
-    if missing:
-        raise ConfigurationError(f"it has no {', '.join(missing)}, which the session uses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -93,9 +94,35 @@ class Opener:
         except (SkyproxyError, OSError) as problem:  # of `renew`, which asks others
             raise ConnectError(str(problem)) from problem
 
+    def become(self, other: Opener) -> None:
+        """Open what comes next as another one would: the session has moved to its worker."""
+        self.__dict__.update(other.__dict__)
+
+    def copy(self) -> Opener:
+        """Return one that opens connections of the same session."""
+        made = object.__new__(Opener)
+        made.become(self)
+        return made
+
+    def end_session(self, received: int) -> None:
+        """End the session on a worker that keeps it without a connection, as far as that worker can be reached.
+
+        Args:
+            received: the answers that came.
+        """
+        if self.grace_seconds and self.welcome.secret:
+            with contextlib.suppress(SkyproxyError, OSError):
+                self.reopen(OPERATIONS, received)[0].close()
+
     def use(self, url: str, token: str | None = None) -> None:
         """Open the next session on another worker."""
         self.url, self.token = url, token or self.token
+
+    def trust(self, ssl_context: ssl.SSLContext | None, server_name: str | None, *, insecure: bool) -> None:
+        """Trust this for further connections; what is None, or false, stays as it is."""
+        self._ssl_context = ssl_context or self._ssl_context
+        self._server_name = server_name or self._server_name
+        self._insecure = insecure or self._insecure
 
     def ask_status(self) -> dict[str, Any]:
         """Ask the worker what it does, beside the operations.

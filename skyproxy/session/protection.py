@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
+from skyproxy.errors import ConfigurationError, ProtocolError, RemoteError, SessionLostError, visible
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.connection import Connection
@@ -36,6 +36,7 @@ _LOG_SHARE = 0.75
 """The part of the log's bound from which a snapshot is due."""
 _FRUITLESS_RECOVERIES = 5
 """Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
+_CONNECTIONS = 2
 _LOOK_SECONDS = 0.005
 _ANSWER_SECONDS = 600.0
 """The longest wait for a worker to load a snapshot."""
@@ -91,6 +92,7 @@ class Protection:
         last_error: why the last snapshot was refused, if it was.
         on_recovered: called when another worker has taken over.
         name: the name of the snapshots on the worker.
+        is_moving: whether the session is about to leave its worker for another one.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class Protection:
         self.recoveries = self.snapshots = 0
         self.last_error: BaseException | None = None
         self.on_recovered: Callable[[Welcome], object] = lambda welcome: None
-        self.cut_bulk: Callable[[], object] = lambda: None
-        self.cut_operations: Callable[[], object] = lambda: None
+        self.cut_bulk: Callable[[int], object] = lambda recoveries: None
+        self.cut_operations: Callable[[int], object] = lambda recoveries: None
         self.name = name
         self._recorder = recorder
         self._waiters = waiters
@@ -134,6 +136,11 @@ class Protection:
         self._fruitless = 0
         self._reached = 0
         self._is_off = False
+        self.is_moving = False
+        self._prepared: tuple[NewSession, int] | None = None
+        self._moved = Waiter()
+        self._parts = 0
+        self._on_moved: Callable[[], object] = lambda: None
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class Protection:
 
     def _is_due(self) -> bool:
         now = time.monotonic()
-        if self._is_off or now < self._retry_at:
+        if self._is_off or self.is_moving or now < self._retry_at:
             return False
         if self._wanted or (self.every_steps and self._steps >= self.every_steps):
             return True
@@ -284,7 +291,58 @@ class Protection:
     def stop(self) -> None:
         """Take no more snapshots, and keep no log."""
         self._is_off = True
+        self._moved.fail(SessionLostError("the session ended while it was moved"))
         self.log.forget()
+
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    def move(self, opened: NewSession, on_moved: Callable[[], object]) -> None:
+        """Have another worker go on; wait until it does.
+
+        Args:
+            opened: an empty session on that worker.
+            on_moved: called before anything is sent to it.
+
+        Raises:
+            RemoteError: this worker takes no snapshot now; nothing has changed.
+            ConfigurationError: that worker cannot restore it; nothing has changed.
+            SessionLostError: the session has ended.
+        """
+        self._moved = moved = Waiter()
+        self._on_moved = on_moved
+        self.is_moving = True
+        try:
+            self.snapshot()
+            try:
+                self._prepared = opened, self._load(opened, "the session was not moved")
+            except SessionLostError as problem:
+                raise ConfigurationError(f"{problem}. It goes on where it was.") from problem
+            self._parts = 0
+            self.cut_operations(sys.maxsize)
+            moved.wait()
+        finally:
+            self.is_moving = False
+            self._prepared = None
+
+    def note_part(self) -> None:
+        """Take note that one of the two connections is replaced: then that of the operations, or the other one."""
+        self._parts += 1
+        if self._parts == _CONNECTIONS:
+            self._moved.set(None)
+
+    def _take_prepared(self) -> tuple[Fresh, Fresh] | None:
+        """Return the connections of the worker that the session moves to, where all it needs is still logged."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return None
+        opened, start = prepared
+        if start not in self.log.starts() or self.log.hole_after(start) is not None:
+            opened.operations.close()
+            opened.bulk.close()
+            return None
+        self.on_recovered(opened.welcome)
+        self._on_moved()
+        return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
@@ -294,6 +352,9 @@ class Protection:
         Raises:
             SessionLostError: there is no such worker, or no such snapshot.
         """
+        prepared = self._take_prepared()
+        if prepared is not None:
+            return prepared
         self._look_for_progress(reason)
         while not stop.is_set():
             self._check_log(reason)
@@ -382,6 +443,7 @@ class Protection:
             same = kept.get(sequence, message)
             link.connection.on_send(same, size)
             link.repeat(same)
+        self.note_part()
 
 
 def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[object]) -> Any:

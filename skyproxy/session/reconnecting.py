@@ -70,7 +70,13 @@ class Fresh(NamedTuple):
 
 
 class Recovery(Protocol):
-    """Has another worker go on with a session whose worker is gone; see `session.protection`."""
+    """Has another worker go on with a session whose worker is gone; see `session.protection`.
+
+    Attributes:
+        is_moving: whether the session leaves its worker, which lives.
+    """
+
+    is_moving: bool
 
     def recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
         """Return the operations and the bulk connection of a session that was restored.
@@ -82,10 +88,10 @@ class Recovery(Protocol):
     def replay(self, start: int, before: Connection, link: Transport) -> None:
         """Send what the snapshot lacks of what had left on the connection before, and take note of it there."""
 
-    def cut_bulk(self) -> object:
-        """Have the thread that reads the bulk connection notice that its worker is gone."""
+    def cut_bulk(self, recoveries: int) -> object:
+        """Have the thread that reads the bulk connection notice that its worker is gone; see `cut_older`."""
 
-    def cut_operations(self) -> object:
+    def cut_operations(self, recoveries: int) -> object:
         """The same for the operations connection."""
 
 
@@ -216,7 +222,8 @@ class Reconnector:
         self.outage.begin(reason)
         try:
             try:
-                if not self.resumes or link.connection.goodbye is not None:
+                is_moving = self.recovery is not None and self.recovery.is_moving
+                if is_moving or not self.resumes or link.connection.goodbye is not None:
                     raise SessionLostError(reason)
                 return self._connect(role, link.connection.answers, recoveries, reason)
             except SessionLostError as lost:
@@ -232,9 +239,9 @@ class Reconnector:
     def _recover(self, recovery: Recovery, role: str, recoveries: int, reason: str) -> Fresh:
         """Go on with another worker: the thread of the operations sees to it, that of the bulk connection waits."""
         if role != OPERATIONS:
-            recovery.cut_operations()
+            recovery.cut_operations(recoveries)
             return self._wait_for_recovery(recoveries, reason)
-        recovery.cut_bulk()
+        recovery.cut_bulk(recoveries)
         operations, bulk = recovery.recover(reason, self._stop)
         with self._recovered:
             self.recoveries += 1
@@ -366,6 +373,13 @@ class Reconnecting(Transport):
 
     def cut(self) -> bool:
         return self._link.cut()
+
+    def cut_older(self, recoveries: int) -> None:
+        """Cut the link, unless it belongs to a session that was restored after so many recoveries."""
+        with self._changing:
+            link = self._link if self._recoveries <= recoveries else None
+        if link is not None:
+            link.cut()
 
     def keep_alive(self) -> None:
         self._link.keep_alive()

@@ -34,7 +34,7 @@ from skyproxy.protocol.messages import (
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.protection import OpenAnew, Protection
+from skyproxy.session.protection import NewSession, OpenAnew, Protection
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
@@ -231,6 +231,7 @@ class Session(Requests):
         offers = _offers_for(fresh.welcome, self.settings)
         self._uploads.begin_anew(fresh.link, offers, lambda: protection.log.jobs_after(start))
         self.cancelling.send_again(fresh.link.post)
+        protection.note_part()
 
     def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
         try:
@@ -286,7 +287,10 @@ class Session(Requests):
             every_seconds=every_seconds,
             every_steps=every_steps,
         )
-        protection.cut_bulk, protection.cut_operations = self._bulk.cut, self._operations.cut
+        operations, bulk = self._operations, self._bulk
+        assert isinstance(operations, ReconnectingOperations)
+        assert isinstance(bulk, ReconnectingBulk)
+        protection.cut_bulk, protection.cut_operations = bulk.cut_older, operations.cut_older
         protection.on_recovered = self._on_recovered
         self.protection = protection
         try:
@@ -300,6 +304,26 @@ class Session(Requests):
         except BaseException:
             self.unprotect()
             raise
+
+    def move(self, opened: NewSession, on_moved: Callable[[], object]) -> int:
+        """Go on with the session on another worker; it is protected already.
+
+        Args:
+            opened: an empty session there.
+            on_moved: called when it is this one, before anything is sent there.
+
+        Returns:
+            The answers that had come from the worker before.
+
+        Raises:
+            RemoteError: this worker takes no snapshot now; nothing has changed.
+            ConfigurationError: that worker cannot restore it; nothing has changed.
+            SessionLostError: the session has ended.
+        """
+        assert self.protection is not None
+        answers = self._operations.connection.answers
+        self.protection.move(opened, on_moved)
+        return answers
 
     def unprotect(self) -> None:
         """Take no more snapshots, and have those that there are deleted: the session ends with its worker."""

@@ -1,0 +1,131 @@
+"""Moves a live session to another worker: `node.move_to(url)`. Tensors of the program stay valid."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from pathlib import Path
+
+from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.protocol.messages import Welcome
+from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.local_worker import LocalWorker
+from skyproxy.session.opening import Opener
+from skyproxy.session.protection import NewSession
+from skyproxy.session.session import Session
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import client_context
+
+
+class NodeMoves:
+    """The part of a node that leaves its worker for another one.
+
+    Attributes:
+        url: where its worker listens.
+        software: versions there.
+        session_name: the name of its session, if it has one.
+    """
+
+    url: str
+    software: dict[str, str]
+    session_name: str | None
+    _session: Session
+    _opener: Opener | None
+    _worker: LocalWorker | None
+
+    def move_to(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        certificate: str | Path | None = None,
+        server_name: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """Go on with this session on another worker; tensors stay valid, and the program notices a pause.
+
+        Both workers must keep snapshots in the same folder, and that one must run the same torch and have the same
+        devices. The worker before is told that the session is over; an embedded one ends.
+
+        Args:
+            url: "ws://host:port", "wss://host:port" or a "sky://" link.
+            token: that worker's; by default the same as before.
+            certificate: whom to trust and nobody else.
+            server_name: the name in its certificate, where it is not the url's host.
+            insecure: whether "ws://" may go to other machines.
+
+        Raises:
+            ConfigurationError: one of the workers keeps no snapshots, or that one does not see the same, or does not
+                fit; nothing has changed.
+            ConnectError: that worker does not answer, or refuses; nothing has changed.
+            RemoteError: no snapshot can be taken now; nothing has changed.
+            SessionLostError: the session is over.
+
+        Example:
+            ```python
+            node.move_to("wss://bigger.example:8765", token=token)
+            ```
+        """
+        session, opener = self._session, self._opener
+        session.check()
+        if opener is None or not session.welcome.limits.get("snapshots"):
+            raise ConfigurationError(
+                f"the worker at {self.url} keeps no snapshots. Start both with --snapshots FOLDER, the same one."
+            )
+        if self.session_name is not None:
+            raise ConfigurationError(f"the session {self.session_name!r} has a name, which stays on its worker.")
+        if is_link(url):
+            url, certificate = read_url(url, certificate)
+        target = opener.copy()
+        target.use(url, token)
+        target.trust(client_context(certificate) if certificate is not None else None, server_name, insecure=insecure)
+        opened = target.open_session()
+        try:
+            check_fits(session.welcome, opened.welcome)
+            self._move(opener, target, opened)
+        except BaseException:
+            opened.operations.close()
+            opened.bulk.close()
+            raise
+
+    def _move(self, opener: Opener, target: Opener, opened: NewSession) -> None:
+        session, before, worker = self._session, opener.copy(), self._worker
+        is_protected = session.protection is not None
+        if not is_protected:
+            log = BatchLog(session.settings.max_log_bytes, session.settings.max_frame_bytes)
+            session.protect(log, secrets.token_hex(16), _nowhere, math.inf, 0)
+        try:
+            answers = session.move(opened, lambda: opener.become(target))
+            self.url, self.software = target.url, dict(opened.welcome.software)
+        finally:
+            if not is_protected:
+                session.unprotect()
+        if worker is None:
+            before.end_session(answers)
+        else:
+            self._worker = None
+            session.explain_end = lambda: None
+            worker.stop()
+            worker.delete_snapshots()
+
+
+def _nowhere(reason: str, stop: threading.Event) -> NewSession:
+    raise SessionLostError(reason)
+
+
+def check_fits(before: Welcome, now: Welcome) -> None:
+    """Raises:
+    ConfigurationError: a worker cannot go on with a session of another one.
+    """
+    if not now.limits.get("snapshots"):
+        raise ConfigurationError("the other worker keeps no snapshots. Start it with --snapshots FOLDER, the same one.")
+    if before.software.get("torch") != now.software.get("torch"):
+        raise ConfigurationError(
+            f"the other worker runs torch {now.software.get('torch')!r:.40}, and the session began with "
+            f"{before.software.get('torch')!r:.40}"
+        )
+    kinds = [(row.get("type"), row.get("index")) for row in now.devices]
+    missing = [f"{row['type']}:{row['index']}" for row in before.devices if (row["type"], row["index"]) not in kinds]
+    if missing:
+        raise ConfigurationError(f"the other worker has no {', '.join(missing)}, which the session uses")
