@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from _helper_process import end_with_parent
 from session_processes import hold_the_interpreter, p99, waits
 
 import skyproxy
@@ -165,6 +166,7 @@ def attack(name: str, url: str) -> None:
     os.nice(19)
     print("ready", flush=True)
     token = sys.stdin.readline().strip()
+    end_with_parent()
     while True:
         with contextlib.suppress(SkyproxyError, RuntimeError, MemoryError, OSError):
             MEANS[name](url, token)
