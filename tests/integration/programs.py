@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Ours without skyproxy's variables, with a path to the packages under test, and `extra`."""
+    """Ours with `extra` in place of skyproxy's variables, the packages under test, and no line at the first use."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
-    return {**clean, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default::DeprecationWarning", **extra}
+    ours = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default::DeprecationWarning", "SKYPROXY_ANNOUNCE_WORKER": "0"}
+    return {**clean, **ours, **extra}
 
 
 def run_program(
