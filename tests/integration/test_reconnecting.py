@@ -206,7 +206,10 @@ def test_waiting_says_why_and_goes_on(
         assert text.count("skyproxy:") == 2
 
 
-def test_without_the_setting_a_broken_connection_ends_the_session(sky: str, served: tuple[int, str]) -> None:
+def test_without_the_setting_a_broken_connection_ends_the_session(
+    sky: str, served: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(SETTINGS, reconnect=False))
     with chaos_proxy(served[0]) as proxy:
         with skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=served[1]) as node:
             x = torch.ones(3, device=node.devices[0])
@@ -245,4 +248,5 @@ def test_nothing_is_left_behind(connect: Connect, served: tuple[int, str]) -> No
         for _ in range(10):
             cut_and_use()
         wait_for(lambda: own_threads() == threads, "the threads of broken connections end")
-        assert node._session.recorder.handles == handles
+        # Housekeeping may just be sending what was released, and count it in two places for a moment.
+        wait_for(lambda: node._session.recorder.handles == handles, "no handle is left")
