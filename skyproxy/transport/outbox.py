@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from operator import call
 from queue import SimpleQueue
 from threading import get_ident
@@ -101,7 +102,7 @@ class Outbox:
             # No bytecode, hence no interrupt, stands between taking the lock and knowing that we have it.
             held.extend(map(self._lock.acquire, (True,)))
             if self.error is not None:
-                raise self.error
+                raise copy(self.error)
             nested = self._busy
             try:
                 self._busy = True
@@ -125,7 +126,7 @@ class Outbox:
         if frame.done is not None and not nested:
             frame.done.acquire()
             if self.error is not None:
-                raise self.error
+                raise copy(self.error)
 
     def _commit(self, frame: Frame, message: Message) -> None:
         step = self._connection.prepare_send(message, frame.size)
@@ -227,7 +228,8 @@ class Outbox:
 
     def abort(self, error: OSError) -> None:
         """Takes no more frames; `stop` then drops those that wait."""
-        self.error = self.error or error
+        # Not the error itself: as long as the connection is known, its traceback would keep alive what senders hold.
+        self.error = self.error or copy(error)
 
     def _fail(self, error: OSError) -> None:
         """Drops all frames and wakes whoever waits for them; the lock is held."""

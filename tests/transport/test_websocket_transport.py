@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -274,6 +276,26 @@ def test_the_end_of_the_stream_is_a_lost_session(make_pair, tls: bool) -> None:
     worker._stream.shutdown()
     with pytest.raises(SessionLostError, match="The worker is gone"):
         client.recv(5)
+    with pytest.raises(SessionLostError, match="The worker is gone"):
+        client.send(Batch(Sequence(1), []))
+
+
+def test_a_broken_connection_keeps_nothing_of_its_senders_alive(make_pair, tls: bool) -> None:
+    client, worker = make_pair(tls=tls)
+    worker._stream.shutdown()
+    client._stream.shutdown()
+
+    class Held:
+        pass
+
+    def send() -> weakref.ref[Held]:
+        held = Held()
+        for _ in range(2):  # the first finds out, the second is told
+            with contextlib.suppress(SessionLostError):
+                client.send(Batch(Sequence(1), []))
+        return weakref.ref(held)
+
+    assert send()() is None
     with pytest.raises(SessionLostError, match="The worker is gone"):
         client.send(Batch(Sequence(1), []))
 
