@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+_PACKAGES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
@@ -47,13 +50,18 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _is_users(file: str, foreign: Any) -> bool:
+    """Return whether code is the user's: not PyTorch's, ours, or of Python's own library, in which our waits end."""
+    return not foreign[file] and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
+
+
 def _cut(tb: TracebackType | None, foreign: Any) -> TracebackType | None:
     rows = []
     while tb is not None:
         rows.append(tb)
         tb = tb.tb_next
     files = [row.tb_frame.f_code.co_filename for row in rows]
-    kept = max((number for number, file in enumerate(files) if not foreign[file]), default=-1) + 1
+    kept = max((number for number, file in enumerate(files) if _is_users(file, foreign)), default=-1) + 1
     if not kept or not any(file.startswith(_OWN) for file in files[kept:]):
         return rows[0] if rows else None
     made: TracebackType | None = None

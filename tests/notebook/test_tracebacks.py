@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def test_what_is_below_the_users_line_is_cut() -> None:
     with pytest.raises(skyproxy.errors.ConfigurationError) as caught:
         skyproxy.connect("ftp://nowhere", token="x")
     assert len(files(caught.value)) > 1
+    shorten(caught.value)
+    assert files(caught.value) == [Path(__file__).name]
+
+
+def test_what_waits_in_the_standard_library_below_ours_is_cut(sky: str) -> None:
+    node = skyproxy.list_nodes()[0]
+    call = node.submit(time.sleep, 30.0)
+    with pytest.raises(TimeoutError) as caught:
+        call.result(0.01)
+    innermost = traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    call.cancel()
+    assert Path(innermost).parts[-3:-1] == ("concurrent", "futures")
     shorten(caught.value)
     assert files(caught.value) == [Path(__file__).name]
 
