@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -50,12 +50,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _is_users(file: str, foreign: Any) -> bool:
+def _is_users(file: str, foreign: Mapping[str, bool]) -> bool:
     """Return whether code is the user's: not PyTorch's, ours, or of Python's own library, in which our waits end."""
     return not foreign[file] and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
 
 
-def _cut(tb: TracebackType | None, foreign: Any) -> TracebackType | None:
+def _cut(tb: TracebackType | None, foreign: Mapping[str, bool]) -> TracebackType | None:
     rows = []
     while tb is not None:
         rows.append(tb)

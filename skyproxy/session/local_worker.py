@@ -31,6 +31,9 @@ _ADVICE = {
     "SIGBUS": "often /dev/shm, or the disk of a mapped file, is full",
 }
 _END_TIMEOUT_SECONDS = 1.0
+_WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+_SPINS = 2000
+"""Rounds that a thread of OpenMP computes in vain before it sleeps; libgomp's own number is 300,000, milliseconds."""
 _SNAPSHOTS = "SKYPROXY_SNAPSHOTS"
 _workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
@@ -257,8 +260,15 @@ def _close(stream: IO[bytes] | None) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Ours, with a path to the packages where they are not installed but lie beside this one."""
+    """Return the variables of a worker on this machine, which shares its cores with the program that it works for.
+
+    They are ours, with a path to the packages where they are not installed but lie beside this one. Threads of kernels
+    wait for each other without computing for long, unless a variable of ours says how they wait: by default they take
+    the cores that the program, and whatever else runs, could use (`benchmarks/waiting_threads.py`).
+    """
     environment = dict(os.environ)
+    if environment.keys().isdisjoint(_WAITING_VARIABLES):
+        environment["GOMP_SPINCOUNT"] = str(_SPINS)
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         known = environment.get("PYTHONPATH")

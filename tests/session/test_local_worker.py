@@ -1,4 +1,4 @@
-"""How the end of a worker's process is told."""
+"""How a worker on this machine is started, and how the end of its process is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch  # noqa: F401
 
-from skyproxy.session.local_worker import _how_it_ended
+from skyproxy.session.local_worker import _how_it_ended, worker_environment
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,15 @@ from skyproxy.session.local_worker import _how_it_ended
 )
 def test_an_exit_status_is_told_in_words(status: int, said: str) -> None:
     assert said in _how_it_ended(status)
+
+
+@pytest.mark.parametrize("variable", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])
+def test_threads_of_kernels_sleep_soon_unless_the_user_says_how_they_wait(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert 0 < int(worker_environment()["GOMP_SPINCOUNT"]) < 300_000
+    monkeypatch.setenv(variable, "7")
+    waiting = {name: value for name, value in worker_environment().items() if name.startswith(("GOMP", "OMP_W", "KMP"))}
+    assert waiting == {variable: "7"}
