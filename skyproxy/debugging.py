@@ -53,7 +53,16 @@ class debug_syncs:
         )
 
     def stop(self) -> None:
-        """Switches the warnings off; idempotent."""
+        """Switches the warnings off; idempotent.
+
+        Example:
+            ```python
+            syncs = skyproxy.debug_syncs()
+            print(torch.ones(3, device="sky:0").sum().item())
+            syncs.stop()
+            print(syncs.count)
+            ```
+        """
         if self._warn in WAIT_OBSERVERS:
             WAIT_OBSERVERS.remove(self._warn)
 

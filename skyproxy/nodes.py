@@ -129,6 +129,11 @@ class Node(NodeModels, NodeNames, NodeMoves):
 
         Raises:
             ConfigurationError: the worker has no such device.
+
+        Example:
+            ```python
+            x = torch.ones(3, device=node.device("cpu"))
+            ```
         """
         try:
             wanted = torch.device(name)
@@ -142,11 +147,29 @@ class Node(NodeModels, NodeNames, NodeMoves):
         raise ConfigurationError(f"this worker has no {name}; it has {has}. Use node.device({has.split(', ')[0]!r}).")
 
     def synchronize(self) -> None:
-        """Waits until the worker has done everything that was recorded."""
+        """Waits until the worker has done everything that was recorded.
+
+        Example:
+            ```python
+            y = torch.ones(3, device=node.device("cpu")) * 2
+            node.synchronize()  # now it is computed
+            ```
+        """
         self._session.synchronize()
 
     async def synchronize_async(self) -> None:
-        """The same, without blocking the event loop."""
+        """The same, without blocking the event loop.
+
+        Example:
+            ```python
+            async def main() -> None:
+                y = torch.ones(3, device=node.device("cpu")) * 2
+                await node.synchronize_async()
+
+
+            asyncio.run(main())
+            ```
+        """
         await asyncio.to_thread(self._session.synchronize)
 
     def _restart_worker(self, stop: threading.Event) -> LocalWorker:
@@ -177,7 +200,15 @@ class Node(NodeModels, NodeNames, NodeMoves):
         return self._worker.process_id if self._worker is not None else None
 
     def close(self) -> None:
-        """Ends the session, and the worker if it is embedded. Its tensors are gone. Idempotent."""
+        """Ends the session, and the worker if it is embedded. Its tensors are gone. Idempotent.
+
+        Example:
+            ```python
+            node = skyproxy.launch_local("cpu")
+            node.close()
+            assert not node.alive
+            ```
+        """
         if self._session.is_foreign:
             return
         self._finish_named()
@@ -215,7 +246,13 @@ class Node(NodeModels, NodeNames, NodeMoves):
         await asyncio.to_thread(self.close)
 
     def log_tail(self) -> str | None:
-        """The end of what an embedded worker wrote to its log; None for others, whose log is not ours."""
+        """The end of what an embedded worker wrote to its log; None for others, whose log is not ours.
+
+        Example:
+            ```python
+            print(node.log_tail())
+            ```
+        """
         return self._worker.output() if self._worker is not None else None
 
     def worker_status(self) -> dict[str, Any]:
@@ -225,6 +262,11 @@ class Node(NodeModels, NodeNames, NodeMoves):
 
         Raises:
             ConnectError: the worker does not answer.
+
+        Example:
+            ```python
+            print(node.worker_status()["worker"])
+            ```
         """
         if self._opener is None:
             raise ConnectError("this node was made without a way to ask its worker")

@@ -42,6 +42,13 @@ class Protected:
 
     Attributes:
         nodes: whose sessions they are.
+
+    Example:
+        ```python
+        with skyproxy.protect(every="90s") as protected:
+            model = torch.nn.Linear(8, 8).to("sky:0")
+            print(protected.snapshots, protected.recoveries)
+        ```
     """
 
     def __init__(self, chosen: Sequence[Node], every_seconds: float, every_steps: int) -> None:
@@ -67,11 +74,25 @@ class Protected:
         Raises:
             RemoteError: a worker refused; the snapshot before is as good as it was.
             SessionLostError: a session is over.
+
+        Example:
+            ```python
+            with skyproxy.protect(node=node) as protected:
+                for snapshot in protected.snapshot():
+                    print(snapshot["snapshot"], snapshot["bytes"])
+            ```
         """
         return [node._session.protection.snapshot() for node in self.nodes if node._session.protection is not None]
 
     def stop(self) -> None:
-        """Protect no longer, and delete the snapshots; idempotent."""
+        """Protect no longer, and delete the snapshots; idempotent.
+
+        Example:
+            ```python
+            protected = skyproxy.protect(node=node)
+            protected.stop()
+            ```
+        """
         _step_counters.discard(self)
         for node in self.nodes:
             node._session.unprotect()

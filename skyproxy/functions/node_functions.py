@@ -58,6 +58,12 @@ class NodeFunctions:
             ConfigurationError: the worker runs no functions, or these arguments cannot be sent.
             VersionMismatchError: the function's code cannot run on the worker's Python.
             SessionLostError: the worker is gone.
+
+        Example:
+            ```python
+            call = node.submit(torch.sum, torch.ones(3, device=node.devices[0]))
+            print(call.result().item())
+            ```
         """
         options = {
             "on_output": on_output,
@@ -91,6 +97,11 @@ class NodeFunctions:
 
         Raises:
             Exception: whatever the function raised; its `__cause__` holds the worker's traceback.
+
+        Example:
+            ```python
+            print(node.run(torch.sum, torch.ones(3, device=node.devices[0])).item())
+            ```
         """
         return self._runner.run(fn, args, kwargs)
 
@@ -99,7 +110,17 @@ class NodeFunctions:
     @overload
     async def execute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
     async def execute(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """`run` without blocking the event loop; cancelling the task cancels the call."""
+        """`run` without blocking the event loop; cancelling the task cancels the call.
+
+        Example:
+            ```python
+            async def main() -> None:
+                print(await node.execute(pow, 2, 10))
+
+
+            asyncio.run(main())
+            ```
+        """
         return await self._runner.execute(fn, args, kwargs)
 
     def reattach(self, call_id: str, *, on_output: Callable[[str, str], object] | None = None) -> Call:
@@ -114,6 +135,13 @@ class NodeFunctions:
 
         Returns:
             The call. Its result raises LookupError if the worker does not know it any more.
+
+        Example:
+            ```python
+            call = node.submit(pow, 2, 10)
+            print(call.id)  # to be kept, for a program that comes later
+            print(node.reattach(call.id).result())
+            ```
         """
         return self._runner.reattach(call_id, on_output)
 

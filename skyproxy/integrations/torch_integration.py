@@ -32,6 +32,19 @@ def torch(
         function: the function, or what `@sky.compute` made of it.
         backend: as `torch.distributed` names it; by default nccl where CUDA is available, else gloo.
         join_timeout_seconds: how long the ranks wait for one another.
+
+    Example:
+        ```python
+        @skyproxy.integrations.torch(backend="gloo")
+        @skyproxy.function
+        def total() -> float:
+            ones = torch.ones(1)
+            torch.distributed.all_reduce(ones)
+            return ones.item()
+
+
+        print(total() @ pool)  # with two processes: [2.0, 2.0]
+        ```
     """
 
     def decorate(inner: F) -> F:

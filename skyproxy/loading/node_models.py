@@ -29,13 +29,26 @@ class NodeModels(NodeFunctions):
 
         Returns:
             The model, with remote tensors for parameters and buffers.
+
+        Example:
+            ```python
+            model = node.from_pretrained(transformers.AutoModelForCausalLM, "Qwen/Qwen3-0.6B", dtype=torch.bfloat16)
+            print(model.device)
+            ```
         """
         return self.run(worker_side.from_pretrained, kind, os.fspath(name), self._place(device), options)
 
     def from_config(
         self, kind: object, config: object, *, device: torch.device | str | None = None, **options: object
     ) -> Any:
-        """A fresh model, made on the worker; otherwise as `from_pretrained`."""
+        """A fresh model, made on the worker; otherwise as `from_pretrained`.
+
+        Example:
+            ```python
+            config = transformers.AutoConfig.from_pretrained("Qwen/Qwen3-0.6B")
+            model = node.from_config(transformers.AutoModelForCausalLM, config)
+            ```
+        """
         return self.run(worker_side.from_config, kind, config, self._place(device), options)
 
     def load_safetensors(self, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Any:
@@ -43,6 +56,13 @@ class NodeModels(NodeFunctions):
 
         Returns:
             A `RemoteStateDict`: `state_dict.load_into(model)` fills a model with them.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(4, 2).to(node.devices[0])
+            path = node.save(model.state_dict(), "model.safetensors")
+            node.load_safetensors(path).load_into(model)
+            ```
         """
         return self.run(worker_side.load_safetensors, os.fspath(path), self._place(device))
 
@@ -57,6 +77,12 @@ class NodeModels(NodeFunctions):
 
         Returns:
             The absolute path there.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(4, 2).to(node.devices[0])
+            print(node.save(model.state_dict(), "model.pt"))
+            ```
         """
         if isinstance(value, torch.nn.Module):
             raise ConfigurationError(
@@ -75,6 +101,12 @@ class NodeModels(NodeFunctions):
             path: on the worker.
             device: one of this node's, the preferred one by default.
             weights_only: as in `torch.load`.
+
+        Example:
+            ```python
+            path = node.save({"x": torch.ones(3, device=node.devices[0])}, "values.pt")
+            x = node.load(path)["x"]
+            ```
         """
         return self.run(worker_side.load, os.fspath(path), self._place(device), weights_only)
 
@@ -89,6 +121,13 @@ class NodeModels(NodeFunctions):
 
         Returns:
             What `generate` returns, its tensors remote: the same tokens, also where they are sampled.
+
+        Example:
+            ```python
+            inputs = tokenizer("The sky is", return_tensors="pt")
+            tokens = node.generate(model, inputs, max_new_tokens=20)
+            print(tokenizer.decode(tokens[0].cpu()))
+            ```
         """
         named = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
         if streamer is None:

@@ -28,6 +28,12 @@ class AcceleratePlugin(Plugin):
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         version: of accelerate: "latest", "1.0.0", or a constraint.
         backend: of the process group; by default nccl where CUDA is available, else gloo.
+
+    Example:
+        ```python
+        plugins = [skyproxy.plugins.torch(), skyproxy.plugins.accelerate(mixed_precision="bf16")]
+        pool = skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=plugins)
+        ```
     """
 
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"

@@ -27,6 +27,18 @@ class CoordinationPlugin(Plugin):
 
     Attributes:
         join_timeout_seconds: how long a rank tries to reach the head's store.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def task() -> int:
+            skyproxy.plugins.barrier()
+            return skyproxy.plugins.counter("tasks").add()
+
+
+        with skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=[skyproxy.plugins.coordination()]) as pool:
+            print(sorted(task() @ pool))  # [1, 2]
+        ```
     """
 
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
@@ -118,6 +130,16 @@ def barrier(name: str = "", timeout_seconds: float | None = None) -> None:
 
     Raises:
         TimeoutError: some ranks did not come; names them.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def step() -> None:
+            skyproxy.plugins.barrier("step", timeout_seconds=60)
+
+
+        step() @ pool  # the pool has plugins=[skyproxy.plugins.coordination()]
+        ```
     """
     meeting = _current()
     store, info = meeting.store, meeting.info
@@ -154,7 +176,18 @@ class Counter:
 
 
 def counter(name: str = "") -> Counter:
-    """The counter of that name; it begins with 0."""
+    """The counter of that name; it begins with 0.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def task() -> int:
+            return skyproxy.plugins.counter("tasks").add()
+
+
+        print(task() @ pool)  # the pool has plugins=[skyproxy.plugins.coordination()]
+        ```
+    """
     return Counter(name)
 
 
@@ -168,6 +201,17 @@ def lock(name: str = "", timeout_seconds: float | None = None) -> Iterator[None]
 
     Raises:
         TimeoutError: it was not free in time; names the rank that holds it.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def alone() -> None:
+            with skyproxy.plugins.lock("download", timeout_seconds=60):
+                print("one at a time")
+
+
+        alone() @ pool  # the pool has plugins=[skyproxy.plugins.coordination()]
+        ```
     """
     meeting = _current()
     store, key = meeting.store, f"lock/{name}"

@@ -30,6 +30,12 @@ class HuggingFacePlugin(Plugin):
         token: of the Hub; None for public models only.
         version: of transformers: "latest", "4.50.0", or a constraint.
         login: whether to log in with the token at bootstrap, so that a wrong one is noticed there.
+
+    Example:
+        ```python
+        huggingface = skyproxy.plugins.huggingface(token=os.environ.get("HF_TOKEN"))
+        pool = skyproxy.Compute(provider=skyproxy.Local(), plugins=[skyproxy.plugins.torch(), huggingface])
+        ```
     """
 
     token: str | None = field(default=None, repr=False)

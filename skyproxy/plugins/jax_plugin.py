@@ -30,6 +30,11 @@ class JaxPlugin(Plugin):
         cuda: the extra of jax for an accelerator that has CUDA; others get plain jax.
         init: "auto" initialises where there are two ranks or more, "always" also where there is one.
         join_timeout_seconds: how long the ranks wait for one another at the start.
+
+    Example:
+        ```python
+        pool = skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=[skyproxy.plugins.jax()])
+        ```
     """
 
     version: str = "latest"

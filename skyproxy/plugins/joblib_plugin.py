@@ -26,6 +26,12 @@ class JoblibPlugin(Plugin):
     Attributes:
         version: of joblib: "latest", "1.4.0", or a constraint.
         n_jobs: how many tasks run at once where `Parallel` does not say; -1 for one on each rank.
+
+    Example:
+        ```python
+        with skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=[skyproxy.plugins.joblib()]):
+            print(joblib.Parallel()(joblib.delayed(pow)(x, 2) for x in range(4)))  # [0, 1, 4, 9]
+        ```
     """
 
     version: str = "latest"
@@ -44,7 +50,15 @@ class JoblibPlugin(Plugin):
 
     @staticmethod
     def register() -> None:
-        """Makes joblib know the backend "sky" where no pool has the plugin; again and again does no harm."""
+        """Makes joblib know the backend "sky" where no pool has the plugin; again and again does no harm.
+
+        Example:
+            ```python
+            skyproxy.plugins.joblib.register()
+            with joblib.parallel_config("sky", pool=pool):
+                print(joblib.Parallel()(joblib.delayed(pow)(x, 2) for x in range(4)))  # [0, 1, 4, 9]
+            ```
+        """
         import joblib
 
         from skyproxy.plugins.joblib_backend import SkyBackend

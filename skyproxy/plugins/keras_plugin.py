@@ -33,6 +33,12 @@ class KerasPlugin(Plugin):
         backend: "jax", "torch", "tensorflow", "openvino" or "numpy".
         version: of keras: "latest", "3.5.0", or a constraint.
         distribute: whether jax's data parallelism is switched on.
+
+    Example:
+        ```python
+        plugins = [skyproxy.plugins.jax(), skyproxy.plugins.keras(backend="jax")]
+        pool = skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=plugins)
+        ```
     """
 
     backend: Literal["jax", "torch", "tensorflow", "openvino", "numpy"] = "jax"

@@ -20,6 +20,13 @@ class SklearnPlugin(JoblibPlugin):
     Attributes:
         version: of scikit-learn: "latest", "1.5.0", or a constraint. The client's own is best: models travel by pickle.
         n_jobs: how many tasks run at once where the estimator does not say; -1 for one on each rank.
+
+    Example:
+        ```python
+        with skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=[skyproxy.plugins.sklearn()]):
+            search = GridSearchCV(SVC(), {"C": [0.1, 1.0, 10.0]}).fit(*load_iris(return_X_y=True))
+            print(search.best_params_)
+        ```
     """
 
     @property

@@ -35,6 +35,20 @@ class TorchPlugin(Plugin):
         init: "auto" joins a process group where there are two ranks or more, "always" also where there is one.
         timeout_seconds: of collectives; PyTorch's own by default.
         join_timeout_seconds: how long the ranks wait for one another at the start.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def total() -> float:
+            ones = torch.ones(1)
+            torch.distributed.all_reduce(ones)
+            return ones.item()
+
+
+        plugins = [skyproxy.plugins.torch(backend="gloo")]
+        with skyproxy.Compute(provider=skyproxy.Local(), nodes=2, plugins=plugins) as pool:
+            print(total() @ pool)  # [2.0, 2.0]
+        ```
     """
 
     backend: str | None = None
@@ -56,7 +70,13 @@ class TorchPlugin(Plugin):
         return "torch"
 
     def requirements(self) -> list[str]:
-        """Return what is installed, as pip reads it."""
+        """Return what is installed, as pip reads it.
+
+        Example:
+            ```python
+            print(skyproxy.plugins.torch(version="2.7.1", vision="latest").requirements())
+            ```
+        """
         wanted = {"torch": self.version, "torchvision": self.vision, "torchaudio": self.audio}
         return [requirement(package, version) for package, version in wanted.items() if version is not None]
 

@@ -60,12 +60,25 @@ class Actor:
         Args:
             target: a running pool, or one of its nodes.
             rank: a number from 0, or "head"; by default where its tensor arguments are, or the fewest actors.
+
+        Example:
+            ```python
+            adder = Adder.on(pool, rank=1)()
+            print(adder.add(1, 2))
+            ```
         """
         return _on(cls, target, rank=rank)
 
     @classmethod
     def on_all(cls: Callable[P, S], target: Compute | Node) -> Placement[P, ActorGroup[S]]:
-        """The same for one object on each rank."""
+        """The same for one object on each rank.
+
+        Example:
+            ```python
+            group = Adder.on_all(pool)()
+            print(group[1].add(1, 2))
+            ```
+        """
         return _on_all(cls, target)
 
 
@@ -265,6 +278,12 @@ class ActorGroup(Generic[S]):
 
         Raises:
             Exception: the first that one of them raised; the other calls are ended.
+
+        Example:
+            ```python
+            group = Adder.on_all(pool)()
+            print(group.broadcast(Adder.add, 1, 2))  # with two processes: [3, 3]
+            ```
         """
         warn_in_a_loop("group.broadcast()")
         return self._submit(method, args, kwargs).wait()
@@ -278,7 +297,14 @@ class ActorGroup(Generic[S]):
         self, method: Callable[Concatenate[S, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> PoolFuture[list[T]]: ...
     def submit(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> PoolFuture[list[Any]]:
-        """The future of `broadcast`."""
+        """The future of `broadcast`.
+
+        Example:
+            ```python
+            future = Adder.on_all(pool)().submit(Adder.add, 1, 2)
+            print(future.result())  # with two processes: [3, 3]
+            ```
+        """
         return self._submit(method, args, kwargs)
 
     def _submit(self, method: object, args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[list[object]]:

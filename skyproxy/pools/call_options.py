@@ -35,7 +35,13 @@ class Retry:
 
     @classmethod
     def parse(cls, given: Retry | int | None) -> Retry | None:
-        """Return what a user meant: a number of times, or an object."""
+        """Return what a user meant: a number of times, or an object.
+
+        Example:
+            ```python
+            assert skyproxy.Retry.parse(2) == skyproxy.Retry(times=2)
+            ```
+        """
         if given is None or isinstance(given, Retry):
             return given
         if given < 0:

@@ -78,7 +78,13 @@ class PendingCompute(NotAValue, Generic[T_co]):
         return PendingCompute(self.function, self.args, self.kwargs, replace(self.options, **changes), self.name)
 
     def with_timeout(self, seconds: float) -> PendingCompute[T_co]:
-        """The call, ended with a TimeoutError if it runs longer than so many seconds. There is no limit otherwise."""
+        """The call, ended with a TimeoutError if it runs longer than so many seconds. There is no limit otherwise.
+
+        Example:
+            ```python
+            print(square(3).with_timeout(60) >> pool)
+            ```
+        """
         if seconds <= 0:
             raise ConfigurationError(
                 f"with_timeout({seconds}): a call needs some time. Use a number of seconds above 0."
@@ -86,26 +92,58 @@ class PendingCompute(NotAValue, Generic[T_co]):
         return self._with(timeout_seconds=float(seconds))
 
     def with_retry(self, retry: Retry | int) -> PendingCompute[T_co]:
-        """The call, made once more where it fails as `retry` says; a number stands for lost workers only."""
+        """The call, made once more where it fails as `retry` says; a number stands for lost workers only.
+
+        Example:
+            ```python
+            print(square(3).with_retry(2) >> pool)
+            ```
+        """
         return self._with(retry=Retry.parse(retry) or Retry(0))
 
     def on(self, rank: On) -> PendingCompute[T_co]:
-        """The call, on one rank: its number, or "head"."""
+        """The call, on one rank: its number, or "head".
+
+        Example:
+            ```python
+            print(square(3).on("head") >> pool)
+            ```
+        """
         return self._with(on=checked_rank(rank))
 
     def remote(self) -> PendingCompute[T_co]:
-        """The call, with the tensors of its result left on the worker, as remote tensors."""
+        """The call, with the tensors of its result left on the worker, as remote tensors.
+
+        Example:
+            ```python
+            y = square(torch.ones(3)).remote() >> pool
+            print(y.device.type)  # sky
+            ```
+        """
         return self._with(remote=True)
 
     def run(self, target: Target | Node) -> T_co:
-        """`self >> target`: waits for the result. A generator function gives an iterator."""
+        """`self >> target`: waits for the result. A generator function gives an iterator.
+
+        Example:
+            ```python
+            print(square(3).run(pool))
+            ```
+        """
         warn_in_a_loop(f"{self.name}() >> pool")
         if is_stream(self.function):
             return target_of(target).stream_call(self)  # type: ignore[return-value]  # T is an iterator then
         return target_of(target).submit_call(self).wait()
 
     def submit(self, target: Target | Node) -> PoolFuture[T_co]:
-        """`self > target`: a future of the result."""
+        """`self > target`: a future of the result.
+
+        Example:
+            ```python
+            future = square(3).submit(pool)
+            print(future.result())
+            ```
+        """
         return target_of(target).submit_call(self)
 
     def broadcast(self, target: Target | Node) -> list[T_co]:
@@ -113,12 +151,24 @@ class PendingCompute(NotAValue, Generic[T_co]):
 
         Raises:
             RankErrors: one of them failed, and the others were ended.
+
+        Example:
+            ```python
+            print(square(3).broadcast(pool))  # with two processes: [9, 9]
+            ```
         """
         warn_in_a_loop(f"{self.name}() @ pool")
         return self.submit_to_all(target).wait()
 
     def submit_to_all(self, target: Target | Node) -> PoolFuture[list[T_co]]:
-        """The future of `broadcast`."""
+        """The future of `broadcast`.
+
+        Example:
+            ```python
+            future = square(3).submit_to_all(pool)
+            print(future.result())  # with two processes: [9, 9]
+            ```
+        """
         if self.options.on is not None:
             raise ConfigurationError(f"{self.name} was pinned with .on({self.options.on!r}); `@` runs on every rank.")
         return target_of(target).broadcast_call(self)
@@ -128,7 +178,19 @@ class PendingCompute(NotAValue, Generic[T_co]):
     @overload
     def stream(self: PendingCompute[AsyncIterator[U]], target: Target | Node) -> Iterator[U]: ...
     def stream(self, target: Target | Node) -> Iterator[Any]:
-        """Yield what a generator function yields on one process, as it comes."""
+        """Yield what a generator function yields on one process, as it comes.
+
+        Example:
+            ```python
+            @skyproxy.function
+            def count(n: int) -> Iterator[int]:
+                yield from range(n)
+
+
+            for number in count(3).stream(pool):
+                print(number)
+            ```
+        """
         return target_of(target).stream_call(self)
 
     def __rshift__(self, target: Target | Node) -> T_co:

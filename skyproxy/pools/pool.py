@@ -166,6 +166,15 @@ class Compute:
             WorkerStartError: they did not come up, or not in time; with the reason.
             ConnectError: they cannot be reached.
             RankErrors: a plugin failed on some of them.
+
+        Example:
+            ```python
+            pool = skyproxy.Compute(provider=skyproxy.Local()).start()
+            try:
+                print(pool.run(pow, 2, 10))
+            finally:
+                pool.close()
+            ```
         """
         loop_thread().run(self.provision())
         try:
@@ -176,7 +185,21 @@ class Compute:
         return self
 
     async def start_async(self) -> Compute:
-        """The same without blocking the event loop; cancelling it takes back what was begun."""
+        """The same without blocking the event loop; cancelling it takes back what was begun.
+
+        Example:
+            ```python
+            async def main() -> None:
+                pool = await skyproxy.Compute(provider=skyproxy.Local()).start_async()
+                try:
+                    print(await pool.submit(pow, 2, 10))
+                finally:
+                    await pool.close_async()
+
+
+            asyncio.run(main())
+            ```
+        """
         await self.provision()
         try:
             self.enter_client_hooks()
@@ -246,13 +269,31 @@ class Compute:
         _running.add(self)
 
     def close(self) -> None:
-        """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent."""
+        """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent.
+
+        Example:
+            ```python
+            pool = skyproxy.Compute(provider=skyproxy.Local()).start()
+            pool.close()
+            ```
+        """
         workers = self._end()
         if workers is not None:
             loop_thread().finish(workers.close())
 
     async def close_async(self) -> None:
-        """The same without blocking the event loop."""
+        """The same without blocking the event loop.
+
+        Example:
+            ```python
+            async def main() -> None:
+                pool = await skyproxy.Compute(provider=skyproxy.Local()).start_async()
+                await pool.close_async()
+
+
+            asyncio.run(main())
+            ```
+        """
         workers = self._end()
         if workers is not None:
             closing = asyncio.ensure_future(loop_thread().run_async(workers.close()))
@@ -318,11 +359,23 @@ class Compute:
         return self._running_workers().spec.world_size
 
     def logs(self, rank: int = 0) -> str:
-        """The end of what a worker process itself wrote, apart from the output of functions."""
+        """The end of what a worker process itself wrote, apart from the output of functions.
+
+        Example:
+            ```python
+            print(pool.logs(rank=1))
+            ```
+        """
         return loop_thread().run(self.launched.logs(rank))
 
     def status(self) -> dict[str, object]:
-        """Return what the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks"."""
+        """Return what the pool does, as plain data: "name", calls "waiting", and a row for each of "ranks".
+
+        Example:
+            ```python
+            print(pool.status()["waiting"])
+            ```
+        """
         busy, waiting = self._running_scheduler().load()
         ranks = [
             {"rank": rank, "worker": node.url, "state": "connected" if node.alive else "lost", "busy": busy[rank]}
@@ -378,7 +431,13 @@ class Compute:
         return calls
 
     def on_node(self, node: Node) -> _OnNode:
-        """The pool as a place for calls that are to run on one of its nodes."""
+        """The pool as a place for calls that are to run on one of its nodes.
+
+        Example:
+            ```python
+            print(square(3) >> pool.on_node(pool.nodes[1]))
+            ```
+        """
         return _OnNode(self, self._running_workers().group.nodes.index(node))
 
     @overload
@@ -390,7 +449,14 @@ class Compute:
     @overload
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
     def submit(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> PoolFuture[Any]:
-        """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`."""
+        """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`.
+
+        Example:
+            ```python
+            future = pool.submit(pow, 2, 10)
+            print(future.result())  # 1024
+            ```
+        """
         return self.submit_call(_call(function, args, kwargs))
 
     @overload
@@ -400,7 +466,13 @@ class Compute:
     @overload
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def run(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        """The same, and waits for the result."""
+        """The same, and waits for the result.
+
+        Example:
+            ```python
+            print(pool.run(pow, 2, 10))  # 1024
+            ```
+        """
         return _call(function, args, kwargs).run(self)
 
     @overload
@@ -412,7 +484,13 @@ class Compute:
     @overload
     def broadcast(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     def broadcast(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> list[Any]:
-        """Calls any function on all processes and waits for the results, by rank."""
+        """Calls any function on all processes and waits for the results, by rank.
+
+        Example:
+            ```python
+            print(pool.broadcast(pow, 2, 10))  # with two processes: [1024, 1024]
+            ```
+        """
         return _call(function, args, kwargs).broadcast(self)
 
     @overload
@@ -475,6 +553,12 @@ class Compute:
             iterables: one for each parameter; the shortest ends it.
             timeout: seconds for each call.
             retry: as in `Compute`.
+
+        Example:
+            ```python
+            for result in pool.map(square, range(4)):
+                print(result)  # 0, 1, 4, 9
+            ```
         """
         scheduler = self._running_scheduler()
         rule = Retry.parse(retry)

@@ -142,6 +142,13 @@ class Profile:
 
         Raises:
             ConfigurationError: the block has not ended yet.
+
+        Example:
+            ```python
+            with skyproxy.profile() as profile:
+                torch.ones(8, device="sky:0").sum().item()
+            profile.save("trace.json.gz")
+            ```
         """
         data = json.dumps(self._done().trace).encode()
         target = Path(path)
@@ -155,6 +162,13 @@ class Profile:
 
         Raises:
             ConfigurationError: the block has not ended yet.
+
+        Example:
+            ```python
+            with skyproxy.profile() as profile:
+                torch.ones(8, device="sky:0").sum().item()
+            print(profile.summary(rows=3))
+            ```
         """
         return self._done().summary(rows)
 

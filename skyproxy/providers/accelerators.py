@@ -95,6 +95,11 @@ class Accelerator:
 
         Raises:
             ConfigurationError: the text names nothing that is known.
+
+        Example:
+            ```python
+            assert skyproxy.Accelerator.parse("A100:8") == skyproxy.Accelerator("A100", 8)
+            ```
         """
         if given is None or isinstance(given, Accelerator):
             return given

@@ -40,6 +40,11 @@ class Volume:
 
         Raises:
             ConfigurationError: one of the three is missing, or the path is not absolute.
+
+        Example:
+            ```python
+            volume = skyproxy.Volume.parse({"name": "cache", "storage": "10Gi", "path": "/cache"})
+            ```
         """
         if not isinstance(given, Volume):
             missing = [key for key in ("name", "storage", "path") if not given.get(key)]
@@ -98,6 +103,12 @@ class WorkerSpec:
         timeout_seconds: how long it may take until all of them run.
         keep: whether workers stay when the client leaves, and are found again by their name.
         options: what only one provider knows.
+
+    Example:
+        ```python
+        spec = skyproxy.providers.WorkerSpec(name="train", nodes=2, procs_per_node=4)
+        assert spec.world_size == 8
+        ```
     """
 
     name: str
@@ -157,6 +168,11 @@ class Endpoint:
         trusted: whether this program had it started, so that functions there may return any object.
         explain_end: how the worker's process ended, and the end of its log; None while it lives.
         renew: gives the token, and the certificate where it is another, once the worker takes the former token no more.
+
+    Example:
+        ```python
+        endpoint = skyproxy.providers.Endpoint(url="ws://127.0.0.1:8765", token="secret", rank=1, node=1)
+        ```
     """
 
     url: str
@@ -185,6 +201,12 @@ class Progress:
         phase: where it stands.
         node: which machine; None for all.
         message: for people, with the true cause where it waits for something.
+
+    Example:
+        ```python
+        def report(progress: skyproxy.providers.Progress) -> None:
+            print(progress.phase, progress.node, progress.message)
+        ```
     """
 
     phase: Phase
@@ -201,6 +223,18 @@ class Launched(Protocol):
 
     One that has an attribute `unbuilt_image` found its workers' software as it is: the pool then checks that they have
     the packages of that image.
+
+    Example:
+        ```python
+        async def main() -> None:
+            spec = skyproxy.providers.WorkerSpec(name="one")
+            launched: skyproxy.providers.Launched = await skyproxy.Local().launch(spec, print)
+            print([endpoint.url for endpoint in launched.endpoints])
+            await launched.close()
+
+
+        asyncio.run(main())
+        ```
     """
 
     @property
@@ -223,7 +257,21 @@ class Launched(Protocol):
 
 @runtime_checkable
 class Provider(Protocol):
-    """A place where workers can be had."""
+    """A place where workers can be had.
+
+    Example:
+        ```python
+        class Traced(skyproxy.Local):
+            async def launch(self, spec, report):
+                print("launching", spec.world_size)
+                return await super().launch(spec, report)
+
+
+        provider: skyproxy.providers.Provider = Traced()
+        with skyproxy.Compute(provider=provider) as pool:
+            print(pool.run(pow, 2, 10))
+        ```
+    """
 
     @property
     def name(self) -> str:

@@ -104,7 +104,14 @@ class Image:
             object.__setattr__(self, "requirements", lock_text(self.requirements))
 
     def replace(self, **changes: Any) -> Image:
-        """A copy with other values in some places; this one stays as it is."""
+        """A copy with other values in some places; this one stays as it is.
+
+        Example:
+            ```python
+            image = skyproxy.Image(pip=["torch"])
+            other = image.replace(pip=[*image.pip, "einops"])
+            ```
+        """
         return replace(self, **changes)
 
     def index_of(self, requirement: str) -> str | None:

@@ -21,6 +21,11 @@ class CallContext:
         name: the function's name, for people.
         values: what the caller sent beside the call; pools put the topology there, as "pool".
         session: the session that made the call, as its worker names it.
+
+    Example:
+        ```python
+        context = skyproxy.runtime.CallContext(id="call-1", name="evaluate", values={"step": 3})
+        ```
     """
 
     id: str
@@ -37,13 +42,30 @@ def current_call() -> CallContext | None:
 
     It follows `contextvars`: tasks of asyncio know it, threads that the function starts only where they were given a
     copy of the context.
+
+    Example:
+        ```python
+        @skyproxy.function
+        def own_name() -> str:
+            return skyproxy.runtime.current_call().name
+
+
+        print(own_name() >> pool)  # own_name
+        ```
     """
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
 def entered_call(call: CallContext) -> Iterator[None]:
-    """For workers: the code inside the `with` block serves `call`."""
+    """For workers: the code inside the `with` block serves `call`.
+
+    Example:
+        ```python
+        with skyproxy.runtime.entered_call(skyproxy.runtime.CallContext(id="call-1", name="evaluate")):
+            assert skyproxy.runtime.current_call().name == "evaluate"
+        ```
+    """
     token = _CURRENT.set(call)
     try:
         yield

@@ -28,6 +28,12 @@ class Peer:
         rank: among all processes.
         node: the machine it runs on, from 0.
         address: where the other nodes reach it: a host name or an IP address, without a port.
+
+    Example:
+        ```python
+        for peer in skyproxy.instance_info().peers:
+            print(peer.rank, peer.node, peer.address)
+        ```
     """
 
     rank: int

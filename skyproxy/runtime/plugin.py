@@ -21,6 +21,19 @@ class Plugin:
     Attributes:
         restarts_ranks: whether its framework can be set up only once in the life of a process, so that the ranks'
             processes are started anew where the group has to be formed again.
+
+    Example:
+        ```python
+        class Threads(skyproxy.plugins.Plugin):
+            @contextlib.contextmanager
+            def around_process(self, info):
+                os.environ["OMP_NUM_THREADS"] = "1"
+                yield
+
+
+        with skyproxy.Compute(provider=skyproxy.Local(), plugins=[Threads()]) as pool:
+            print(pool.run(os.getenv, "OMP_NUM_THREADS"))
+        ```
     """
 
     restarts_ranks: bool = False
@@ -36,6 +49,13 @@ class Plugin:
         Args:
             image: an `Image`; make a copy with `dataclasses.replace`, never change it.
             cluster: what is to be launched; `cluster.spec` is the `WorkerSpec`.
+
+        Example:
+            ```python
+            class Einops(skyproxy.plugins.Plugin):
+                def transform(self, image, cluster):
+                    return image.replace(pip=[*image.pip, "einops"])
+            ```
         """
         return image
 
@@ -43,6 +63,15 @@ class Plugin:
         """In every rank's process, once, before any function is unpickled there: the place for environment variables.
 
         All plugins' `around_process` are entered before the first `around_app`. Left when the pool ends.
+
+        Example:
+            ```python
+            class Threads(skyproxy.plugins.Plugin):
+                @contextlib.contextmanager
+                def around_process(self, info):
+                    os.environ["OMP_NUM_THREADS"] = "1"
+                    yield
+            ```
         """
         return contextlib.nullcontext()
 
@@ -50,19 +79,64 @@ class Plugin:
         """In every rank's process, once, before the first task: the place for process groups.
 
         All ranks enter it at the same time, so they may wait for one another. Left when the pool ends, or the worker.
+
+        Example:
+            ```python
+            class Seeds(skyproxy.plugins.Plugin):
+                @contextlib.contextmanager
+                def around_app(self, info):
+                    torch.manual_seed(info.rank)
+                    yield
+            ```
         """
         return contextlib.nullcontext()
 
     def decorate(self, function: Callable[..., object]) -> Callable[..., object]:
-        """On the worker, for every task: the function to call in its place."""
+        """On the worker, for every task: the function to call in its place.
+
+        Example:
+            ```python
+            class Timed(skyproxy.plugins.Plugin):
+                def decorate(self, function):
+                    def timed(*args, **kwargs):
+                        begin = time.perf_counter()
+                        try:
+                            return function(*args, **kwargs)
+                        finally:
+                            print(time.perf_counter() - begin, "s")
+
+                    return timed
+            ```
+        """
         return function
 
     def around_client(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
-        """On the client, around the body of the pool's `with` block."""
+        """On the client, around the body of the pool's `with` block.
+
+        Example:
+            ```python
+            class Announced(skyproxy.plugins.Plugin):
+                @contextlib.contextmanager
+                def around_client(self, pool):
+                    print("the pool has", pool.world_size, "processes")
+                    yield
+            ```
+        """
         return contextlib.nullcontext()
 
     def abort(self, info: InstanceInfo) -> None:
-        """In a rank's process, on a thread of its own, when another rank failed: ends what tasks wait for in vain."""
+        """In a rank's process, on a thread of its own, when another rank failed: ends what tasks wait for in vain.
+
+        Example:
+            ```python
+            stopped = threading.Event()
+
+
+            class Queue(skyproxy.plugins.Plugin):
+                def abort(self, info):
+                    stopped.set()  # the tasks of this process that wait for others look at it
+            ```
+        """
 
 
 def name_of(plugin: object) -> str:

@@ -88,7 +88,14 @@ def prefetch(*tensors: torch.Tensor) -> list[PendingTensor]:
 
 
 def item_async(self: RemoteTensor) -> PendingScalar:
-    """`item()` without the wait: a number on its way, to be awaited, or asked for its `result()` later."""
+    """`item()` without the wait: a number on its way, to be awaited, or asked for its `result()` later.
+
+    Example:
+        ```python
+        loss = torch.ones(3, device="sky:0").sum().item_async()
+        print(loss.result())  # in an async function: await loss
+        ```
+    """
     return PendingScalar(self)
 
 

@@ -29,7 +29,15 @@ class RemoteStateDict(OrderedDict[str, Any]):
     """
 
     def load_into(self, model: torch.nn.Module, *, strict: bool = True) -> Any:
-        """Fills `model` with these weights; see `skyproxy.load_into`."""
+        """Fills `model` with these weights; see `skyproxy.load_into`.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(4, 2).to(node.devices[0])
+            weights = node.load(node.save(model.state_dict(), "weights.pt"))
+            weights.load_into(model)
+            ```
+        """
         return load_into(model, self, strict=strict)
 
     def __reduce__(self) -> tuple[object, ...]:
