@@ -15,6 +15,7 @@ OTHER_VARIABLES = {
     "SKYPROXY_TOKEN": "the token for it; of a worker, the one that clients must present",
     "SKYPROXY_CERTIFICATE": "the certificate to trust: the path of a PEM file, PEM text, or a fingerprint",
     "SKYPROXY_SERVER_NAME": "the name in that certificate, where it is not the host's",
+    "SKYPROXY_SNAPSHOTS": "the folder in which a worker keeps snapshots of sessions",
     "SKYPROXY_CONTEXT": "the saved context that `sky:0` is; empty: none",
     "SKYPROXY_PROVIDER": "the provider of `skyproxy up` and of pools that name none",
     "SKYPROXY_CACHE": "the folder for environments that are made once and found again",

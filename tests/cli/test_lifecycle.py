@@ -260,7 +260,8 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
         (["run", "--nproc-per-node", "2", "x.py"], "there is no script 'x.py'"),
         (["run", "--nproc-per-node", "gpus", __file__], "nproc_per_node='gpus'"),
         (["run", "--max-restarts", "1", __file__], "--max-restarts is for scripts under torchrun"),
-        (["connect", "ws://h:1"], "--token-file"),
+        (["connect", "wss://h:1"], "--token-file"),
+        (["connect", "ws://h:1"], "would not be encrypted"),
     ],
 )
 def test_what_cannot_work_is_said_and_ends_with_2(run: Run, arguments: list[str], problem: str) -> None:

@@ -314,11 +314,14 @@ class _Training:
 
 
 def settled(read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what `read` gives; it may raise once that something was cancelled."""
-    try:
-        return read()
-    except CancelledOperationError:
-        return read()
+    """Return what `read` gives; it may raise once for each change that was cancelled.
+
+    There may be two: an update whose momentum an earlier interrupt had cancelled, and one that this interrupt did.
+    """
+    for _ in range(2):
+        with contextlib.suppress(CancelledOperationError):
+            return read()
+    return read()
 
 
 def interrupt_at(moments: random.Random, action: Callable[[], None]) -> None:

@@ -95,6 +95,7 @@ KNOW_THE_LISTS = {
     "skyproxy/session/recorder.py",
     # One op in a few microseconds: it cannot afford the calls.
     "skyproxy/tensor/dispatch/hot_path.py",
+    "skyproxy/tensor/dispatch/factories.py",
     # What stands in for a recorder during a capture shows the hot path the lists of the one or of the other.
     "skyproxy/tensor/dispatch/capture.py",
 }
