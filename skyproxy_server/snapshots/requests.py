@@ -63,8 +63,7 @@ class SessionSnapshots:
         """
         folder = self._folder(name)
         captured = capture(state)
-        job = WritingJob(captured, folder, name not in self._claimed, self._budget, self._threads)
-        self._claimed.add(name)
+        job = WritingJob(captured, folder, self._claimed, self._budget, self._threads)
         self._writer_thread.submit(job.write)
         with state.idle():  # waiting for the disk computes nothing
             job.copy(captured.storages)
@@ -100,8 +99,8 @@ class SessionSnapshots:
 
     def delete(self, name: str, number: str) -> bool:
         """Delete a snapshot, or, without a number, all of a name; return whether there was one."""
-        self._claimed.discard(name)
         self.finish_writing()
+        self._claimed.discard(name)
         return self._folder(name).delete(number)
 
     def finish_writing(self) -> None:

@@ -58,7 +58,7 @@ class WritingJob:
     Args:
         captured: the session at the boundary of a batch.
         folder: where it goes.
-        claims: whether the name is to be made ours first.
+        claimed: the names that are ours already; what is not is made ours first, and again where that failed.
         budget: bounds the copies.
         hashing: hashes and writes pieces.
 
@@ -67,14 +67,14 @@ class WritingJob:
     """
 
     def __init__(
-        self, captured: Captured, folder: SnapshotFolder, claims: bool, budget: CopyBudget, hashing: Executor
+        self, captured: Captured, folder: SnapshotFolder, claimed: set[str], budget: CopyBudget, hashing: Executor
     ) -> None:
         self.answer = Deferred()
         self._document = captured.document
         self._sizes = [storage.numel() for storage in captured.storages]
         self._piece_count = piece_count(captured.storages)
         self._folder = folder
-        self._claims = claims
+        self._claimed = claimed
         self._budget = budget
         self._hashing = hashing
         self._copies: SimpleQueue[torch.Tensor | None] = SimpleQueue()
@@ -101,8 +101,9 @@ class WritingJob:
         digests: list[bytes] = []
         copies = iter(self._copies.get, None)
         try:
-            if self._claims:
+            if self._folder.path.name not in self._claimed:
                 self._folder.claim()
+                self._claimed.add(self._folder.path.name)
             draft = self._folder.begin(self._piece_count, self._hashing)
             for copy in copies:
                 try:

@@ -349,3 +349,23 @@ def test_a_volume_without_space_leaves_the_older_snapshot_whole(
         other.call("load_snapshot", "s")
         assert torch.equal(other.slots[1], value)
     assert session.call("save_snapshot", "s")["snapshot"] == "2"
+
+
+def test_a_name_that_found_no_space_is_claimed_by_the_next_snapshot(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    session.put(s1=torch.rand(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "replace", fail)
+        assert "No space left" in session.call("save_snapshot", "fresh")["message"]
+    assert session.call("save_snapshot", "fresh")["sequence"] > 0
+    with Session(tmp_path, ops=False) as other:
+        other.call("load_snapshot", "fresh")
+        assert torch.equal(other.slots[1], session.slots[1])
