@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
 from skyproxy.pools.call_options import CallOptions, Retry, is_stream
+from skyproxy.pools.job import Job
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
-from skyproxy.pools.scheduler import Job, Scheduler
+from skyproxy.pools.scheduler import Scheduler
 from skyproxy.runtime.actors import call_actor
 
 if TYPE_CHECKING:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import itertools
 import logging
-import os
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.functions.scripts import Script, describe_script, packed_for, run_script
-from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
+from skyproxy.pools.actor_calls import ActorCalls, ActorOptions
 from skyproxy.pools.actor_place import new_place
-from skyproxy.pools.call_options import CallOptions, Retry
-from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.call_options import Retry
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
-from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.pool_calls import OnNode, PoolCalls
 from skyproxy.pools.progress_view import ProgressView
+from skyproxy.pools.running import RUNNING
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.specification import transformed, worker_spec
 from skyproxy.pools.workers import Workers
@@ -35,7 +29,6 @@ from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
-    from skyproxy.pools.remote_function import RemoteFunction
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -46,7 +39,7 @@ logger = logging.getLogger("skyproxy")
 _DEFAULT_TIMEOUT_SECONDS = 900.0
 
 
-class Compute:
+class Compute(PoolCalls):
     """Workers, from the moment when somebody asks for them until they are gone. `ComputePool` is another name for it.
 
     `with Compute(...) as pool` gives the pool itself: `f(x) >> pool`, `f(x) @ pool`, `pool.map(f, xs)`.
@@ -266,7 +259,7 @@ class Compute:
         self._scheduler = Scheduler(workers.group, concurrency=self._concurrency, retry=self._retry)
         for node in workers.group.nodes:
             POOL_OF_NODE[node] = self
-        _running.add(self)
+        RUNNING.add(self)
 
     def close(self) -> None:
         """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent.
@@ -307,7 +300,7 @@ class Compute:
     def _end(self) -> Workers | None:
         workers, self._workers = self._workers, None
         scheduler, self._scheduler = self._scheduler, None
-        _running.discard(self)
+        RUNNING.discard(self)
         try:
             self._hooks.close()
         finally:
@@ -396,19 +389,7 @@ class Compute:
         spec = self._workers.spec
         return f"<Compute {spec.name}: {spec.nodes} nodes, {spec.world_size} processes>"
 
-    # --- calls --------------------------------------------------------------------------------------------------------
-
-    def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
-        """Submit one call, as `call > pool` does."""
-        return self._running_scheduler().submit(call)
-
-    def broadcast_call(self, call: PendingCompute[T]) -> PoolFuture[list[T]]:
-        """Make a call on every process, as `call @ pool` does, without waiting."""
-        return self._running_scheduler().broadcast(call)
-
-    def stream_call(self, call: PendingCompute[object]) -> Iterator[object]:
-        """Stream the results of one call, as `call.stream(pool)` does."""
-        return self._running_scheduler().stream(call)
+    # --- places -------------------------------------------------------------------------------------------------------
 
     def add_actor(
         self,
@@ -430,7 +411,7 @@ class Compute:
         self._actors.add(calls)
         return calls
 
-    def on_node(self, node: Node) -> _OnNode:
+    def on_node(self, node: Node) -> OnNode:
         """The pool as a place for calls that are to run on one of its nodes.
 
         Example:
@@ -438,214 +419,7 @@ class Compute:
             print(square(3) >> pool.on_node(pool.nodes[1]))
             ```
         """
-        return _OnNode(self, self._running_workers().group.nodes.index(node))
-
-    @overload
-    def submit(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
-    @overload
-    def submit(
-        self, function: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> PoolFuture[T]: ...
-    @overload
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]: ...
-    def submit(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> PoolFuture[Any]:
-        """Calls any function, decorated or not, on a process that is free; as `concurrent.futures.Executor.submit`.
-
-        Example:
-            ```python
-            future = pool.submit(pow, 2, 10)
-            print(future.result())  # 1024
-            ```
-        """
-        return self.submit_call(_call(function, args, kwargs))
-
-    @overload
-    def run(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    @overload
-    def run(self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    @overload
-    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    def run(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        """The same, and waits for the result.
-
-        Example:
-            ```python
-            print(pool.run(pow, 2, 10))  # 1024
-            ```
-        """
-        return _call(function, args, kwargs).run(self)
-
-    @overload
-    def broadcast(self, function: RemoteFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
-    @overload
-    def broadcast(
-        self, function: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]: ...
-    @overload
-    def broadcast(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
-    def broadcast(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> list[Any]:
-        """Calls any function on all processes and waits for the results, by rank.
-
-        Example:
-            ```python
-            print(pool.broadcast(pow, 2, 10))  # with two processes: [1024, 1024]
-            ```
-        """
-        return _call(function, args, kwargs).broadcast(self)
-
-    @overload
-    def map(
-        self,
-        function: RemoteFunction[Concatenate[A, ...], T],
-        items: Iterable[A],
-        /,
-        *,
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
-    ) -> Iterator[T]: ...
-    @overload
-    def map(
-        self,
-        function: RemoteFunction[..., T],
-        first: Iterable[object],
-        second: Iterable[object],
-        /,
-        *iterables: Iterable[object],
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
-    ) -> Iterator[T]: ...
-    @overload
-    def map(
-        self,
-        function: Callable[[A], T],
-        items: Iterable[A],
-        /,
-        *,
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
-    ) -> Iterator[T]: ...
-    @overload
-    def map(
-        self,
-        function: Callable[..., T],
-        first: Iterable[object],
-        second: Iterable[object],
-        /,
-        *iterables: Iterable[object],
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
-    ) -> Iterator[T]: ...
-    def map(
-        self,
-        function: Callable[..., object],
-        /,
-        *iterables: Iterable[object],
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
-    ) -> Iterator[object]:
-        """The results of a function for every item, in the order of the items.
-
-        A few calls a process are under way at a time, so that the items may be endless; the first ones are made at
-        once. The first failure is raised in its place, and ends the others, as dropping the iterator does.
-
-        Args:
-            function: decorated or not.
-            iterables: one for each parameter; the shortest ends it.
-            timeout: seconds for each call.
-            retry: as in `Compute`.
-
-        Example:
-            ```python
-            for result in pool.map(square, range(4)):
-                print(result)  # 0, 1, 4, 9
-            ```
-        """
-        scheduler = self._running_scheduler()
-        rule = Retry.parse(retry)
-
-        def submit(args: tuple[object, ...]) -> PoolFuture[object]:
-            call = _call(function, args, {})
-            if timeout is not None:
-                call = call.with_timeout(timeout)
-            return scheduler.submit(call if rule is None else call.with_retry(rule))
-
-        items = zip(*iterables)
-        ahead = 2 * self.world_size * self._concurrency
-        begun = deque(submit(args) for args in itertools.islice(items, ahead))
-
-        def results() -> Iterator[object]:
-            try:
-                while begun:
-                    value = begun[0].wait()
-                    begun.popleft()
-                    for args in itertools.islice(items, 1):
-                        begun.append(submit(args))
-                    yield value
-            finally:
-                for future in begun:
-                    future.cancel()
-
-        return results()
-
-    def torchrun(
-        self,
-        script: str | os.PathLike[str],
-        /,
-        *args: object,
-        nproc_per_node: int | str | None = None,
-        max_restarts: int = 0,
-        module: bool = False,
-        env: Mapping[str, object] | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Runs an unchanged script for torchrun on all nodes, and waits for its end.
-
-        On each node an agent of PyTorch's own launcher starts the processes, which find torchrun's environment: RANK,
-        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on; `instance_info()` knows their place, too. What they print is
-        printed here. An interrupt ends them all: they are sent SIGTERM, and ten seconds later they are killed.
-
-        Nodes that do not see this machine's folders get copies of the script, of the modules beside it, and of small
-        texts in their packages. They import this program's own modules as functions do.
-
-        Args:
-            script: its file; with `module` a module's name.
-            args: what follows it on the command line.
-            nproc_per_node: processes on each node: a number, "gpu" (one for each GPU), "cpu" or "auto"; by default the
-                pool's procs_per_node.
-            max_restarts: how often all processes are started again when one fails. The script then finds what it has
-                saved before, as TORCHELASTIC_RESTART_COUNT tells it.
-            module: whether `script` is started as `python -m` does, from the working directory.
-            env: further environment variables.
-            timeout: seconds for all of it; none by default.
-
-        Raises:
-            ConfigurationError: there is no such script, or a number cannot be meant.
-            RankErrors: it failed on a node; each exception is a `ScriptError` that names the processes.
-
-        Example:
-            ```python
-            with skyproxy.Compute(provider=skyproxy.Local(), nodes=2) as pool:
-                pool.torchrun("train.py", "--epochs", 3, nproc_per_node=2)
-            ```
-        """
-        described = describe_script(
-            script,
-            args,
-            is_module=module,
-            procs_per_node=self.spec.procs_per_node if nproc_per_node is None else nproc_per_node,
-            max_restarts=max_restarts,
-            env=env,
-        )
-        self.run_torchrun(described, timeout)
-
-    def run_torchrun(self, script: Script, timeout_seconds: float | None = None) -> None:
-        """The second half of `torchrun`, for a script that was described before there was a pool."""
-        shares_files = all(endpoint.shares_files for endpoint in self.launched.endpoints)
-        packed = packed_for(script, shares_files=shares_files)
-        call: PendingCompute[None] = PendingCompute(
-            run_script, (packed,), {}, CallOptions(timeout_seconds), script.name
-        )
-        call.broadcast(self)
+        return OnNode(self, self._running_workers().group.nodes.index(node))
 
     def _running_scheduler(self) -> Scheduler:
         self._running_workers()
@@ -654,68 +428,3 @@ class Compute:
 
 
 ComputePool = Compute
-
-
-class _OnNode:
-    """A pool, seen from one of its nodes."""
-
-    def __init__(self, pool: Compute, rank: int) -> None:
-        self._pool = pool
-        self._rank = rank
-
-    def submit_call(self, call: PendingCompute[object]) -> PoolFuture[object]:
-        return self._pool.submit_call(call.on(self._rank))
-
-    def broadcast_call(self, call: PendingCompute[object]) -> PoolFuture[list[object]]:
-        if self._pool.world_size > 1:
-            raise ConfigurationError("`@` runs on all processes of a pool, and this is one of its nodes. Use `@ pool`.")
-        return self._pool.broadcast_call(call)
-
-    def stream_call(self, call: PendingCompute[object]) -> Iterator[object]:
-        return self._pool.stream_call(call.on(self._rank))
-
-
-def _call(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> PendingCompute[object]:
-    if hasattr(function, "__skyproxy_rewrap__"):
-        return cast(PendingCompute[object], function(*args, **kwargs))
-    if isinstance(function, PendingCompute):
-        raise TypeError(
-            f"{function!r} is already a call. Use call.submit(pool), or pass the function and its arguments."
-        )
-    name = function.__qualname__ if isinstance(function, ActorMethod) else getattr(function, "__name__", None)
-    name = str(name or type(function).__name__)
-    return PendingCompute(function, args, kwargs, CallOptions(), name)
-
-
-# Strong on purpose: a pool that a program forgets still has workers, and they may cost money.
-_running: set[Compute] = set()
-
-
-def running_pools() -> list[Compute]:
-    """Return the pools of this program whose workers run."""
-    return list(_running)
-
-
-def _close_all() -> None:
-    for pool in list(_running):
-        try:
-            pool.close()
-        except Exception:
-            logger.exception("a pool could not be closed")
-
-
-def _when_the_program_ends(close: Callable[[], None]) -> None:
-    """Call `close` when the main thread has ended, and while threads can still be used.
-
-    Handlers of `atexit` come too late: executors take no work any more, and closing a pool needs them. `threading`
-    calls in reverse order, so what executors registered at their import comes after us.
-    """
-    import concurrent.futures.thread  # noqa: F401 - registers its own end first
-
-    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
-    register(close)
-
-
-_when_the_program_ends(_close_all)

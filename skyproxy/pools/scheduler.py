@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
-from skyproxy.pools.call_options import Retry, is_stream
+from skyproxy.pools.call_options import Retry
 from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.job import Job, StreamItems, whoever_calls
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
 from skyproxy.pools.tasks import as_task
@@ -27,90 +27,6 @@ if TYPE_CHECKING:
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
-
-
-class Job:
-    """A call on its way.
-
-    Attributes:
-        rank: where it runs, or must run; None as long as any process will do.
-        future: what its caller holds.
-        retries: how often it may still be made again.
-        keeps: what must live until the call has ended.
-    """
-
-    def __init__(self, call: PendingCompute[object], payload: Payload, rank: int | None, retry: Retry) -> None:
-        self.name = call.name
-        self.payload = payload
-        self.timeout_seconds = call.options.timeout_seconds
-        self.results = "remote" if call.options.remote else "value"
-        self.is_stream = is_stream(call.function)
-        self.pinned = rank
-        self.rank = rank
-        self.retry = retry
-        self.tries = 0
-        self.future: PoolFuture[object] = PoolFuture(call.name)
-        self.running: Call | None = None
-        self.keeps: object = None
-        self.span = telemetry.begin("skyproxy.pool_call", function=call.name)
-        if self.span is not None:
-            self.future.add_done_callback(partial(_end_span, self.span))
-
-
-def _end_span(span: object, future: Future[object]) -> None:
-    error = CancelledError() if future.cancelled() else future.exception()
-    telemetry.end(span, type(error).__name__ if error is not None else "")
-
-
-class StreamItems:
-    """An iterator that says when nobody wants more of it: at its end, when it is closed, or when it is dropped.
-
-    Attributes:
-        reader: who took the last item, and has not asked for the next one.
-    """
-
-    def __init__(self, items: Iterator[object], end: Callable[[], None]) -> None:
-        self._items = items
-        self._end: Callable[[], None] | None = end
-        self.reader: object = None
-
-    def __iter__(self) -> StreamItems:
-        return self
-
-    def __next__(self) -> object:
-        if self._end is None:
-            raise StopIteration
-        self.reader = None
-        try:
-            item = next(self._items)
-        except BaseException:
-            self.close()
-            raise
-        self.reader = _whoever_calls()
-        return item
-
-    @property
-    def has_ended(self) -> bool:
-        """True if nobody wants more of it."""
-        return self._end is None
-
-    def close(self) -> None:
-        """Ends the call; idempotent."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _whoever_calls() -> object:
-    """The running task, or the thread where there is none."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return threading.get_ident() if task is None else task
 
 
 class Scheduler:
@@ -245,7 +161,7 @@ class Scheduler:
         Raises:
             ConfigurationError: all that could run it are held by streams which the caller is in the midst of.
         """
-        reader = _whoever_calls()
+        reader = whoever_calls()
         with self._lock:
             if job in self._running or job.future.done():
                 return

@@ -24,7 +24,7 @@ PARTS = {"PendingCompute", "Profile", "RemoteStateDict", "gather", "load_ipython
 MORE_ELSEWHERE = {
     *("NodeModels.from_pretrained", "NodeModels.from_config", "NodeModels.generate"),
     *("NodeNames.put", "NodeNames.get", "NodeNames.named", "NodeNames.forget", "NodeMoves.move_to"),
-    *("plugins.joblib", "JoblibPlugin.register", "plugins.sklearn", "plugins.torch", "Compute.torchrun"),
+    *("plugins.joblib", "JoblibPlugin.register", "plugins.sklearn", "plugins.torch", "PoolCalls.torchrun"),
 }
 """What these show needs a model, a script, another worker, or packages to be installed."""
 NOT_FOR_USERS = {
@@ -33,9 +33,9 @@ NOT_FOR_USERS = {
         *("Provider.launch", "Launched.close", "Launched.logs", "Launched.restart"),
     },
     "providers call them": {"Image.content_hash", "Image.included_paths", "Image.index_of"},
-    "operators call them": {"Compute.submit_call", "Compute.broadcast_call", "Compute.stream_call"},
+    "operators call them": {"PoolCalls.submit_call", "PoolCalls.broadcast_call", "PoolCalls.stream_call"},
     "this package calls them": {
-        *("Compute.provision", "Compute.enter_client_hooks", "Compute.add_actor", "Compute.run_torchrun"),
+        *("Compute.provision", "Compute.enter_client_hooks", "Compute.add_actor", "PoolCalls.run_torchrun"),
         *("InstanceInfo.to_json", "InstanceInfo.from_mapping", "NodeFunctions.submit_payload"),
     },
     "PyTorch documents them": {
