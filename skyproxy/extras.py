@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
@@ -15,6 +14,8 @@ def install_command(extra: str) -> str:
     Args:
         extra: as in pyproject.toml, for example "kubernetes".
     """
+    from importlib.metadata import PackageNotFoundError, requires
+
     from packaging.requirements import Requirement
 
     try:

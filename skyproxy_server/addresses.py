@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.transport.websocket import is_loopback
+from skyproxy.transport.addresses import is_loopback
 
 _BACKLOG = 128
 

@@ -29,9 +29,9 @@ from skyproxy.cli.output import note, progress
 from skyproxy.contexts import Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.addresses import check_confidential, parse_url
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context, is_fingerprint, normal_fingerprint, pem_text
-from skyproxy.transport.websocket import check_confidential, parse_url
 
 URL_SCHEMES = ("ws://", "wss://", "sky://")
 _MAX_TOKEN_CHARACTERS = 4096

@@ -81,10 +81,10 @@ async def _all_rows(provider: ProviderName | None, address: ClusterAddress, all_
     if provider is ProviderName.CONTAINER or (provider is None and _knows_containers()):
         rows += await fleet_of(ProviderName.CONTAINER, address).rows()
     if wants_cluster or provider is None:
-        from skyproxy.cli.cluster_fleet import ClusterFleet
-
         try:
             if wants_cluster or await has_cluster(address):
+                from skyproxy.cli.cluster_fleet import ClusterFleet
+
                 rows += await ClusterFleet(address, all_namespaces=all_namespaces).rows()
         except (ClusterError, ConfigurationError) as error:
             # Nobody asked for the cluster by name, so the others are worth showing.

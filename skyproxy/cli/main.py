@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
@@ -97,6 +95,8 @@ app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 @app.command("version", rich_help_panel="This machine", epilog=examples_text("skyproxy version"))
 def version_command(as_json: Json = False) -> None:
     """Print the versions of skyproxy and its main dependencies."""
+    import platform
+
     rows = {name: _version_of(name) for name in ("skyproxy", "torch", "websockets", "msgpack")}
     rows["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if as_json:
@@ -107,6 +107,8 @@ def version_command(as_json: Json = False) -> None:
 
 
 def _version_of(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(distribution)
     except PackageNotFoundError:

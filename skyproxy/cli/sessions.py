@@ -24,7 +24,6 @@ from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import age_text, bytes_text, note, show_json, show_table
 from skyproxy.errors import visible
 from skyproxy.kubernetes.address import ClusterAddress
-from skyproxy.transport.worker_questions import ask_control
 
 app = typer.Typer(help="List the named sessions on a worker, and end them.", invoke_without_command=True)
 _On = Annotated[
@@ -97,6 +96,8 @@ def _ask(on: str | None, provider: ProviderName | None, address: ClusterAddress,
         return await fleet.access(worker)
 
     access = asyncio.run(find())
+    from skyproxy.transport.worker_questions import ask_control  # the transport, which other commands do without
+
     try:
         return ask_control(
             access.url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
 
+_LIBRARY = "kubernetes_asyncio"
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -65,7 +67,9 @@ class ClusterAddress:
             ConfigurationError: the kubeconfig that somebody named is not there, cannot be read, or does not have that
                 context.
         """
-        kubernetes = load_library()
+        # The library is imported where there is a cluster: that takes longer than all else that `skyproxy list` does.
+        if importlib.util.find_spec(_LIBRARY) is None:
+            raise _make_library_error()
         file = self._kubeconfig_file()
         if file is None:
             if not self.in_cluster:
@@ -74,6 +78,7 @@ class ClusterAddress:
             namespace = self.namespace or (own.read_text(encoding="ascii").strip() if own.exists() else "default")
             return ClusterAddress(namespace)
         self._check_files(file)
+        kubernetes = load_library()
         try:
             contexts, current = kubernetes.config.list_kube_config_contexts(config_file=file)
             rows = {row["name"]: row for row in contexts}
@@ -162,8 +167,12 @@ def load_library() -> Any:
     try:
         import kubernetes_asyncio
     except ImportError as error:
-        raise LibraryMissingError(
-            "talking to a Kubernetes cluster needs kubernetes_asyncio, which is not installed here. "
-            f"Install it: {install_command('kubernetes')}"
-        ) from error
+        raise _make_library_error() from error
     return kubernetes_asyncio
+
+
+def _make_library_error() -> LibraryMissingError:
+    return LibraryMissingError(
+        f"talking to a Kubernetes cluster needs {_LIBRARY}, which is not installed here. "
+        f"Install it: {install_command('kubernetes')}"
+    )

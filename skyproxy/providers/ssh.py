@@ -6,7 +6,6 @@ record of each worker, in a folder that only its owner can read.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import secrets
@@ -19,7 +18,6 @@ from typing import Any
 
 from skyproxy.contexts import MAX_NAME_LENGTH, checked_name, installation_id, state_folder, write_private
 from skyproxy.errors import ConfigurationError, ConnectError
-from skyproxy.providers.own_wheel import own_wheel
 from skyproxy.providers.ssh_connection import SshTarget, Tunnel, call
 from skyproxy.settings import SETTINGS
 
@@ -177,6 +175,8 @@ def start(
     known = find(checked_name(name))
     if known is not None and known.target != target:
         raise ConfigurationError(f"a worker {name!r} is on {known.target.shown}. Use another --name, or end that one.")
+    from skyproxy.providers.own_wheel import own_wheel
+
     started = datetime.now(UTC).isoformat(timespec="seconds")
     worker, wheel = SshWorker(name, target, python, started), own_wheel()
     say(f"Looking at {target.shown}")
@@ -210,6 +210,8 @@ def start(
 
 def _own_torch() -> str:
     """Return our own torch as a requirement: the same on both sides is best."""
+    import importlib.metadata
+
     try:
         return "torch==" + importlib.metadata.version("torch").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:

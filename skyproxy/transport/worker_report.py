@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from skyproxy.errors import AuthenticationError, ConnectError, visible
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.addresses import check_confidential, parse_url
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
-from skyproxy.transport.websocket import check_confidential, parse_url
 
 _MAX_BYTES = 1 << 20
 _MOST_STEPS = 4

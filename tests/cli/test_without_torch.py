@@ -48,3 +48,51 @@ def test_a_command_runs_without_torch(home: Path, arguments: tuple[str, ...], st
 def test_doctor_says_how_to_install_what_is_missing(home: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM, "doctor"], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr, done.stderr
+
+
+_LISTING_PROGRAM = """
+import sys
+from skyproxy.cli.main import main
+try:
+    main()
+finally:
+    print("|".join(sys.modules), file=sys.stderr)
+"""
+_SLOW_TO_IMPORT = {
+    "torch",
+    "numpy",
+    "kubernetes_asyncio",
+    "aiohttp",
+    "websockets",
+    "msgspec",
+    "yaml",
+    "skyproxy_server",
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list",),
+        ("down", "nobody"),
+        ("logs", "nobody"),
+        ("status", "nobody"),
+        ("context", "list"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_without_a_cluster_imports_nothing_that_takes_long(home: Path, arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LISTING_PROGRAM, *arguments], capture_output=True, text=True, timeout=60
+    )
+    imported = set(done.stderr.rstrip().rpartition("\n")[2].split("|"))
+    assert "skyproxy.cli.main" in imported, done.stderr
+    assert not imported & _SLOW_TO_IMPORT
+
+
+def test_a_cluster_that_is_configured_is_still_asked(home: Path) -> None:
+    config = home / ".kube" / "config"
+    config.parent.mkdir()
+    config.write_text("current-context: nowhere\ncontexts: []\n", encoding="ascii")
+    done = subprocess.run([sys.executable, "-c", _LISTING_PROGRAM, "list"], capture_output=True, text=True, timeout=120)
+    assert "has no context 'nowhere'" in done.stderr or "cannot be used" in done.stderr, done.stderr

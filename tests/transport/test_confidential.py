@@ -12,8 +12,8 @@ from skyproxy.protocol.messages import Hello
 from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.providers.worker_report import ask_worker
 from skyproxy.settings import SETTINGS
-from skyproxy.transport import websocket
-from skyproxy.transport.websocket import check_confidential, connect_websocket
+from skyproxy.transport.addresses import check_confidential, is_loopback
+from skyproxy.transport.websocket import connect_websocket
 
 # A name that resolves nowhere (RFC 2606): whoever gets past the check fails at once, and reaches nobody.
 ELSEWHERE = "ws://worker.invalid:8765"
@@ -59,6 +59,6 @@ def test_this_machine_needs_no_encryption(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "192.168.1.2", "localhost.example.org", "0.0.0.0", "127.0.0.1.invalid"])
 def test_every_other_machine_does(host: str) -> None:
-    assert not websocket.is_loopback(host)
+    assert not is_loopback(host)
     with pytest.raises(ConfigurationError):
         check_confidential(host, host, insecure=False)

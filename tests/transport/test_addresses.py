@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.transport import websocket
+from skyproxy.transport.addresses import parse_url
 
 TOKEN = "0123456789abcdef-token"
 
 
 @pytest.mark.parametrize("token", ["x", "w", "worker", "worker.example", "8765", "ws"])
 def test_a_token_that_happens_to_be_part_of_the_address_is_no_secret_in_it(token: str) -> None:
-    address = websocket.parse_url("ws://worker.example:8765/box", token)
+    address = parse_url("ws://worker.example:8765/box", token)
     assert (address.host, address.port, address.url) == ("worker.example", 8765, "ws://worker.example:8765/box")
 
 
@@ -33,5 +33,5 @@ def test_a_token_that_happens_to_be_part_of_the_address_is_no_secret_in_it(token
 )
 def test_a_url_with_a_secret_is_refused_without_showing_it(url: str, token: str) -> None:
     with pytest.raises(ConfigurationError, match="secret") as caught:
-        websocket.parse_url(url, token)
+        parse_url(url, token)
     assert TOKEN not in str(caught.value)
