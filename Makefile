@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream e2e fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream gpu e2e fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream fuzz fuzz-layouts proof bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun conformance matrix upstream gpu fuzz fuzz-layouts proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -91,6 +91,11 @@ matrix:
 upstream:
 	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer. Name one: make upstream PYTHON=/path/to/python3" >&2; exit 1; }
 	"$(PYTHON)" .ci/upstream.py --torch "$(TORCH)" --jobs $(JOBS) $(ARGS)
+
+# Everything for CUDA, with the interpreter that has a torch for it: make gpu PYTHON=/path/to/python3
+gpu:
+	@test -n "$(PYTHON)" || { echo "skyproxy needs Python 3.11 or newer. Name one that has a torch for CUDA: make gpu PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" .ci/gpu.py $(ARGS)
 
 notebooks: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 notebooks: $(READY)

@@ -88,22 +88,24 @@ class Trainer:
         """Steps a second over `count` steps and the wait for the last one.
 
         Args:
-            log: "never"; "item", which reads the loss at every step; "later", which asks for it at every step and
-                takes the answer when it is there.
+            log: "never"; "item", which reads the loss at every step; "every 10", at every tenth; "later", which asks
+                for it at every step and takes the answer when it is there.
         """
         kept: list[Any] = []
         before = torch.sky.stats()["round_trips"]
         started = time.perf_counter()
-        for _ in range(count):
+        for number in range(1, count + 1):
             loss = self.step(self.next_batch())
+            if log == "every 10" and number % 10 == 0:
+                loss.item()
             kept.append(loss.item() if log == "item" else later(loss) if log == "later" else loss)
         if log == "later":
             kept = [finish() for finish in kept]
-        elif log == "never":
+        elif log != "item":
             kept[-1].item()
         took = time.perf_counter() - started
         self.round_trips = torch.sky.stats()["round_trips"] - before
-        self.losses = torch.stack(kept).tolist() if log == "never" else [float(value) for value in kept]
+        self.losses = torch.stack(kept).tolist() if log in ("never", "every 10") else [float(value) for value in kept]
         self.rate = count / took
         return self.rate
 

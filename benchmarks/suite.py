@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import _cuda
@@ -38,7 +39,7 @@ import _values
 import torch
 from _figures import Row, Table
 from _links import DIRECT, HOME, RECHUNKED, TLS, Bench, LinkSpec, Workers, delayed
-from _scale import FULL, QUICK, Scale
+from _scale import FULL, QUICK, TINY, Scale
 from graphs import TARGETS
 
 import skyproxy
@@ -69,9 +70,7 @@ CUDA_BENCHMARKS: dict[str, Benchmark] = {
     "end-to-end": _small_ops.end_to_end,
     "values": _values.round_trips,
     "bandwidth": _transfers.bandwidth,
-    "cuda-training": _cuda.training,
-    "cuda-decode": _cuda.decode,
-    "cuda-graphs": _cuda.graphs,
+    **_cuda.BENCHMARKS,
 }
 ON_DELAYED_LINKS = ("values", "bandwidth", "cnn", "transformer", "decode", "decode-graphs")
 """The others cost the same on every link, for they do not wait for it."""
@@ -132,14 +131,35 @@ def run_cpu(scale: Scale, table: Table, round_trips_ms: list[float], only: list[
     return failed
 
 
-def run_cuda(scale: Scale, table: Table, only: list[str]) -> list[str]:
-    """Against local CUDA, over a direct link."""
-    reason = _cuda.missing_cuda()
+def run_cuda(
+    scale: Scale,
+    table: Table,
+    only: list[str],
+    round_trips_ms: list[float],
+    device: str = "cuda",
+    save: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Against local CUDA, over a direct link and over slow ones.
+
+    Args:
+        device: "cpu" for a rehearsal of the same where there is no GPU.
+        save: keeps the figures so far; called after each link, for a run may be ended before the last one.
+    """
+    reason = _cuda.missing_cuda() if device == "cuda" else ""
     if reason:
         table.skip("everything", "cuda", reason)
         return []
-    with Workers("cuda") as workers, workers.open(DIRECT, scale, table, "cuda") as bench:
-        return run_link(bench, CUDA_BENCHMARKS, [name for name in CUDA_BENCHMARKS if not only or name in only])
+    failed = []
+    with Workers(device) as workers:
+        for rtt_ms in round_trips_ms:
+            names = _cuda.ON_DELAYED_LINKS if rtt_ms else tuple(CUDA_BENCHMARKS)
+            try:
+                with workers.open(delayed(rtt_ms), scale, table, device) as bench:
+                    failed += run_link(bench, CUDA_BENCHMARKS, [n for n in names if not only or n in only])
+            finally:
+                save()
+                skyproxy.reset()  # so that the next one is sky:0 again
+    return failed
 
 
 def add_graphs(table: Table, quick: bool) -> list[str]:
@@ -178,9 +198,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"some benchmarks: {', '.join({**BENCHMARKS, **CUDA_BENCHMARKS})}, graphs",
     )
-    add("--rtt-ms", nargs="+", type=float, default=[0, 5, 20, 80], help="round-trip times (default: 0 5 20 80)")
+    add("--rtt-ms", nargs="+", type=float, help="round-trip times (default: 0 5 20 80; with --device cuda 0 5 30)")
     add("--links", nargs="+", default=[], metavar="LINK", help='some links by name: ws, wss, "ws, 20 ms", ...')
     add("--device", choices=("cpu", "cuda"), default="cpu", help="the worker's device (default: %(default)s)")
+    add("--rehearse", action="store_true", help="the benchmarks of CUDA on the CPU, with tiny models")
     add("--threads", type=int, default=1, help="PyTorch threads of either side (default: %(default)s)")
     add("--rounds", type=int, help="figures of each kind, instead of the usual number")
     add("--json", type=Path, default=RESULTS / "suite.json", help="where every figure goes")
@@ -192,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Runs what was asked for; 1 if a benchmark failed or computed something wrong."""
     arguments = parser().parse_args()
-    scale = QUICK if arguments.quick else FULL
+    scale = TINY if arguments.rehearse else QUICK if arguments.quick else FULL
     if arguments.rounds:
         scale = replace(scale, rounds=arguments.rounds, slow_rounds=arguments.rounds)
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # workers inherit it
@@ -201,10 +222,19 @@ def main() -> int:
     facts = _report.machine(arguments.threads)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     started, table = time.perf_counter(), Table()
-    if arguments.device == "cuda":
-        failed = run_cuda(scale, table, arguments.only)
+    if arguments.device == "cuda" or arguments.rehearse:
+        round_trips_ms = arguments.rtt_ms or [0, 5, 30]
+        device = "cpu" if arguments.rehearse else "cuda"
+        failed = run_cuda(
+            scale,
+            table,
+            arguments.only,
+            round_trips_ms,
+            device,
+            partial(_report.write_json, table, facts, arguments.json),
+        )
     else:
-        failed = run_cpu(scale, table, arguments.rtt_ms, arguments.only, arguments.links)
+        failed = run_cpu(scale, table, arguments.rtt_ms or [0, 5, 20, 80], arguments.only, arguments.links)
         if not arguments.links and (not arguments.only or "graphs" in arguments.only):
             failed += add_graphs(table, arguments.quick)
     facts["load_after"] = _report.load()

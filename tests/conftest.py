@@ -28,7 +28,7 @@ def sky_devices() -> Iterator[tuple[str, str]]:
     if not any(node.alive for node in skyproxy.list_nodes()):
         skyproxy.reset()  # "sky:0" would be what a test before had closed
     while len(DEVICES.existing()) < 2:
-        skyproxy.launch_local("cpu")
+        skyproxy.launch_local(os.environ.get("SKYPROXY_SWEEP_DEVICE", "cpu"))  # "cuda": `make gpu`
     yield "sky:0", "sky:1"
     skyproxy.reset()
 

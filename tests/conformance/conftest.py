@@ -38,7 +38,7 @@ def judge(record_property: Callable[[str, object], None]) -> Judge:
     def run(group: str, checks: Callable[[], Tally], excuse: str | None) -> None:
         tally = checks()
         if tally.ran == 0:
-            pytest.skip("nothing of this entry runs on the local CPU")
+            pytest.skip("nothing of this entry runs on the local device")
         record_property(_GROUP, group)
         if excuse is not None:
             if not tally.problems:
@@ -52,7 +52,7 @@ def judge(record_property: Callable[[str, object], None]) -> Judge:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line a group: how many of the entries that run on the local CPU pass."""
+    """One line a group: how many of the entries that run locally pass."""
     passed: Counter[str] = Counter()
     ran: Counter[str] = Counter()
     for outcome in ("passed", "failed", "xfailed"):

@@ -1,4 +1,4 @@
-"""Holds one entry of PyTorch's module database against the local CPU: three training steps, compared throughout."""
+"""Holds one entry of PyTorch's module database against the local device: three training steps, compared throughout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.conformance.op_checks import SEED, Tally
+from tests.conformance.reference import REFERENCE
 from tests.conformance.twins import Twins
 
 STEPS = 3
@@ -43,7 +44,7 @@ def _check_sample(tally: Tally, info: Any, sample: Any, training: bool, device: 
         module = copy.deepcopy(original).to(place)
         return lambda: _train(module, sample.forward_input, place)
 
-    tally.check(what, lambda: run("cpu")(), lambda: run(device)(), memory=False)
+    tally.check(what, lambda: run(REFERENCE)(), lambda: run(device)(), memory=False)
 
 
 def _train(module: torch.nn.Module, forward: Any, place: str) -> Any:

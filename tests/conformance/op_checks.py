@@ -1,4 +1,4 @@
-"""Holds one entry of PyTorch's operator database against the local CPU, sample by sample."""
+"""Holds one entry of PyTorch's operator database against the local device, sample by sample."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.conformance.reference import REFERENCE
 from tests.conformance.twins import Twins, tree_differences
 
 SEED = 7
@@ -25,7 +26,7 @@ class Tally:
     """What was found on one entry.
 
     Attributes:
-        ran: checks that were made: samples, gradients and variants that work on the local CPU.
+        ran: checks that were made: samples, gradients and variants that work locally.
         problems: one line for each that differs, or fails on the device only.
     """
 
@@ -36,17 +37,17 @@ class Tally:
     def check(
         self,
         what: str,
-        on_cpu: Callable[[], Any],
+        locally: Callable[[], Any],
         on_device: Callable[[], Any],
         *,
         values: bool = True,
         memory: bool = True,
     ) -> Any:
-        """Runs the same on both sides; what fails on the local CPU is not held against the device.
+        """Runs the same on both sides; what fails locally is not held against the remote device.
 
         Args:
             what: what is checked, in words.
-            on_cpu: gives the expected results.
+            locally: gives the expected results.
             on_device: gives the results.
             values: whether values are compared.
             memory: whether strides and the like are.
@@ -57,7 +58,7 @@ class Tally:
         try:
             torch.manual_seed(SEED)
             torch.sky.synchronize()
-            expected = on_cpu()
+            expected = locally()
         except Exception:
             return None
         self.ran += 1
@@ -148,7 +149,7 @@ def _check_sample(tally: Tally, op: Any, sample: Any, device: str, what: str, di
 
         return call
 
-    pair = tally.check(what, run("cpu"), run(device), values=op.name not in UNDEFINED_VALUES)
+    pair = tally.check(what, run(REFERENCE), run(device), values=op.name not in UNDEFINED_VALUES)
     if pair is not None and differentiable:
         _check_gradients(tally, sample, pair, inputs, device, what)
 
@@ -167,7 +168,7 @@ def _check_gradients(tally: Tally, sample: Any, pair: Any, inputs: list[Any], de
     weights = [torch.rand(side.shape, generator=generator, dtype=torch.float64).to(side.dtype) for side in theirs]
     tally.check(
         f"gradients, {what}",
-        lambda: torch.autograd.grad(theirs, inputs[0], weights, allow_unused=True),
+        lambda: torch.autograd.grad(theirs, inputs[0], [w.to(REFERENCE) for w in weights], allow_unused=True),
         lambda: torch.autograd.grad(ours, inputs[1], [w.to(device) for w in weights], allow_unused=True),
         # A few of PyTorch's derivative formulas avoid in-place steps for tensor subclasses: same values, other strides.
         memory=False,
@@ -190,7 +191,7 @@ def _check_inplace(tally: Tally, op: Any, sample: Any, device: str, what: str, d
 
         return call
 
-    pair = tally.check(what, run("cpu"), run(device), values=op.name not in UNDEFINED_VALUES)
+    pair = tally.check(what, run(REFERENCE), run(device), values=op.name not in UNDEFINED_VALUES)
     if pair is not None and differentiable and op.supports_inplace_autograd:
         _check_gradients(tally, sample, (pair[0][0], pair[1][0]), inputs, device, what)
 
@@ -215,7 +216,7 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
         return
     try:
         torch.manual_seed(SEED)
-        args, kwargs = arguments_of(sample, Twins("cpu"), requires_grad=False)
+        args, kwargs = arguments_of(sample, Twins(REFERENCE), requires_grad=False)
         shape = op(*args, **kwargs)
     except Exception:
         return
@@ -236,4 +237,4 @@ def _check_out(tally: Tally, op: Any, sample: Any, device: str, what: str) -> No
         return call
 
     for form in ("same", "empty", "strided"):
-        tally.check(f"{what}, {form}", run("cpu", form), run(device, form), values=op.name not in UNDEFINED_VALUES)
+        tally.check(f"{what}, {form}", run(REFERENCE, form), run(device, form), values=op.name not in UNDEFINED_VALUES)

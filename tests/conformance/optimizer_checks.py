@@ -1,4 +1,4 @@
-"""Holds one entry of PyTorch's optimizer database against the local CPU: three steps in every form it has."""
+"""Holds one entry of PyTorch's optimizer database against the local device: three steps in every form it has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.conformance.op_checks import Tally
+from tests.conformance.reference import REFERENCE
 
 STEPS = 3
 FORMS: tuple[dict[str, bool], ...] = (
@@ -26,7 +27,7 @@ _SHAPES = ((3, 4), (4,), (2, 3, 3), (1,))
 def check_optimizer(info: Any, device: str) -> Tally:
     """Compares parameters and state after three steps, for each set of options and each form.
 
-    A form that the local CPU does not have is left out, as is one that the optimizer refuses.
+    A form that the local device does not have is left out, as is one that the optimizer refuses.
     """
     tally = Tally()
     with warnings.catch_warnings():
@@ -40,7 +41,7 @@ def check_optimizer(info: Any, device: str) -> Tally:
                     return _optimize(info, copy.deepcopy(options), place, sparse)
 
                 tally.check(
-                    f"{what}{', sparse' if sparse else ''}", lambda run=run: run("cpu"), lambda run=run: run(device)
+                    f"{what}{', sparse' if sparse else ''}", lambda run=run: run(REFERENCE), lambda run=run: run(device)
                 )
     return tally
 

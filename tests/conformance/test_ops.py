@@ -1,4 +1,4 @@
-"""Every entry of PyTorch's operator database on the device, held against the local CPU."""
+"""Every entry of PyTorch's operator database on the device, held against the local device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from tests.conformance import exceptions
 from tests.conformance.conftest import Judge
 from tests.conformance.op_checks import check_op, entry_name
+from tests.conformance.reference import REFERENCE
 
 _FIRST, _SECOND = "sky:0", "sky:1"
 _SAMPLES: dict[tuple[torch.dtype, str], int | None] = {
@@ -36,14 +37,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _cases() -> Iterator[Any]:
     for (dtype, device), limit in _SAMPLES.items():
         for op in op_db:
-            if op.supports_dtype(dtype, "cpu"):
+            if op.supports_dtype(dtype, REFERENCE):
                 name = _dtype_name(dtype)
                 yield pytest.param(op, dtype, device, limit, id=f"{entry_name(op)}-{name}-{device}")
 
 
 @pytest.mark.parametrize(("op", "dtype", "device", "limit"), list(_cases()))
 @pytest.mark.usefixtures("sky_devices")
-def test_an_operator_does_what_it_does_on_the_cpu(
+def test_an_operator_does_what_it_does_locally(
     op: Any, dtype: torch.dtype, device: str, limit: int | None, judge: Judge
 ) -> None:
     name = _dtype_name(dtype)
@@ -55,7 +56,7 @@ def test_an_operator_does_what_it_does_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, id=entry_name(op)) for op in op_db if op.supports_dtype(torch.float32, "cpu")]
+    "op", [pytest.param(op, id=entry_name(op)) for op in op_db if op.supports_dtype(torch.float32, REFERENCE)]
 )
 @pytest.mark.usefixtures("sky_devices")
 def test_an_operator_does_so_in_inference_mode(op: Any, judge: Judge) -> None:

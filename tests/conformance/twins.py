@@ -14,7 +14,7 @@ class Twins:
     """Copies values to one place; the same tensor is copied once, so that aliases among arguments stay aliases.
 
     Args:
-        device: "cpu" or "sky:k".
+        device: "cpu", "cuda" or "sky:k".
     """
 
     def __init__(self, device: str) -> None:
@@ -90,14 +90,14 @@ def value_difference(ours: Any, theirs: Any) -> str:
 
     Args:
         ours: a result of the device: a tensor there, or a number.
-        theirs: the same from the local CPU.
+        theirs: the same from the local device.
     """
     if isinstance(theirs, torch.Tensor):
         if not isinstance(ours, torch.Tensor):
             return f"{type(ours).__name__} instead of a tensor"
         if ours.device.type != "sky":
             return f"the result lives on {ours.device}"
-        ours, theirs = _dense(ours.detach().cpu()), _dense(theirs.detach())
+        ours, theirs = _dense(ours.detach().cpu()), _dense(theirs.detach().cpu())
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{ours.dtype} {list(ours.shape)} instead of {theirs.dtype} {list(theirs.shape)}"
     elif isinstance(theirs, NUMBERS):

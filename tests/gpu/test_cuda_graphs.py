@@ -11,11 +11,6 @@ from torch import nn
 import skyproxy
 from skyproxy_server.cuda_graphs import WARM_UPS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
-
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[str]:

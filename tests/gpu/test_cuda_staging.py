@@ -11,10 +11,6 @@ import skyproxy
 from skyproxy.nodes import Node
 from skyproxy_server.cuda_staging import own_streams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
 MIB = 1 << 20
 
 

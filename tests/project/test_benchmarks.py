@@ -81,17 +81,17 @@ def test_every_kind_of_link_carries_values_tensors_training_and_tokens(spec: Any
         assert not [row for row in opened.table.rows if "none" in row.against]
 
 
-@pytest.mark.parametrize("name", ["training", "decode"])
+@pytest.mark.parametrize("name", cuda.BENCHMARKS)
 def test_the_benchmarks_of_cuda_are_right_where_the_local_side_is_a_cpu(name: str, bench: Any) -> None:
     before = len(bench.table.rows) + len(bench.table.skipped)
-    getattr(cuda, name)(bench)
+    cuda.BENCHMARKS[name](bench)
     assert len(bench.table.rows) + len(bench.table.skipped) > before
 
 
 def test_without_cuda_its_figures_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     table = Table(quiet=True)
-    assert suite.run_cuda(scale.TINY, table, []) == []
+    assert suite.run_cuda(scale.TINY, table, [], [0]) == []
     assert not table.rows
     assert "no CUDA device" in table.skipped[0].reason
 
