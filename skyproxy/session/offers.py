@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
-from skyproxy.protocol.digests import content_digest, content_proof
+from skyproxy.protocol.digests import Map, content_digest, content_proof
 
 _MISSES = 3
 """Questions about one size that were answered with no, in a row, before that size is not asked about any more."""
 _LONE_UPLOADS = 16
 """Uploads of one size, outside of a module's move, that are kept: more of them are a stream of data, not a state."""
 _THREADS = 4
+
+
+Wanted = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
+
+def _while(wanted: Wanted, mapped: Map) -> Map:
+    """Return a `map` that stops when the result is not wanted: gigabytes take seconds, and the next upload waits."""
+
+    def hashed(function: Callable[[memoryview], bytes], pieces: Iterable[memoryview]) -> Iterable[bytes]:
+        return mapped(lambda piece: function(piece) if wanted() else b"", pieces)
+
+    return hashed
 
 
 class UploadMode(Enum):
@@ -67,16 +84,21 @@ class UploadDedup:
         self._kept[byte_count] += 1
         return UploadMode.KEEP
 
-    def digest(self, view: memoryview) -> bytes:
-        """The name of these bytes."""
+    def digest(self, view: memoryview, wanted: Wanted = _always) -> bytes:
+        """The name of these bytes.
+
+        Args:
+            view: the bytes.
+            wanted: asked before each piece. Once it is not, the rest is left out, and the name is that of nothing.
+        """
         if self._pool is None:
             threads = min(_THREADS, os.cpu_count() or 1)
             self._pool = ThreadPoolExecutor(threads, "skyproxy-hashing")
-        return content_digest(view, self._pool.map)
+        return content_digest(view, _while(wanted, self._pool.map))
 
-    def proof(self, view: memoryview, nonce: bytes) -> bytes:
-        """Return the proof for a worker that these bytes are here."""
-        return content_proof(view, nonce, map if self._pool is None else self._pool.map)
+    def proof(self, view: memoryview, nonce: bytes, wanted: Wanted = _always) -> bytes:
+        """Return the proof for a worker that these bytes are here; `wanted` as in `digest`."""
+        return content_proof(view, nonce, _while(wanted, map if self._pool is None else self._pool.map))
 
     def answered(self, byte_count: int, known: bool) -> None:
         """The worker has answered a question about an upload of this size."""

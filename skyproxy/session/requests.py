@@ -18,12 +18,14 @@ from skyproxy.protocol import commands
 from skyproxy.session import backlog
 from skyproxy.session.backlog import Backlog, Backlogs, BacklogWatch
 from skyproxy.session.cancelling import Cancelling
+from skyproxy.session.downloads import Downloads
 from skyproxy.session.failures import FailureReports
 from skyproxy.session.progress import in_notebook
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.signatures import Signatures
 from skyproxy.session.trace import SessionTrace
-from skyproxy.session.transfers import Downloads, Uploads, wait_for_download
+from skyproxy.session.transfer_groups import wait_for_download
+from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description

@@ -7,35 +7,28 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-import torch
-
-from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError, RemoteError, SessionLostError
+from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import (
     CancelTransfer,
     Challenge,
-    Chunk,
     Continue,
     Known,
     Landed,
-    Message,
     Offer,
-    PackedChunk,
     Proof,
 )
 from skyproxy.session.batch_log import KeptUpload
 from skyproxy.session.offers import UploadDedup, UploadMode
 from skyproxy.session.progress import Watch
 from skyproxy.session.trace import SessionTrace
-from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.session.transfer_groups import current_group
+from skyproxy.session.waiters import Waiter
 from skyproxy.transport.base import Transport
-from skyproxy.transport.packing import ChunkWriter, unpack
+from skyproxy.transport.packing import ChunkWriter
 
-_WAITING_BYTES = 64 << 20
-"""The bytes that a group of uploads may hold in memory before it waits for the first of them."""
 _RETAINED_BYTES = 32 << 20
 """Bytes of uploads that were written, of which the worker has not told yet that they came: copies, so that the program
 can go on. Beyond that, an upload ends when the worker has it."""
@@ -43,108 +36,6 @@ _CONFIRMED_WITHIN_SECONDS = 0.005
 """The time within which a worker that is near confirms: sooner than a copy is made."""
 _AWAITED_EVERY = 64
 _REMEMBERED_CANCELS = 1000
-
-
-class Downloads:
-    """Chunks that arrive, written straight into the tensors that wait for them. Named by the request that asked.
-
-    Attributes:
-        packed_chunks: how many came compressed.
-        trace: where the time of each is noted, else None.
-        confirm: tells the worker how much of a transfer has come, where it wants to know that.
-    """
-
-    def __init__(self, waiters: Waiters) -> None:
-        self.packed_chunks = 0
-        self.confirm: Callable[[Landed], object] = lambda message: None
-        self.trace: SessionTrace | None = None
-        self._waiters = waiters
-        self._open: dict[int, tuple[torch.Tensor, memoryview]] = {}
-        self._missing: dict[int, int] = {}
-
-    def open(self, number: int, target: torch.Tensor) -> None:
-        """Announces where a transfer lands. The target stays alive until its last chunk came, whoever waits or not."""
-        view = torch_codec.byte_view(target)
-        if self.trace is not None:
-            self.trace.download_begins(number)
-        self._missing[number] = len(view)
-        self._open[number] = (target, view)
-
-    def sink(self, message: Message) -> memoryview | None:
-        """Return the memory for a chunk's bytes: straight into the tensor."""
-        if not isinstance(message, Chunk):
-            return None
-        entry = self._open.get(message.transfer)
-        if entry is None or message.total_bytes != len(entry[1]):
-            return None
-        return entry[1][message.offset :]
-
-    def on_chunk(self, chunk: Chunk) -> None:
-        self._landed(chunk.transfer, len(chunk.buffers[0]))
-        self._confirm_unknown(chunk)
-
-    def _confirm_unknown(self, chunk: Chunk | PackedChunk) -> None:
-        """Tell the worker that a transfer which it sends once more is here already."""
-        if chunk.transfer not in self._open:
-            self.confirm(Landed(chunk.transfer, chunk.total_bytes))
-
-    def on_packed_chunk(self, chunk: PackedChunk) -> None:
-        """A piece that came compressed.
-
-        Raises:
-            ProtocolError: it cannot be unpacked.
-        """
-        self.packed_chunks += 1
-        entry = self._open.get(chunk.transfer)
-        if entry is None:
-            self._confirm_unknown(chunk)
-            return
-        raw = unpack(chunk)
-        if chunk.total_bytes == len(entry[1]):  # then it fits; the connection has looked at that
-            entry[1][chunk.offset : chunk.offset + len(raw)] = raw
-        self._landed(chunk.transfer, len(raw))
-        self._confirm_unknown(chunk)
-
-    def _landed(self, number: int, byte_count: int) -> None:
-        if number not in self._open:
-            return
-        self._missing[number] -= byte_count
-        if self._missing[number] <= 0:
-            total = len(self._open[number][1])
-            if self.trace is not None:
-                self.trace.download_ends(number, total)
-            self.forget(number)
-            waiter = self._waiters.take(number)
-            if waiter is not None:
-                waiter.set(None)
-
-    def landed_bytes(self) -> dict[int, int]:
-        """Return how much of each transfer that is not complete has come."""
-        return {number: len(view) - self._missing.get(number, 0) for number, (_, view) in list(self._open.items())}
-
-    def missing_bytes(self, target: object) -> int:
-        """Return how many bytes of the transfer that lands in this tensor have not come yet."""
-        for number, (tensor, _) in list(self._open.items()):
-            if tensor is target:
-                return self._missing.get(number, 0)
-        return 0
-
-    def on_cancel(self, message: CancelTransfer) -> None:
-        self.forget(message.transfer)
-        self.confirm(Landed(message.transfer, 0))
-        waiter = self._waiters.take(message.transfer)
-        if waiter is not None:
-            waiter.fail(RemoteError(message.reason))
-
-    def begin_anew(self) -> None:
-        """All that is not complete comes from its beginning."""
-        for number, (_, view) in list(self._open.items()):
-            self._missing[number] = len(view)
-
-    def forget(self, number: int) -> None:
-        """No more chunks come for this request."""
-        self._open.pop(number, None)
-        self._missing.pop(number, None)
 
 
 class _Job:
@@ -188,6 +79,11 @@ class _Job:
         self.is_kept = False
         self.given_up = False
 
+    @property
+    def gives_up(self) -> bool:
+        """True if whoever waited for it was interrupted."""
+        return self.cancelled and not self.done.done
+
     def begin_anew(self) -> None:
         """Another worker has nothing of it."""
         self.confirmed = self.sent_bytes = 0
@@ -211,103 +107,6 @@ class _Restart(NamedTuple):
     link: Transport
     offers: UploadDedup
     jobs: Callable[[], Iterable[object]]
-
-
-class Group:
-    """Transfers of one thread that overlap and share a progress bar; see `together`.
-
-    Attributes:
-        expected_bytes: all that will move, as far as is known.
-    """
-
-    def __init__(self, text: str, expected_bytes: int, shown: bool) -> None:
-        self.expected_bytes = expected_bytes
-        self._watch = Watch(text, self._figures, shown)
-        self._pending: deque[tuple[Uploads, _Job]] = deque()
-        self._pending_bytes = 0
-        self._done_bytes = 0
-        self._arrived_bytes: Callable[[], int] = lambda: 0
-
-    def _figures(self) -> tuple[int, int]:
-        done = self._done_bytes + self._arrived_bytes() + sum(job.sent_bytes for _, job in self._pending)
-        return done, max(self.expected_bytes, self._done_bytes + self._pending_bytes)
-
-    def add(self, uploads: Uploads, job: _Job) -> None:
-        """Takes an upload that is about to begin. Waits for earlier ones, but for the last, while they hold much."""
-        size = len(job.view)
-        while len(self._pending) > 1 and self._pending_bytes + size > _WAITING_BYTES:
-            self._finish_first()
-        self._pending_bytes += size
-        self._pending.append((uploads, job))
-
-    def _finish_first(self) -> None:
-        _, job = self._pending[0]
-        self._watch.wait(job.done)
-        self._pending.popleft()
-        self._pending_bytes -= len(job.view)
-        self._done_bytes += len(job.view)
-
-    def wait_for_download(self, waiter: Waiter, size: int, missing_bytes: Callable[[], int]) -> object:
-        """The answer of a waiter whose bytes arrive."""
-        self._arrived_bytes = lambda: size - missing_bytes()
-        try:
-            return self._watch.wait(waiter)
-        finally:
-            self._arrived_bytes = lambda: 0
-            self._done_bytes += size
-
-    def finish(self) -> None:
-        """Waits until the bytes of all uploads were read."""
-        while self._pending:
-            self._finish_first()
-
-    def give_up(self) -> None:
-        """Cancels every upload that is not through."""
-        for uploads, job in self._pending:
-            uploads.give_up(job)
-
-    def close(self) -> None:
-        self._watch.close()
-
-
-class _Current(threading.local):
-    group: Group | None = None
-
-
-_current = _Current()
-
-
-@contextlib.contextmanager
-def grouped_upload(text: str, expected_bytes: int, shown: bool) -> Iterator[Group]:
-    """Uploads that this thread begins inside the block do not wait for one another; all are waited for at its end.
-
-    Where the block ends by an exception, Ctrl-C included, those that are not through are given up.
-
-    Args:
-        text: for the progress bar.
-        expected_bytes: how many bytes will move, for that too.
-        shown: whether there may be one.
-    """
-    outer = _current.group
-    group = Group(text, expected_bytes, shown)
-    try:
-        _current.group = group
-        yield group
-        group.finish()
-    except BaseException:
-        group.give_up()
-        raise
-    finally:
-        _current.group = outer
-        group.close()
-
-
-def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int], shown: bool) -> object:
-    """The answer of a waiter whose bytes arrive on the bulk connection, with a progress bar if that takes long."""
-    if _current.group is not None:
-        return _current.group.wait_for_download(waiter, size, missing_bytes)
-    with Watch("download", lambda: (size - missing_bytes(), size), shown) as watch:
-        return watch.wait(waiter)
 
 
 _MOST_JOBS = 100_000
@@ -373,7 +172,7 @@ class Uploads:
             keep_alive: what owns them.
             announce: tells the worker that they come; called first.
         """
-        group, log = _current.group, self.log
+        group, log = current_group(), self.log
         kept = log.keep_upload(transfer, view) if log is not None else None
         if kept is not None:
             view, keep_alive = memoryview(kept.values), None
@@ -445,8 +244,11 @@ class Uploads:
                 return
         elif isinstance(item, Challenge):
             self._asked[job.transfer] = job
-            self._link.send(Proof(job.transfer, self.offers.proof(job.view, item.nonce)))
-            return
+            proof = self.offers.proof(job.view, item.nonce, lambda: not job.gives_up)
+            if not job.gives_up:
+                self._link.send(Proof(job.transfer, proof))
+                return
+            self._asked.pop(job.transfer, None)
         elif not job.offered and self._ask(job):
             return
         self._write(job)
@@ -602,7 +404,9 @@ class Uploads:
         plan = UploadMode.PLAIN if job.cancelled else self.offers.plan(len(job.view), job.together)
         if plan is UploadMode.PLAIN:
             return False
-        digest = self.offers.digest(job.view) if plan is UploadMode.QUERY else b""
+        digest = self.offers.digest(job.view, lambda: not job.gives_up) if plan is UploadMode.QUERY else b""
+        if job.gives_up:
+            return False
         if digest:
             self._asked[job.transfer] = job
         self._link.send(Offer(job.transfer, len(job.view), digest))
@@ -615,7 +419,7 @@ class Uploads:
         for offset in range(job.confirmed if self.lasting else 0, total, self._chunk_bytes):
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
-            if job.given_up or (job.cancelled and not job.done.done):
+            if job.given_up or job.gives_up:
                 job.given_up = True
                 self._link.send(CancelTransfer(job.transfer, "the upload was interrupted"))
                 self._cancelled.append(job.transfer)

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.protocol import digests
 from skyproxy.protocol.digests import content_digest
-from skyproxy.protocol.messages import CancelTransfer, Chunk, Known, Message, Offer, PackedChunk
-from skyproxy.session import transfers
+from skyproxy.protocol.messages import CancelTransfer, Challenge, Chunk, Known, Message, Offer, PackedChunk, Proof
+from skyproxy.session import transfer_groups
+from skyproxy.session.downloads import Downloads
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.transfers import Downloads, Uploads, grouped_upload
+from skyproxy.session.transfer_groups import grouped_upload
+from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiters
 from skyproxy.transport.packing import pack
 
@@ -47,7 +51,7 @@ class Sender:
 
     def upload(self, number: int, size: int = 2500) -> None:
         tensor = torch.full((size,), number, dtype=torch.uint8)
-        view = transfers.torch_codec.byte_view(tensor)
+        view = torch_codec.byte_view(tensor)
         self.uploads.send(number, view, 1, tensor, lambda: self.announced.append(number))
 
     def chunks(self, number: int) -> list[tuple[int, Any]]:
@@ -112,7 +116,7 @@ def test_an_interrupt_gives_up_everything_that_is_not_through(sender: Sender) ->
 
 
 def test_what_waits_is_bounded(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_WAITING_BYTES", 6000)
+    monkeypatch.setattr(transfer_groups, "_WAITING_BYTES", 6000)
     finished = threading.Event()
 
     def upload() -> None:
@@ -149,7 +153,7 @@ def test_a_packed_chunk_lands_in_its_place() -> None:
     number, waiter = waiters.open(keep_alive=target)
     downloads.open(number, target)
     raw = torch.arange(2000, dtype=torch.int32)
-    data = bytes(transfers.torch_codec.byte_view(raw))
+    data = bytes(torch_codec.byte_view(raw))
     for offset in (0, 4000):
         piece = pack(data[offset : offset + 4000], 4)
         assert piece is not None
@@ -252,6 +256,48 @@ def test_an_upload_that_waits_for_its_answer_can_be_given_up(asking: Asking) -> 
     thread.join(20)
     assert asking.chunks(1) == []
     assert [m.transfer for m in asking.link.sent if isinstance(m, CancelTransfer)] == [1]
+
+
+@pytest.mark.parametrize("proves", [False, True])
+def test_no_further_piece_is_hashed_for_an_upload_that_was_given_up(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch, proves: bool
+) -> None:
+    monkeypatch.setattr(digests, "LEAF_BYTES", 100)
+    hashed: list[int] = []
+    leaf = digests._leaf
+    struck, may_go_on = threading.Event(), threading.Event()
+
+    def slow_leaf(piece: memoryview, start: bytes = b"") -> bytes:
+        hashed.append(len(piece))
+        if len(hashed) > (25 if proves else 0):  # the first time, which names the content, is let through
+            struck.set()
+            assert may_go_on.wait(20)
+        return leaf(piece, start)
+
+    monkeypatch.setattr(digests, "_leaf", slow_leaf)
+
+    def upload() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            with grouped_upload("upload", 0, shown=False):
+                asking.upload(1)
+                if proves:
+                    asking.asked.get(timeout=20)
+                    asking.uploads.on_known(Challenge(1, b"n" * 32))
+                assert struck.wait(20)
+                raise KeyboardInterrupt
+        may_go_on.set()
+
+    in_thread(upload).join(20)
+    monkeypatch.setattr(digests, "_leaf", leaf)
+    thread = in_thread(lambda: asking.upload(2))
+    assert asking.asked.get(timeout=20).transfer == 2
+    asking.answer(2, True)
+    thread.join(20)
+    # What other threads of the pool were at may end; of the 25 pieces most never begin.
+    assert len(hashed) - (25 if proves else 0) <= 4
+    assert [m.transfer for m in asking.link.sent if isinstance(m, CancelTransfer)] == [1]
+    assert asking.chunks(1) == []
+    assert not [m for m in asking.link.sent if isinstance(m, Proof)]
 
 
 def test_a_lost_session_fails_who_waits_for_an_answer(asking: Asking) -> None:

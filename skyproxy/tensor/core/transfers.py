@@ -12,6 +12,7 @@ from skyproxy.protocol.commands import UPLOAD
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
+from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.torch_codec import Description, is_dense, packed_stride
@@ -36,9 +37,9 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    tensor = tensor.resolve_conj().resolve_neg()
-    if not is_dense(tuple(tensor.shape), tensor.stride()):
-        tensor = tensor.clone()  # closes the gaps in the order of the strides, as PyTorch's own copies do
+    if tensor.is_conj() or tensor.is_neg() or not is_dense(tuple(tensor.shape), tensor.stride()):
+        # Closes the gaps in the order of the strides, as PyTorch's own copies do.
+        tensor = copied(tensor).resolve_conj().resolve_neg()
     meta = meta_of(tensor) if tensor.storage_offset() == 0 else meta_of(torch.empty_like(tensor, device="meta"))
     handle = device.new_handle(meta)
     device.session.upload(handle.slot, tensor, device.place)
@@ -130,7 +131,7 @@ def _as_preserved(result: torch.Tensor, meta: Meta) -> torch.Tensor:
     like = torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta"))
     if like.stride() == result.stride():
         return result
-    return torch.empty_strided(meta.size, like.stride(), dtype=meta.dtype).copy_(result)
+    return copy_into(torch.empty_strided(meta.size, like.stride(), dtype=meta.dtype), result)
 
 
 def _download_sparse(tensor: RemoteTensor) -> torch.Tensor:

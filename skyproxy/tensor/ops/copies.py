@@ -10,6 +10,7 @@ import torch
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
@@ -51,11 +52,11 @@ def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict
             tensor = tensor.to_sparse(layout=layout) if layout is not torch.strided else tensor.to_dense()
         format_ = rest.pop("memory_format", None)
         if format_ is not None and format_ is not torch.preserve_format:
-            tensor = tensor.clone(memory_format=format_)
+            tensor = copied(tensor, memory_format=format_)
         if dtype is not None and dtype is not tensor.dtype:
             if dtype.itemsize > tensor.dtype.itemsize and tensor.device.type == "cpu":
                 return _convert(upload(tensor, device), dtype)
-            tensor = tensor.to(dtype)
+            tensor = copied(tensor, dtype)
         return upload(tensor, device)
     own = tensor._sky.device
     if target is None or (target.type == "sky" and (target.index is None or target.index == own.index)):
@@ -74,7 +75,8 @@ def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         tensor = _convert(tensor, needed.pop("dtype"))
     result = download(tensor)
     if needed or target.type != "cpu":
-        result = func(result, device=target, **needed)
+        simple = target.type == "cpu" and needed.keys() <= {"dtype", "memory_format"}
+        result = copied(result, **needed) if simple else func(result, device=target, **needed)
     return result
 
 
@@ -105,11 +107,10 @@ def _copy_(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         if source.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if source.dtype.itemsize > target.dtype.itemsize and not source.dtype.is_complex:
-            source = source.to(target.dtype)
+            source = copied(source, target.dtype)
         return _copy_within(info, target, upload(source, target._sky.device))
     if type(source) is RemoteTensor:
-        target.copy_(download(source))
-        return target
+        return copy_into(target, download(source))
     return NotImplemented
 
 

@@ -16,7 +16,7 @@ from torch.utils import _foreach_utils
 
 from skyproxy import patching
 from skyproxy.interrupts import raised_by_handler
-from skyproxy.session.transfers import grouped_upload
+from skyproxy.session.transfer_groups import grouped_upload
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.prefetching import reading_ahead
