@@ -301,3 +301,11 @@ def _sparse_product(given: dict[str, Any]) -> None:
         require(tuple(chosen.shape) == size and chosen.dtype is torch.int64, "arg_out has the product's shape")
         # The forward op's own mark of a row without values is the number of values.
         given["arg_out"] = chosen.clamp(0, matrix._nnz())
+
+
+@_checks("_fused_sdp_choice", "_scaled_dot_product_attention_math", "scaled_dot_product_attention")
+def _shared_heads(given: dict[str, Any]) -> None:
+    if given.get("enable_gqa"):
+        # Heads of the query are divided by theirs.
+        for name in ("key", "value"):
+            require(given[name].dim() < 3 or given[name].shape[-3] > 0, f"the {name} has no head to share")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -102,8 +103,8 @@ def test_a_stage_that_takes_too_long_ends_with_all_its_processes(gpu: Any, tmp_p
         status = gpu.run_limited([sys.executable, "-c", code], dict(os.environ), limit_seconds)
         limit_seconds *= 2
     assert status is None
-    number = int(noted.read_text())
-    assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(noted.read_text())).wait(timeout=30)  # it was killed; the system may take its time
 
 
 def test_a_stage_whose_tests_all_are_skipped_is_not_ok(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ COMPOSITES = {
     "histogramdd",
     "thnn_conv2d",
     "fused_moving_avg_obs_fake_quant",
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math",
 }
 """PyTorch divides them before anybody sees them."""
 
@@ -96,6 +98,7 @@ def ask_as_layers_do() -> None:
 
 def ask_directly() -> None:
     aten = torch.ops.aten
+    aten._fused_sdp_choice(torch.rand(1, 4, 3, 8), torch.rand(1, 2, 3, 8), torch.rand(1, 2, 3, 8), enable_gqa=True)
     for dtype in (torch.float32, torch.complex64):
         aten._compute_linear_combination(torch.rand(3, 2, 2, dtype=dtype), torch.rand(4, 3, dtype=dtype))
     for dtype in (torch.float32, torch.complex64):
@@ -334,3 +337,12 @@ def test_a_triangle_is_written_wherever_it_shall_be(name: str, size: tuple[int, 
         assert torch.equal(out, expected)
     assert torch.equal(form(tensor, 1, out=tensor), expected)
     assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("name", ["_fused_sdp_choice", "_scaled_dot_product_attention_math"])
+@pytest.mark.parametrize("sizes", [((1, 2, 3, 4), (1, 0, 3, 4)), ((0, 0, 0, 0), (0, 0, 0, 0))], ids=str)
+def test_heads_that_nobody_has_cannot_be_shared(name: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """PyTorch divides by their number, which ends the process."""
+    query, key = (torch.zeros(size) for size in sizes)
+    with pytest.raises(RuntimeError, match="no head to share"):
+        SAFE_FORMS[f"aten::{name}"](query, key, key, enable_gqa=True)

@@ -28,6 +28,7 @@ from skyproxy.tensor.core.torch_private import (
     math_attention_enabled,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.ops import cuda_attention
 
 aten = torch.ops.aten
 _FLASH = 1
@@ -39,7 +40,7 @@ _NO_BACKEND = (
     "kernel and the fused kernels."
 )
 _MATH_ONLY = (
-    " sky devices compute attention in the math form here: on CUDA workers, and inside function transforms. Allow it: "
+    " sky devices compute attention in the math form inside function transforms. Allow it: "
     "sdpa_kernel([..., SDPBackend.MATH])."
 )
 
@@ -102,6 +103,11 @@ def attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for remote tensors; see there for shapes."""
     mask = attn_mask
+    device = DEVICES.of(query.device)
+    inputs = (query, key, value) if mask is None else (query, key, value, mask)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    if device.row["type"] == "cuda" and not needs_grad and all(isinstance(t, RemoteTensor) for t in inputs):
+        return cuda_attention.attend_whole(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
     if _ADDS_A_BATCH and query.dim() == key.dim() == value.dim() == 3:
         while mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(0)
@@ -112,7 +118,13 @@ def attention(
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     looks = _looks(tensors) if function_transform_level() is None else None
     enabled = math_attention_enabled(), flash_attention_enabled()
-    if looks is not None and DEVICES.of(query.device).place[0] == "cpu":
+    if looks is not None and device.row["type"] == "cuda":
+        choice = cuda_attention.choose(device, tensors, looks, dropout_p, is_causal, enable_gqa, needs_grad)
+        if choice == cuda_attention.NONE:
+            raise RuntimeError(_NO_BACKEND)
+        if choice != cuda_attention.MATH:
+            return cuda_attention.attend(choice, query, key, value, mask, dropout_p, is_causal, scale)
+    elif looks is not None:
         needs = mask is not None and mask.requires_grad
         with disable_current_modes() if not isinstance(query, RemoteTensor) else contextlib.nullcontext():
             choice = _cpu_choice(*looks, needs, dropout_p, is_causal, enable_gqa, enabled)

@@ -484,6 +484,17 @@ def _flash_attention(
     return [(out, None), (sums, None)]
 
 
+@rule("scaled_dot_product_attention")
+def _whole_fused_attention(query: Meta, key: Meta, value: Meta, *args: object, **kwargs: object) -> RuleResult:
+    """Undivided, on CUDA: its fused kernels give the result the order of memory that the query has."""
+    sizes = [meta.size for meta in (query, key, value)]
+    if any(len(size) != 4 for size in sizes) or len({size[0] for size in sizes}) > 1 or query.dtype not in FLOATS:
+        return None
+    if not (query.plain and is_dense(query.size, query.stride)) or value.size[-1] != query.size[-1]:
+        return None
+    return [(plain_meta(query.size, query.dtype, query.stride), None)]
+
+
 @rule("_native_multi_head_attention")
 def _whole_attention(
     query: Meta,

@@ -234,12 +234,11 @@ def test_attention_is_computed_by_a_kernel_that_the_program_allows(
             F.scaled_dot_product_attention(remote, remote, remote, attn_mask=mask)
 
 
-def test_a_worker_that_has_the_math_form_only_refuses_to_do_without(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_transform_that_has_the_math_form_only_refuses_to_do_without(sky: str) -> None:
     x = torch.ones(1, 1, 4, 8, device=sky)
-    torch.sky.synchronize(sky)
-    monkeypatch.setattr(DEVICES.of(sky), "place", ["cuda", 0])
+    gradient = torch.func.grad(lambda t: F.scaled_dot_product_attention(t, t, t).sum())
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="sky devices compute attention in"):
-        F.scaled_dot_product_attention(x, x, x)
+        gradient(x)
 
 
 def test_compiled_attention_is_computed_by_a_kernel_that_the_program_allows(sky: str) -> None:
