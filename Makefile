@@ -3,6 +3,7 @@
 #   make demo          train a small network on sky:0
 #   make test          the fast tests
 #   make e2e           the tests on a real Kubernetes control plane; needs root, and six minutes more the first time
+#   make e2e-real      the same on real nodes, with kubelets, containerd and images; needs root, and ten minutes more the first time
 #   make check         all fast checks: lint types imports docs test
 
 VENV ?= .venv
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream gpu e2e fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun conformance matrix upstream gpu e2e e2e-real fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
@@ -110,6 +111,13 @@ e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 e2e: $(READY)
 	test -n "$$SKYPROXY_E2E_KUBECONFIG" || tests/e2e/control_plane/build.sh
 	$(BIN)/python -m pytest tests/e2e -m e2e $(ARGS)
+
+# On nodes with kubelet, containerd and images that are built here; see docs/topics/end-to-end-tests.md.
+e2e-real: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+e2e-real: $(READY)
+	tests/e2e/control_plane/build.sh --node
+	PYTHON=$(abspath $(BIN))/python tests/e2e/real/images.sh
+	$(BIN)/python -m pytest tests/e2e -m e2e --real $(ARGS)
 
 # Every package of images and instances by its exact version and the hashes of its files.
 lock: $(READY)

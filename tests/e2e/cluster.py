@@ -49,7 +49,7 @@ class Cluster:
 
     Attributes:
         kubeconfig: the user's.
-        local: whether the cluster is the control plane and the kubelet stand-in of this run.
+        local: whether the cluster is this run's own, on this machine.
     """
 
     def __init__(self, kubectl: str, kubeconfig: Path, directory: Path, *, local: bool) -> None:

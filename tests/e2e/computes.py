@@ -134,11 +134,35 @@ done
 processes, and of what `exec` starts, are outside; process 1 is the Pod's pause."""
 
 
+def process_of(identity: str) -> int:
+    """The process id, on this machine, of the first process of a container on one of this run's nodes.
+
+    Args:
+        identity: the container's, as its status has it.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    kind, _, name = identity.partition("://")
+    if kind == "process":
+        return int(name)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if name not in (folder / "cgroup").read_text():
+                continue
+            # Its number in the container is the last of those in all its namespaces.
+            status = (folder / "status").read_text()
+            numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
+            parent = next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1]
+            if numbers[-1] == "1" or name not in Path(f"/proc/{parent}/cgroup").read_text():
+                return int(folder.name)
+    raise ProcessLookupError(identity)
+
+
 def kill_worker(cluster: Cluster, pod: Object) -> None:
     """Kills the first process of a Pod's worker, as the kernel would when memory runs out; it has to be `killable`."""
     if cluster.local:
-        identity = pod["status"]["containerStatuses"][0]["containerID"]
-        os.kill(int(identity.removeprefix("process://")), signal.SIGKILL)
+        os.kill(process_of(pod["status"]["containerStatuses"][0]["containerID"]), signal.SIGKILL)
     else:
         assert pod["spec"].get("shareProcessNamespace"), "a worker that cannot be killed from inside"
         where = f"--namespace={pod['metadata']['namespace']}"

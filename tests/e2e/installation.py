@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from tests.e2e.cluster import Cluster, Object, condition
+from tests.e2e.computes import process_of
 
 NAMESPACE = "skyproxy-system"
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:skyproxy-operator"
@@ -185,11 +187,28 @@ class Installation:
         """Kills the operator at once, as a machine's failure would; gives the id of the dead container."""
         identity = self.container()
         if self.cluster.local:
-            os.kill(int(identity.removeprefix("process://")), signal.SIGKILL)
+            os.kill(process_of(identity), signal.SIGKILL)
         else:
             name = self.pod()["metadata"]["name"]
             self.cluster.delete(f"{_PODS}/{name}", gracePeriodSeconds="0")
         return identity
+
+    @contextlib.contextmanager
+    def configured(self, **options: str) -> Iterator[None]:
+        """Runs the operator with options of a site, as the documentation says; without them again at the end."""
+        where = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
+        self.cluster.create(where, {"metadata": {"name": "skyproxy-operator"}, "data": options})
+        try:
+            self._restart()
+            yield
+        finally:
+            self.cluster.delete(f"{where}/skyproxy-operator")
+            self._restart()
+
+    def _restart(self) -> None:
+        deployment = [f"--namespace={NAMESPACE}", "deployment/skyproxy-operator"]
+        self.cluster.kubectl("rollout", "restart", *deployment)
+        self.cluster.kubectl("rollout", "status", *deployment, "--timeout=110s")
 
     def logs(self) -> str:
         """Everything the operator wrote since it was started the last time."""

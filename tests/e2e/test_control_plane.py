@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.control_plane.addresses import Slot, take_slot
 from tests.e2e.control_plane.certificates import Authority
 from tests.e2e.control_plane.control_plane import ControlPlane
+from tests.e2e.control_plane.real_nodes import NODES, RealNodes
+from tests.e2e.real import control_groups
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _WAIT_SECONDS = 60.0
@@ -48,6 +50,33 @@ time.sleep(1000)
 """
 
 
+# The same with real nodes, without waiting for an image to be built: what the run itself uses is there.
+_REAL_RUN = """
+import sys, time
+from pathlib import Path
+from tests.e2e.control_plane import binaries, real_nodes
+from tests.e2e.control_plane.addresses import take_slot
+from tests.e2e.control_plane.control_plane import ControlPlane
+
+slot, programs, directory = take_slot(), binaries.ensure(nodes=True), Path(sys.argv[1])
+nodes = real_nodes.RealNodes(slot, directory, programs, Path(sys.argv[2]))
+plane = ControlPlane(programs, directory, slot, nodes.address)
+nodes.start(plane)
+plane.start()
+from tests.e2e.cluster import Cluster
+cluster = Cluster(programs["kubectl"], plane.kubeconfig, plane.directory, local=True)
+account = "/api/v1/namespaces/default/serviceaccounts/default"
+cluster.wait(account, lambda found: found and found.get("secrets"), "the account is there")
+container = {"name": "main", "image": "ghcr.io/skyproxy/worker:0.1.0", "command": ["sleep", "87654"]}
+pod = {"metadata": {"name": "sleeper"}, "spec": {"containers": [container]}}
+cluster.create("/api/v1/namespaces/default/pods", pod)
+path = "/api/v1/namespaces/default/pods/sleeper"
+cluster.wait(path, lambda found: (found or {}).get("status", {}).get("phase") == "Running", "the pod runs", 200)
+print(slot.index, flush=True)
+time.sleep(1000)
+"""
+
+
 def _processes(word: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -61,7 +90,7 @@ def _processes(word: str) -> list[str]:
 
 
 def test_a_run_that_is_killed_takes_its_processes_and_its_network_with_it(
-    control_plane: ControlPlane, tmp_path: Path
+    control_plane: ControlPlane, stand_in: None, tmp_path: Path
 ) -> None:
     directory = tmp_path / "other-run"
     directory.mkdir()
@@ -88,6 +117,46 @@ def test_a_run_that_is_killed_takes_its_processes_and_its_network_with_it(
         pause.wait(0.1)
     assert not Path(f"/sys/class/net/{slot.bridge}").exists()
     control_plane.check()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_real_nodes_end_with_their_run(
+    control_plane: ControlPlane, real_nodes: RealNodes, tmp_path: Path, number: signal.Signals
+) -> None:
+    directory = tmp_path / "other-run"
+    directory.mkdir()
+    run = subprocess.Popen(
+        [sys.executable, "-c", _REAL_RUN, str(directory), str(real_nodes.store)],
+        env={**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'operator'}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        slot = Slot(int(run.stdout.readline()), -1)
+        assert _processes("sleep 87654")
+        assert control_groups.left(f"{slot.bridge}-") == {f"{slot.bridge}-{name}" for name in NODES}
+    finally:
+        run.send_signal(number)
+        run.wait()
+    deadline, pause = time.monotonic() + _WAIT_SECONDS, threading.Event()
+
+    def left() -> list[str]:
+        places = [Path(f"/sys/class/net/{slot.bridge}"), *real_nodes.store.parent.glob(f"nodes/{slot.bridge}-*")]
+        return [
+            *_processes(str(directory)),
+            *_processes("sleep 87654"),
+            *control_groups.left(f"{slot.bridge}-"),
+            *(str(place) for place in places if place.exists()),
+            *(line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{slot.bridge}-" in line),
+        ]
+
+    while found := left():
+        assert time.monotonic() < deadline, found
+        pause.wait(0.1)
+    control_plane.check()
+    real_nodes.check()
 
 
 def test_a_slot_is_taken_once_and_free_again_after_its_holder() -> None:

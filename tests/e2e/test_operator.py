@@ -26,6 +26,7 @@ from tests.e2e.computes import (
     wait_phase,
     wait_reason,
 )
+from tests.e2e.control_plane.control_plane import ControlPlane
 from tests.e2e.installation import Installation
 from tests.e2e.kubelet.memory_limits import enforced
 from tests.e2e.kubelet.pods import KILL_ANNOTATION
@@ -140,7 +141,7 @@ def test_a_worker_that_takes_more_memory_than_it_has_says_so(
     assert "OOMKilled" in compute["status"]["lastFailure"]
 
 
-def test_a_worker_out_of_memory_says_so(cluster: Cluster, namespace: str, control_plane: object) -> None:
+def test_a_worker_out_of_memory_says_so(cluster: Cluster, namespace: str, stand_in: None) -> None:
     policy = {"maxRestarts": 0}
     path = make(cluster, namespace, "hungry", **spec_of(resources={"memory": "64Mi"}, restartPolicy=policy))
     wait_phase(cluster, path, "Running")
@@ -187,6 +188,24 @@ def test_the_operator_killed_while_it_creates_leaves_nothing_double_and_nothing_
         assert "restarts" not in cluster.get(f"{collection(namespace)}/{name}")["status"]
     cluster.delete(collection(namespace))
     wait_nothing_left(cluster, namespace)
+
+
+def test_a_restart_of_the_api_server_restarts_no_worker(
+    cluster: Cluster, namespace: str, control_plane: ControlPlane
+) -> None:
+    path = make(cluster, namespace, "kept", **killable(spec_of(restartPolicy={"backoffSeconds": 0})))
+    wait_phase(cluster, path, "Running")
+    (before,) = pods_of(cluster, namespace, "kept")
+    control_plane.restart_server()
+    make(cluster, namespace, "new", **spec_of())
+    wait_phase(cluster, f"{collection(namespace)}/new", "Running")
+    (after,) = pods_of(cluster, namespace, "kept")
+    assert uid(after) == uid(before)
+    assert "restarts" not in cluster.get(path)["status"]
+    # What happens afterwards is seen.
+    kill_worker(cluster, after)
+    cluster.wait(path, lambda found: (found or {})["status"].get("restarts") == 1, "the restart is counted", 120)
+    wait_phase(cluster, path, "Running")
 
 
 def test_what_happens_while_the_operator_is_down_is_made_good(

@@ -39,6 +39,10 @@ class Slot:
         """The first two and a half octets of Pod addresses: a /20."""
         return f"198.18.{16 * self.index}.0/20"
 
+    def node_address(self, index: int) -> str:
+        """The address of a real node on the bridge, which is like Pods of the stand-in there; -1 is this machine's."""
+        return f"198.18.{16 * self.index}.{index + 2}"
+
     @property
     def services(self) -> str:
         """The range of Service addresses: a /20."""

@@ -10,6 +10,8 @@ from pathlib import Path
 VERSION = "1.20.2"
 
 NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+NODE_NAMES = ("kubelet", "kube-proxy", "pause")
+"""What a real node needs besides."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,21 @@ def cached_directory() -> Path:
     return cache / f"kubernetes-{VERSION}"
 
 
-def ensure() -> Binaries:
+def ensure(*, nodes: bool = False) -> Binaries:
     """Gives the binaries; builds them first where any is missing, which takes minutes.
+
+    Args:
+        nodes: those of a real node, too.
 
     Raises:
         RuntimeError: the build failed; the message holds the end of its log.
     """
     directory = cached_directory()
-    if not all(os.access(directory / "bin" / name, os.X_OK) for name in NAMES):
+    wanted = (*NAMES, *NODE_NAMES) if nodes else NAMES
+    if not all(os.access(directory / "bin" / name, os.X_OK) for name in wanted):
         script = Path(__file__).with_name("build.sh")
-        built = subprocess.run([script, directory], capture_output=True, text=True, check=False)
+        options = ["--node"] if nodes else []
+        built = subprocess.run([script, *options, directory], capture_output=True, text=True, check=False)
         if built.returncode:
             raise RuntimeError(f"{script.name} failed:\n{built.stderr}")
     return Binaries(directory / "bin")

@@ -2,10 +2,11 @@
 # Builds the control plane that the end-to-end tests run against, out of Debian's own packages, verified by Debian's keys:
 # kube-apiserver, kube-controller-manager and kube-scheduler from bookworm's source with bookworm's Go, etcd from
 # bookworm, kubectl from trixie. Nothing is installed on the machine: apt works on a private state. About six minutes on
-# two cores, once; every later call finds the result.
+# two cores, once; every later call finds the result, and builds only what is missing.
 #
-#   build.sh [DIRECTORY]    prints DIRECTORY/bin when all binaries are there
+#   build.sh [--node] [DIRECTORY]    prints DIRECTORY/bin when all binaries are there
 #
+# With --node, those of a node too: kubelet and kube-proxy from the same source, and the program of a Pod's pause container.
 # DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default. Packages come from where this machine's
 # own apt has Debian's from; DEBIAN_MIRROR names another place.
 set -euo pipefail
@@ -13,13 +14,21 @@ set -euo pipefail
 version=1.20.2
 source_version="1.20.5+really1.20.2-1.1+deb12u1"
 binaries=(etcd kube-apiserver kube-controller-manager kube-scheduler kubectl)
+if [[ ${1:-} == --node ]]; then
+  binaries+=(kubelet kube-proxy pause)
+  shift
+fi
 mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 2>/dev/null | grep '/debian/*$' | head -n 1 || true)}
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 target=$(realpath -m "${1:-${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}/kubernetes-$version}")
 
 is_complete() {
+  [[ -z $(missing_binaries) ]]
+}
+
+missing_binaries() {
   local name
-  for name in "${binaries[@]}"; do [[ -x $target/bin/$name ]] || return 1; done
+  for name in "${binaries[@]}"; do [[ -x $target/bin/$name ]] || echo "$name"; done
 }
 
 require() {
@@ -68,7 +77,8 @@ CONF
 }
 
 build() {
-  local work=$1 package
+  local work=$1 package name commands=()
+  shift
   private_apt "$work/apt"
   mkdir -p "$work"/{root,kubectl,home,shim,bin}
   cd "$work"
@@ -88,15 +98,20 @@ build() {
   chmod +x shim/rsync
 
   cd source
+  for name in "$@"; do [[ ! -d cmd/$name ]] || commands+=("cmd/$name"); done
   mkdir -p .go/src/k8s.io
   [[ -L .go/src/k8s.io/kubernetes ]] || ln -s ../../.. .go/src/k8s.io/kubernetes
-  env -u GOFLAGS GOROOT="$work/root/usr/lib/go-1.19" GOPATH="$PWD/.go" GOCACHE="$work/gocache" HOME="$work/home" \
+  # Without a command, make would build all of Kubernetes.
+  ((${#commands[@]} == 0)) || env -u GOFLAGS GOROOT="$work/root/usr/lib/go-1.19" GOPATH="$PWD/.go" GOCACHE="$work/gocache" HOME="$work/home" \
     CGO_ENABLED=0 GOGC=400 PATH="$work/shim:$work/root/usr/lib/go-1.19/bin:$PATH" \
-    make GOLDFLAGS="-s -w" WHAT="cmd/kube-apiserver cmd/kube-controller-manager cmd/kube-scheduler"
+    make GOLDFLAGS="-s -w" WHAT="${commands[*]}"
 
   cd "$work"
-  install -m755 source/_output/bin/kube-{apiserver,controller-manager,scheduler} root/usr/bin/etcd kubectl/usr/bin/kubectl bin/
-  bin/kube-apiserver --version
+  for name in "${commands[@]}"; do install -m755 "source/_output/bin/${name#cmd/}" bin/; done
+  install -m755 root/usr/bin/etcd kubectl/usr/bin/kubectl bin/
+  # Static: its container has nothing but this one file.
+  gcc -Os -static -o bin/pause source/build/pause/linux/pause.c
+  for name in "$@"; do [[ -x bin/$name ]]; done
   bin/etcd --version | head -1
   bin/kubectl version --client
 }
@@ -111,7 +126,8 @@ if ! is_complete; then
   trap 'rm -rf "$work"' EXIT
   echo "building Kubernetes $version in $target; this takes about six minutes, once" >&2
   # In the background, for in a condition `set -e` would not hold.
-  build "$work" >"$target/build.log" 2>&1 &
+  # shellcheck disable=SC2046 # one word for each
+  build "$work" $(missing_binaries) >"$target/build.log" 2>&1 &
   if ! wait $!; then
     echo "the build failed; the end of $target/build.log:" >&2
     tail -n 30 "$target/build.log" >&2

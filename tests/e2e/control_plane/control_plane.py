@@ -19,7 +19,7 @@ _READY_SECONDS = 120.0
 
 
 class ControlPlane:
-    """A control plane as small as it can be: one of each, RBAC on, no audit log, no admission beyond the default.
+    """A control plane as small as it can be: one of each, no audit log.
 
     Attributes:
         directory: certificates, kubeconfigs, data and logs.
@@ -28,10 +28,22 @@ class ControlPlane:
         authority: who signed every certificate.
     """
 
-    def __init__(self, binaries: Binaries, directory: Path, slot: Slot) -> None:
+    def __init__(self, binaries: Binaries, directory: Path, slot: Slot, address: str = "") -> None:
+        """
+        Args:
+            binaries: of the four.
+            directory: for everything that they write.
+            slot: whose addresses to use.
+            address: of this machine, where real nodes and their Pods reach it; loopback otherwise.
+        """
         self.directory = directory
         self.slot = slot
-        self.server = f"https://{slot.loopback}:6443"
+        self._address = address or slot.loopback
+        # An Endpoints object may not name loopback. The stand-in knows where the server is; real nodes ask.
+        self._endpoints = [] if address else ["--endpoint-reconciler-type=none"]
+        # A busy machine is no dead node; where nodes are to die, they are to be missed within a test's time.
+        self._grace_seconds = 40 if address else 300
+        self.server = f"https://{self._address}:6443"
         self.authority = Authority(directory / "certificates")
         self._binaries = binaries
         self._processes: list[Process] = []
@@ -53,7 +65,7 @@ class ControlPlane:
         Raises:
             RuntimeError: one of them ended, or it took too long; with the end of its log.
         """
-        ca, host = self.authority.certificate, self.slot.loopback
+        ca, host = self.authority.certificate, self._address
         serving = self.authority.issue(
             "kube-apiserver",
             host,
@@ -61,7 +73,10 @@ class ControlPlane:
             self.slot.api_service,
             *("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"),
         )
-        kubelet_client = self.authority.issue("kube-apiserver-kubelet-client", user="kube-apiserver")
+        # A real kubelet asks whether its caller may do what it asks for.
+        kubelet_client = self.authority.issue(
+            "kube-apiserver-kubelet-client", user="kube-apiserver", group="system:masters"
+        )
         signing_key = self.authority.signing_key("service-accounts")
         client, peer = f"http://{host}:2379", f"http://{host}:2380"
         self._run(
@@ -86,10 +101,10 @@ class ControlPlane:
             f"--kubelet-client-certificate={kubelet_client[0]}",
             f"--kubelet-client-key={kubelet_client[1]}",
             "--kubelet-preferred-address-types=InternalIP",
-            # The address is loopback, which an Endpoints object may not name; the stand-in knows where the server is.
-            "--endpoint-reconciler-type=none",
+            *self._endpoints,
             f"--service-cluster-ip-range={self.slot.services}",
-            "--authorization-mode=RBAC",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
             "--allow-privileged=true",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-signing-key-file={signing_key}",
@@ -105,8 +120,8 @@ class ControlPlane:
             "--leader-elect=false",
             "--port=0",
             "--secure-port=0",
-            # A busy machine is no dead node.
-            "--node-monitor-grace-period=300s",
+            f"--node-monitor-grace-period={self._grace_seconds}s",
+            f"--flex-volume-plugin-dir={self.directory / 'volume-plugins'}",  # it makes the folder
             "--controllers=*,-nodeipam,-cloud-node-lifecycle,-route,-service",
         )
         self._run(
@@ -116,6 +131,12 @@ class ControlPlane:
             "--port=0",
             "--secure-port=0",
         )
+
+    def restart_server(self) -> None:
+        """Kills the API server and starts it again; gives control back when it is ready."""
+        index = next(i for i, process in enumerate(self._processes) if process.name == "kube-apiserver")
+        self._processes[index] = self._processes[index].again()
+        self._wait_ready()
 
     def check(self) -> None:
         """Raises RuntimeError when a component has ended by itself."""
@@ -143,7 +164,7 @@ class ControlPlane:
                     return
             except (OSError, urllib.error.URLError) as error:
                 if time.monotonic() > deadline:
-                    server = self._processes[-1]
+                    server = next(p for p in self._processes if p.name == "kube-apiserver")
                     raise RuntimeError(
                         f"the API server was not ready within {_READY_SECONDS:g} s: {error}\n{server.tail()}"
                     ) from error

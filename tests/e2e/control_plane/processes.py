@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ class Process:
     ) -> None:
         self.name = name
         self.log = log
+        self._again = functools.partial(Process, name, argv, log, env=env, death_signal=death_signal, pass_fds=pass_fds)
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
                 bound(argv, death_signal),
@@ -52,6 +54,12 @@ class Process:
     def ended(self) -> bool:
         """Whether it is gone."""
         return self._popen.poll() is not None
+
+    def again(self) -> Process:
+        """Kills it, as a failure would, and gives another one of its kind."""
+        self._popen.kill()
+        self._popen.wait()
+        return self._again()
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log."""

@@ -66,6 +66,17 @@ class Api:
                 raise ApiError(response.status, str(answer.get("message", answer)))
             return answer
 
+    async def wait_ready(self) -> None:
+        """Waits until the server answers, for ever: whoever started it ends us when it does not."""
+        while True:
+            try:
+                async with self._http.get("/readyz") as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(0.2)
+
     async def get(self, path: str, **params: str) -> Object:
         """Reads."""
         return await self.request("GET", path, **params)

@@ -284,5 +284,6 @@ class Container:
         text = self.message.read_text(errors="replace")[-4096:]
         if not text and from_log and self.exit_code:
             lines = self.log.read_text(errors="replace").splitlines()[-80:]
-            text = "\n".join(line.partition(" ")[2] for line in lines)[-2048:]
+            # With the end of the last line: a reader that wants none takes it away.
+            text = "".join(line.partition(" ")[2] + "\n" for line in lines)[-2048:]
         return text

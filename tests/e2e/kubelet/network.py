@@ -69,13 +69,17 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         await run("ip", "link", "del", self._slot.bridge, check=False)
 
-    async def attach(self, process_id: int) -> str:
+    async def attach(self, process_id: int, address: str = "") -> str:
         """Joins the network namespace of a process to the bridge.
+
+        Args:
+            process_id: any in the namespace.
+            address: which to give it, from the caller's own part of the range; the next free one otherwise.
 
         Returns:
             The address it got.
         """
-        address = self._free.pop(0)
+        address = address or self._free.pop(0)
         link = f"{self._slot.bridge}p{next(self._links)}"
         outside = [
             f"link add {link} type veth peer name eth0 netns {process_id}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.kubelet.api import Api, ApiError, Object
@@ -17,9 +18,17 @@ NAME = "e2e.skyproxy.dev/directories"
 class Provisioner:
     """Makes volumes for claims of the default storage class, and removes those that are released."""
 
-    def __init__(self, api: Api, directory: Path) -> None:
+    def __init__(self, api: Api, directory: Path, nodes: Sequence[str] = ()) -> None:
+        """
+        Args:
+            api: of the cluster.
+            directory: for the volumes' directories.
+            nodes: the names of real nodes, all of which have the directory: only volumes of the kind "local" are given
+                to the group of a Pod by their kubelets.
+        """
         self._api = api
         self._directory = directory
+        self._nodes = nodes
 
     async def install(self) -> None:
         """Makes the default storage class."""
@@ -60,7 +69,7 @@ class Provisioner:
                     "accessModes": spec["accessModes"],
                     "persistentVolumeReclaimPolicy": "Delete",
                     "storageClassName": "standard",
-                    "hostPath": {"path": str(path)},
+                    **self._place(path),
                     "claimRef": {
                         "apiVersion": "v1",
                         "kind": "PersistentVolumeClaim",
@@ -76,11 +85,18 @@ class Provisioner:
                 if error.status != 409:
                     logger.warning("no volume for %s: %s", meta["name"], error)
 
+    def _place(self, path: Path) -> Object:
+        if not self._nodes:
+            return {"hostPath": {"path": str(path)}}
+        term = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(self._nodes)}
+        affinity = {"required": {"nodeSelectorTerms": [{"matchExpressions": [term]}]}}
+        return {"local": {"path": str(path)}, "nodeAffinity": affinity}
+
     async def _volumes(self) -> None:
         async for kind, volume in self._api.watch("/api/v1/persistentvolumes"):
             made = volume["metadata"].get("annotations", {}).get("pv.kubernetes.io/provisioned-by") == NAME
             released = volume.get("status", {}).get("phase") == "Released"
             policy = volume["spec"].get("persistentVolumeReclaimPolicy")
             if kind != "DELETED" and made and released and policy == "Delete":
-                shutil.rmtree(volume["spec"]["hostPath"]["path"], ignore_errors=True)
+                shutil.rmtree(self._directory / volume["metadata"]["name"], ignore_errors=True)
                 await self._api.delete(f"/api/v1/persistentvolumes/{volume['metadata']['name']}")

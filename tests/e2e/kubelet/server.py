@@ -34,6 +34,8 @@ class Server:
         application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         application.router.add_get("/portForward/{namespace}/{pod}", self._port_forward)
         application.router.add_get("/portForward/{namespace}/{pod}/{uid}", self._port_forward)
+        for kind in ("exec", "attach"):
+            application.router.add_route("*", f"/{kind}/{{tail:.*}}", self._run_command)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str, certificate: tuple[Path, Path], authority: Path) -> int:
@@ -88,10 +90,12 @@ class Server:
         await response.write_eof()
         return response
 
+    async def _run_command(self, request: web.Request) -> web.StreamResponse:
+        _refuse_other_accept(request)
+        raise web.HTTPNotImplemented(text="this stand-in runs no commands in containers")
+
     async def _port_forward(self, request: web.Request) -> web.StreamResponse:
-        # The real streaming server produces "*/*" only; a client's headers reach it through the API server unchanged.
-        if "*/*" not in request.headers.get("Accept", "*/*"):
-            raise web.HTTPNotAcceptable(text="406: Not Acceptable")
+        _refuse_other_accept(request)
         pod = self._pod(request)
         ports = [int(p) for text in request.query.getall("port", []) for p in text.split(",")]
         if not ports:
@@ -110,6 +114,12 @@ class Server:
         return socket
 
 
+def _refuse_other_accept(request: web.Request) -> None:
+    # The real streaming server produces "*/*" only; a client's headers reach it through the API server unchanged.
+    if "*/*" not in request.headers.get("Accept", "*/*"):
+        raise web.HTTPNotAcceptable(text="406: Not Acceptable")
+
+
 def _ended(pod: Pod, container: str) -> bool:
     state = pod.containers.get(container)
     return state is None or state.running is None or state.running.exit_code is not None
@@ -125,16 +135,20 @@ class _Streams:
         self._socket = socket
         self._pod = pod
         self._ports = ports
+        self._readers: dict[int, asyncio.StreamReader] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self) -> None:
         """Moves bytes until the client or every stream ends."""
         for index, port in enumerate(self._ports):
+            if not await self._open(index, port):
+                # A real node has an error to tell, and mostly closes the tunnel before it arrives.
+                return
             head = struct.pack("<H", port)
             await self._send(2 * index, head)
             await self._send(2 * index + 1, head)
-            await self._open(index, port)
+            self._tasks.append(asyncio.create_task(self._upward(2 * index)))
         receiving = asyncio.create_task(self._receive())
         self._tasks.append(receiving)
         pending = set(self._tasks)
@@ -150,18 +164,18 @@ class _Streams:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _open(self, index: int, port: int) -> None:
+    async def _open(self, index: int, port: int) -> bool:
         try:
             if self._pod.sandbox is None:
                 raise OSError("the pod is not running")
-            reader, self._writers[2 * index] = await self._pod.sandbox.connect(port)
+            self._readers[2 * index], self._writers[2 * index] = await self._pod.sandbox.connect(port)
         except OSError as error:
-            message = f"error forwarding port {port} to pod {self._pod.name}, uid {self._pod.uid}: {error}"
-            await self._send(2 * index + 1, message.encode())
-        else:
-            self._tasks.append(asyncio.create_task(self._upward(2 * index, reader)))
+            logger.info("error forwarding port %d to pod %s: %s", port, self._pod.name, error)
+            return False
+        return True
 
-    async def _upward(self, channel: int, reader: asyncio.StreamReader) -> None:
+    async def _upward(self, channel: int) -> None:
+        reader = self._readers[channel]
         with contextlib.suppress(OSError):
             while chunk := await reader.read(1 << 16):
                 await self._send(channel, chunk)
