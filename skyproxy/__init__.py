@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from skyproxy.providers.kubernetes_provider import Kubernetes as Kubernetes
     from skyproxy.providers.local import Local as Local
     from skyproxy.providers.remote import Remote as Remote
+    from skyproxy.restoring import restore as restore
     from skyproxy.runtime import InstanceInfo as InstanceInfo
     from skyproxy.runtime import instance_info as instance_info
     from skyproxy.runtime import shard as shard
@@ -109,6 +110,7 @@ _PUBLIC = {
     "profile": "skyproxy.profiling.profiles",
     "protect": "skyproxy.protecting",
     "reset": "skyproxy.nodes",
+    "restore": "skyproxy.restoring",
     "shard": "skyproxy.runtime",
     "silent": "skyproxy.runtime",
     "start_early": "skyproxy.early_start",

@@ -21,8 +21,7 @@ import torch
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.functions.runner import Runner
-from skyproxy.loading.node_models import NodeModels
-from skyproxy.loading.node_names import NodeNames
+from skyproxy.loading.node_saving import NodeSaves
 from skyproxy.protocol.messages import Welcome
 from skyproxy.session.early_worker import EARLY_WORKER
 from skyproxy.session.local_worker import LocalWorker
@@ -67,7 +66,7 @@ class DeviceInfo(NamedTuple):
     alive: bool
 
 
-class Node(NodeModels, NodeNames, NodeMoves):
+class Node(NodeSaves, NodeMoves):
     """A worker that this process is connected to.
 
     Use it as a context manager, synchronous or not, or call `close`. Whatever still lives when the process ends is
@@ -105,6 +104,7 @@ class Node(NodeModels, NodeNames, NodeMoves):
         self._worker = worker
         self._on_close = on_close
         self._opener = opener
+        self._restored = {}
         self._devices: list[SkyDevice] = DEVICES.add(session)
         session.backlogs.device = " and ".join(str(chosen.torch_device) for chosen in self._devices)
         for chosen in self._devices:

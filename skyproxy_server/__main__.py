@@ -20,6 +20,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
+from skyproxy.snapshots.stores import is_address, open_store
 from skyproxy_server import auth
 from skyproxy_server.addresses import refuse_early
 from skyproxy_server.allocator import keep_freed_memory
@@ -104,10 +105,10 @@ def parser() -> argparse.ArgumentParser:
     add("--blob-dir", type=Path, metavar="PATH", help="keep them in this folder, which outlives the worker")
     add(
         "--snapshots",
-        type=Path,
-        metavar="PATH",
+        metavar="PLACE",
         default=os.environ.get("SKYPROXY_SNAPSHOTS") or None,
-        help="keep snapshots of sessions in this folder, for clients that protect theirs (default: SKYPROXY_SNAPSHOTS)",
+        help="keep snapshots of sessions in this folder, or at this address of fsspec (s3://bucket/snapshots), for "
+        "clients that protect or save theirs (default: SKYPROXY_SNAPSHOTS)",
     )
     add("--no-functions", action="store_true", help="accept tensor operations only; run no client code")
     add(
@@ -370,11 +371,24 @@ def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Pro
         not arguments.no_functions,
         tuple(arguments.allow_ops),
         arguments.log_level.upper(),
-        snapshots=str(arguments.snapshots.absolute()) if arguments.snapshots is not None else "",
+        snapshots=_snapshots(arguments) or "",
     )
     bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction, arguments.session_cpus)
     users = options.session_users(arguments)
     return ProcessHost(setup, bounds, SETTINGS, blobs, options.session_cgroups(arguments), users)
+
+
+def _snapshots(arguments: argparse.Namespace) -> str | None:
+    """Return the place of snapshots.
+
+    Raises:
+        ConfigurationError: it is an address that cannot be used.
+    """
+    place: str | None = arguments.snapshots
+    if place is None or not is_address(place):
+        return os.path.abspath(place) if place is not None else None
+    open_store(place)
+    return place
 
 
 def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
@@ -400,7 +414,7 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
         settings=SETTINGS,
         blobs=blobs,
         functions=not arguments.no_functions,
-        snapshots=arguments.snapshots,
+        snapshots=_snapshots(arguments),
     )
     return host
 

@@ -29,14 +29,53 @@ if TYPE_CHECKING:
     from skyproxy_server.named_sessions import NamedValueRequests
 
 
-class SnapshotRequests(Protocol):
-    """The answers to what a session asks about its snapshots; see `snapshots.requests`."""
+class SnapshotsOut(Protocol):
+    """Snapshots that a client copies from here."""
 
-    def save(self, state: SessionState, name: str) -> object:
+    def header(self, name: str, number: str, offset: int) -> dict[str, object]:
+        """Open one, and return a part of its document."""
+
+    def piece(self, digest: bytes) -> bytes:
+        """Return a piece of it."""
+
+
+class SnapshotsIn(Protocol):
+    """Snapshots that a client copies to this place."""
+
+    def begin(self, name: str, piece_count: int) -> None:
+        """Begin one."""
+
+    def piece(self, content: bytes) -> bytes:
+        """Take a piece; return its hash."""
+
+    def header(self, part: bytes, is_last: bool) -> str:
+        """Take a part of its document; with the last one, return its name."""
+
+
+class SnapshotRequests(Protocol):
+    """The answers to what a session asks about its snapshots; see `snapshots.requests`.
+
+    Attributes:
+        out, into: the copies that a client makes of them, and brings.
+    """
+
+    @property
+    def out(self) -> SnapshotsOut: ...
+
+    @property
+    def into(self) -> SnapshotsIn: ...
+
+    def save(self, state: SessionState, name: str, slots: list[int] | None, names: bytes) -> object:
         """Write what the session is now; what the client is told of it, or a `Deferred` that will tell it."""
 
     def load(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Make the empty session what a snapshot says; tell the client of it."""
+
+    def open_values(self, state: SessionState, name: str, number: str) -> dict[str, object]:
+        """Read the tensors of a snapshot beside what the session holds; tell the client of them."""
+
+    def adopt_values(self, pairs: list[list[int]]) -> None:
+        """Make tensors that were read the session's own."""
 
     def rows(self, name: str) -> list[dict[str, object]]:
         """Return a row for each snapshot; of one name, or of all."""

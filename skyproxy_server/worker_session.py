@@ -173,8 +173,8 @@ class WorkerSession:
         """Let the client put values where they outlive this session."""
         self._executor.state.names = NamedValueRequests(store, self.client.name, self)
 
-    def use_snapshots(self, root: Path) -> None:
-        """Let the client save what the session is in a folder of the worker's."""
+    def use_snapshots(self, root: Path | str) -> None:
+        """Let the client save what the session is in a place of the worker's."""
         self._executor.state.snapshots = SessionSnapshots(root, self.client.name, self._jump, self._settings)
 
     def _jump(self, sequence: int) -> None:
@@ -369,7 +369,7 @@ class WorkerHost:
         blobs: where uploads are kept; None keeps none.
         functions: whether clients may run functions. Then the process's output streams are replaced by some that
             know whose function prints.
-        snapshots: the folder where snapshots of sessions lie; None where there are none.
+        snapshots: the folder, or the address, where snapshots of sessions lie; None where there are none.
 
     Attributes:
         calls: the functions of all clients; None if there may be none.
@@ -385,7 +385,7 @@ class WorkerHost:
         blobs: Uploads | None = None,
         *,
         functions: bool = False,
-        snapshots: Path | None = None,
+        snapshots: Path | str | None = None,
     ) -> None:
         self._devices = devices
         self._snapshots = snapshots

@@ -66,7 +66,7 @@ class NodeModels(NodeFunctions):
         """
         return self.run(worker_side.load_safetensors, os.fspath(path), self._place(device))
 
-    def save(self, value: object, path: str | os.PathLike[str]) -> str:
+    def save(self, value: object, path: str | os.PathLike[str] | None = None, **values: object) -> str:
         """Writes remote tensors, and containers of them, to the worker's disk, as `torch.save` does.
 
         No byte comes here.
@@ -89,6 +89,8 @@ class NodeModels(NodeFunctions):
                 "node.save writes tensors and containers of them: a file must not need the code that wrote it. For a "
                 "module: node.save(model.state_dict(), path)"
             )
+        if path is None or values:
+            raise ConfigurationError("node.save(value, path) writes one value to a path on the worker.")
         written: str = self.run(worker_side.save, value, os.fspath(path))
         return written
 

@@ -71,10 +71,11 @@ class NodeNames:
     """
 
     session_name: str | None = None
+    _restored: dict[str, tuple[bytes, list[torch.Tensor], bool]]
     _runner: Runner
     _session: Session
     _devices: list[SkyDevice]
-    _known: _KnownTensors
+    _known: KnownTensors
 
     def _hold(self, name: str, *, take: bool) -> None:
         """Use the named session from now on.
@@ -83,7 +84,7 @@ class NodeNames:
             SessionHeldError: another client does.
             ConfigurationError: the worker has none.
         """
-        answer = self._session.call("hold_named", _checked(name), take)
+        answer = self._session.call("hold_named", checked_name(name), take)
         if "refused" in answer:
             raise ConfigurationError(visible(answer["refused"]))
         if "held_seconds" in answer:
@@ -93,7 +94,7 @@ class NodeNames:
                 "under a name stays, and the other client loses its session."
             )
         self.session_name = name
-        self._known = _KnownTensors()
+        self._known = KnownTensors()
 
     def _finish_named(self) -> None:
         """Have everything done that was recorded, for others will see what it makes of the named values."""
@@ -102,7 +103,7 @@ class NodeNames:
                 self._session.synchronize()
 
     def _check_named(self, name: str = "x") -> None:
-        _checked(name)
+        checked_name(name)
         if self.session_name is None:
             raise ConfigurationError(
                 "this session has no name, so nothing in it could be found again. Connect with one: "
@@ -135,10 +136,10 @@ class NodeNames:
         """
         self._check_named(name)
         pickled = self._pickle_value(name, value)
-        document = msgpack.packb(
-            {"form": pickled.form, "tables": pickled.tables, "pieces": [bytes(piece) for piece in pickled.pieces]}
-        )
-        tensors: list[RemoteTensor] = pickled.references  # type: ignore[assignment]
+        self._keep(name, document_of(pickled), pickled.references)
+
+    def _keep(self, name: str, document: bytes, tensors: Sequence[Any]) -> None:
+        """Have the worker keep a value under a name."""
         numbers = self._session.call("put_named", name, document, [tensor._sky.slot for tensor in tensors])
         self._known.note(numbers, tensors)
 
@@ -187,30 +188,56 @@ class NodeNames:
                 model = node.get("model")
             ```
         """
+        if self.session_name is None and self._restored:
+            if checked_name(name) not in self._restored:
+                there = ", ".join(map(repr, self._restored))
+                raise UnknownNameError(f"nothing was restored under {name!r}: {there}")
+            document, tensors, is_trusted = self._restored[name]
+            with torch.inference_mode(False), torch.no_grad():
+                form, tables, pieces = open_document(document)
+                if form != PLAIN and not is_trusted:
+                    raise UntrustedResultError(
+                        f"{name!r} was saved as a pickle, which can run any code here, and nothing of it was read. If "
+                        "you trust where it comes from: skyproxy.restore(..., trust=True); or save its state_dict()."
+                    )
+                return self._rebuilt(form, tables, pieces, tensors)
+        with torch.inference_mode(False), torch.no_grad():
+            document, tensors = self._named_document(name)
+            return self._rebuilt(*open_document(document), tensors)
+
+    def _named_document(self, name: str) -> tuple[bytes, list[torch.Tensor]]:
+        """Return what the worker has under a name: its structure, and its tensors.
+
+        Raises:
+            UnknownNameError: nothing was put under this one; says what was.
+            UntrustedResultError: it is a pickle, and the worker is not trusted.
+        """
         self._check_named(name)
         answer = self._session.call("named_value", name)
         if "names" in answer:
             there = ", ".join(visible(repr(other)) for other in answer["names"]) or "nothing yet"
             raise UnknownNameError(f"nothing was put under {name!r} in the session {self.session_name!r}: {there}")
+        try:
+            form, tables, _ = open_document(answer["document"])
+        except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
+        if form != PLAIN and not self._runner.trusted:
+            raise UntrustedResultError(
+                f"{name!r} is a pickle, which can run any code here, and its worker is not trusted; nothing of it "
+                "was read, and it stays there. Connect with trust_worker=True if you trust that worker."
+            )
         with torch.inference_mode(False), torch.no_grad():
-            try:
-                form, tables, pieces = _open_document(answer["document"])
-            except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
-                raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
-            if form != PLAIN and not self._runner.trusted:
-                raise UntrustedResultError(
-                    f"{name!r} is a pickle, which can run any code here, and its worker is not trusted; nothing of it "
-                    "was read, and it stays there. Connect with trust_worker=True if you trust that worker."
-                )
-            tensors = self._adopt_tensors(name, answer, tables)
-            if form != PLAIN:
-                return Unpickler(pieces, tables, lambda row, position: tensors[position], self._device_at).unpickle()
-            try:
-                return as_state_dict(from_plain(pieces, tables, lambda row, position: tensors[position]))
-            except UnknownClassError as error:
-                raise UntrustedResultError(
-                    f"{name!r} has an object of {visible(error)}, which this program does not have. Import it first."
-                ) from error
+            return answer["document"], self._adopt_tensors(name, answer, tables)
+
+    def _rebuilt(self, form: str, tables: dict[str, Any], pieces: list[object], tensors: Sequence[torch.Tensor]) -> Any:
+        if form != PLAIN:
+            return Unpickler(pieces, tables, lambda row, position: tensors[position], self._device_at).unpickle()
+        try:
+            return as_state_dict(from_plain(pieces, tables, lambda row, position: tensors[position]))
+        except UnknownClassError as error:
+            raise UntrustedResultError(
+                f"it has an object of {visible(error)}, which this program does not have. Import it first."
+            ) from error
 
     def _device_at(self, place: Any) -> torch.device:
         for device in self._devices:
@@ -225,11 +252,10 @@ class NodeNames:
             rows = msgpack.unpackb(answer["rows"])
             if len(rows) != len(looks) or len(rows) > _MOST_ROWS:
                 raise ValueError(f"{len(rows)} tensors in place of {len(looks)}")
-            adoption = _Adoption(self._devices, self._known)
-            tensors = [adoption.tensor(look, row) for look, row in zip(looks, rows, strict=True)]
+            tensors, slots = adopted(self._devices, self._known, looks, rows)
         except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
-        if not self._session.call("adopt_named", name, answer["version"], adoption.slots):
+        if not self._session.call("adopt_named", name, answer["version"], slots):
             raise UnknownNameError(f"the value under {name!r} was replaced while it was being read. Try again.")
         self._known.note([row[0] for row in rows], tensors)
         return tensors
@@ -246,6 +272,8 @@ class NodeNames:
                 print(sorted(node.named()))
             ```
         """
+        if self.session_name is None and self._restored:
+            return {name: _named_value(tensors) for name, (_, tensors, _) in self._restored.items()}
         self._check_named()
         rows = self._session.call("list_named")
         return {str(name): NamedValue(int(count), int(size), float(age)) for name, count, size, age in rows}
@@ -266,7 +294,7 @@ class NodeNames:
         return bool(self._session.call("forget_named", name))
 
 
-def _checked(name: object) -> str:
+def checked_name(name: object) -> str:
     """The name, if it may be one.
 
     Raises:
@@ -279,7 +307,14 @@ def _checked(name: object) -> str:
     return name
 
 
-def _open_document(document: bytes) -> tuple[str, dict[str, object], list[object]]:
+def document_of(pickled: Pickled) -> bytes:
+    """The structure of a value, as it is kept."""
+    pieces = [bytes(piece) for piece in pickled.pieces]
+    document: bytes = msgpack.packb({"form": pickled.form, "tables": pickled.tables, "pieces": pieces})
+    return document
+
+
+def open_document(document: bytes) -> tuple[str, dict[str, object], list[object]]:
     """The form, the tables and the pieces of a document: those with the bytes of storages as tensors.
 
     Raises:
@@ -294,10 +329,14 @@ def _open_document(document: bytes) -> tuple[str, dict[str, object], list[object
     return form, tables, [*pieces[:first], *contents]
 
 
+def _named_value(tensors: Sequence[torch.Tensor]) -> NamedValue:
+    return NamedValue(len(tensors), sum(tensor.nbytes for tensor in tensors), 0.0)
+
+
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-class _KnownTensors:
+class KnownTensors:
     """The tensors of this program that stand under names, by the numbers that the worker gave them."""
 
     def __init__(self) -> None:
@@ -328,6 +367,28 @@ class _KnownTensors:
         return tensor if tensor is not None and tensor._sky is found[1] else None
 
 
+def adopted(
+    devices: Sequence[SkyDevice], known: KnownTensors, looks: Sequence[Row], rows: Sequence[list[Any]]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Make the tensors of one value, whose bytes the worker has.
+
+    Args:
+        devices: the node's.
+        known: tensors that are there already, by the numbers that the worker has for them.
+        looks: their rows in the value's document.
+        rows: for each: its number, what it looks like, its device, the bytes of its storage, and the numbers of all
+            that share that.
+
+    Returns:
+        The tensors, and for each the slot where its value goes; 0 for one that is there.
+
+    Raises:
+        LookupError, TypeError, ValueError: the rows are impossible.
+    """
+    adoption = _Adoption(devices, known)
+    return [adoption.tensor(look, row) for look, row in zip(looks, rows, strict=True)], adoption.slots
+
+
 class _Adoption:
     """Makes the tensors of one named value.
 
@@ -335,7 +396,7 @@ class _Adoption:
         slots: for each of them, where its value goes; 0 for one that is there.
     """
 
-    def __init__(self, devices: Sequence[SkyDevice], known: _KnownTensors) -> None:
+    def __init__(self, devices: Sequence[SkyDevice], known: KnownTensors) -> None:
         self.slots: list[int] = []
         self._devices = {(device.row["type"], device.row["index"] or 0): device for device in devices}
         self._known = known

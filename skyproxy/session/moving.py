@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
 from pathlib import Path
 
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError, SessionLostError, SkyproxyError
 from skyproxy.protocol.messages import Welcome
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import Opener
 from skyproxy.session.protection import NewSession
 from skyproxy.session.session import Session
+from skyproxy.session.snapshot_copies import WorkerCopies
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
 
@@ -45,8 +47,9 @@ class NodeMoves:
     ) -> None:
         """Go on with this session on another worker; tensors stay valid, and the program notices a pause.
 
-        Both workers must keep snapshots in the same folder, and that one must run the same torch and have the same
-        devices. The worker before is told that the session is over; an embedded one ends.
+        Both workers must keep snapshots, and that one must run the same torch and have the same devices. Where they do
+        not see the same folder of snapshots, this program carries the session's bytes from the one to the other. The
+        worker before is told that the session is over; an embedded one ends.
 
         Args:
             url: "ws://host:port", "wss://host:port" or a "sky://" link.
@@ -56,8 +59,7 @@ class NodeMoves:
             insecure: whether "ws://" may go to other machines.
 
         Raises:
-            ConfigurationError: one of the workers keeps no snapshots, or that one does not see the same, or does not
-                fit; nothing has changed.
+            ConfigurationError: one of the workers keeps no snapshots, or that one does not fit; nothing has changed.
             ConnectError: that worker does not answer, or refuses; nothing has changed.
             RemoteError: no snapshot can be taken now; nothing has changed.
             SessionLostError: the session is over.
@@ -70,9 +72,7 @@ class NodeMoves:
         session, opener = self._session, self._opener
         session.check()
         if opener is None or not session.welcome.limits.get("snapshots"):
-            raise ConfigurationError(
-                f"the worker at {self.url} keeps no snapshots. Start both with --snapshots FOLDER, the same one."
-            )
+            raise ConfigurationError(f"the worker at {self.url} keeps no snapshots. Start it with --snapshots FOLDER.")
         if self.session_name is not None:
             raise ConfigurationError(f"the session {self.session_name!r} has a name, which stays on its worker.")
         if is_link(url):
@@ -96,11 +96,13 @@ class NodeMoves:
             log = BatchLog(session.settings.max_log_bytes, session.settings.max_frame_bytes)
             session.protect(log, secrets.token_hex(16), _nowhere, math.inf, 0)
         try:
-            answers = session.move(opened, lambda: opener.become(target))
+            carrier = _Carrier(before, target)
+            answers = session.move(opened, lambda: opener.become(target), carrier.bring)
             self.url, self.software = target.url, dict(opened.welcome.software)
         finally:
             if not is_protected:
                 session.unprotect()
+        carrier.clear_away()
         if worker is None:
             before.end_session(answers)
         else:
@@ -108,6 +110,34 @@ class NodeMoves:
             session.explain_end = lambda: None
             worker.stop()
             worker.delete_snapshots()
+
+
+class _Carrier:
+    """Carries a session's snapshot from the volume of one worker to that of another one."""
+
+    def __init__(self, before: Opener, target: Opener) -> None:
+        self._before = before
+        self._target = target
+        self._carried = ""
+
+    def bring(self, name: str, number: str, sequence: int) -> None:
+        """Copy a snapshot, unless the other worker sees it.
+
+        Raises:
+            SnapshotError: it cannot be read, or not be written there.
+        """
+        with WorkerCopies(self._target) as there:
+            if sequence in there.sequences(name):
+                return
+            with WorkerCopies(self._before) as here:
+                self._carried = name
+                there.write(here.open(name, number), name)
+
+    def clear_away(self) -> None:
+        """Delete what was copied where it came from."""
+        if self._carried:
+            with contextlib.suppress(SkyproxyError, OSError), WorkerCopies(self._before) as here:
+                here.delete(self._carried)
 
 
 def _nowhere(reason: str, stop: threading.Event) -> NewSession:
@@ -119,7 +149,7 @@ def check_fits(before: Welcome, now: Welcome) -> None:
     ConfigurationError: a worker cannot go on with a session of another one.
     """
     if not now.limits.get("snapshots"):
-        raise ConfigurationError("the other worker keeps no snapshots. Start it with --snapshots FOLDER, the same one.")
+        raise ConfigurationError("the other worker keeps no snapshots. Start it with --snapshots FOLDER.")
     if before.software.get("torch") != now.software.get("torch"):
         raise ConfigurationError(
             f"the other worker runs torch {now.software.get('torch')!r:.40}, and the session began with "

@@ -28,6 +28,7 @@ _UNREPEATABLE = {
     "end_cancellation": "operations were cancelled",
     "hold_named": "the session was given a name",
     "adopt_named": "a value was taken from a name",
+    "adopt_snapshot": "saved values were restored",
 }
 """Controls whose effect depends on more than what the log has, and what to call them."""
 _RETRY_SECONDS = 1.0
@@ -57,6 +58,9 @@ class NewSession(NamedTuple):
 OpenAnew = Callable[[str, threading.Event], NewSession]
 """Opens a session on another worker, or on the same one after its restart: `open_anew(reason, stop)`. It raises
 SessionLostError where none is to be had."""
+
+Bring = Callable[[str, str, int], object]
+"""Copies a snapshot to where another worker finds it, unless it does so already: `bring(name, number, sequence)`."""
 
 
 class _Snapshot(Waiter):
@@ -178,7 +182,7 @@ class Protection:
         """Wait until the log has room for so many bytes more; go on without a log where that cannot be."""
         begun = False
         while not self._is_off and self.log.byte_count + byte_count > self.log.max_bytes:
-            if self._pending is None:
+            if self._pending is None and not self.is_moving:
                 if begun and self.last_error is not None:
                     self._give_up_log()
                     return
@@ -296,12 +300,13 @@ class Protection:
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
-    def move(self, opened: NewSession, on_moved: Callable[[], object]) -> None:
+    def move(self, opened: NewSession, on_moved: Callable[[], object], bring: Bring) -> None:
         """Have another worker go on; wait until it does.
 
         Args:
             opened: an empty session on that worker.
             on_moved: called before anything is sent to it.
+            bring: sees to it that it finds the snapshot.
 
         Raises:
             RemoteError: this worker takes no snapshot now; nothing has changed.
@@ -312,7 +317,8 @@ class Protection:
         self._on_moved = on_moved
         self.is_moving = True
         try:
-            self.snapshot()
+            taken = self.snapshot()
+            bring(self.name, str(taken["snapshot"]), int(taken["sequence"]))
             try:
                 self._prepared = opened, self._load(opened, "the session was not moved")
             except SessionLostError as problem:

@@ -34,7 +34,7 @@ from skyproxy.protocol.messages import (
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.protection import NewSession, OpenAnew, Protection
+from skyproxy.session.protection import Bring, NewSession, OpenAnew, Protection
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
@@ -305,12 +305,13 @@ class Session(Requests):
             self.unprotect()
             raise
 
-    def move(self, opened: NewSession, on_moved: Callable[[], object]) -> int:
+    def move(self, opened: NewSession, on_moved: Callable[[], object], bring: Bring) -> int:
         """Go on with the session on another worker; it is protected already.
 
         Args:
             opened: an empty session there.
             on_moved: called when it is this one, before anything is sent there.
+            bring: see `Protection.move`.
 
         Returns:
             The answers that had come from the worker before.
@@ -322,7 +323,7 @@ class Session(Requests):
         """
         assert self.protection is not None
         answers = self._operations.connection.answers
-        self.protection.move(opened, on_moved)
+        self.protection.move(opened, on_moved, bring)
         return answers
 
     def unprotect(self) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from skyproxy.errors import ProtocolError, SessionLostError
@@ -80,7 +79,7 @@ class SessionProcess:
             settings=SETTINGS,
             blobs=uploads,
             functions=start["functions"],
-            snapshots=Path(start["snapshots"]) if start["snapshots"] else None,
+            snapshots=start["snapshots"] or None,
         )
         self._visits: Visits | None = None
         if self._host.calls is not None:

@@ -1,5 +1,4 @@
-"""Snapshots of a session: what it consists of as plain data, that data's way back, and the folder where both lie.
+"""Snapshots of a session: what it consists of as plain data, that data's way back, and the requests about both.
 
-Nothing in a snapshot is code, and nothing in it is believed: see `documents`. The format is described in
-docs/reference/snapshot-format.md.
+What they look like as files is said in `skyproxy.snapshots`.
 """

@@ -7,10 +7,10 @@ from typing import cast
 
 from skyproxy import torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError
+from skyproxy.snapshots.documents import Row, refuse, rows
 from skyproxy.torch_codec import Description, decode_description, encode_description
 from skyproxy_server.layouts import decode_all
 from skyproxy_server.signatures import Watch
-from skyproxy_server.snapshots.documents import Row, refuse, rows
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, complex, str, list, type(None))}
 

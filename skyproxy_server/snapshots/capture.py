@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from skyproxy.errors import SnapshotError, SnapshotNotNowError
+from skyproxy.snapshots.documents import FORMAT, Row, Table
 from skyproxy.torch_codec import DTYPE_NAMES, LAYOUT_NAMES, describe, encode_description
 from skyproxy.torch_versions import software
 from skyproxy_server.controls import Graph, HostEvent
@@ -15,7 +16,6 @@ from skyproxy_server.failures import Failed
 from skyproxy_server.recordings import Recording
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.beliefs import encode_watch
-from skyproxy_server.snapshots.documents import FORMAT, Row, Table
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -33,8 +33,13 @@ class Captured:
     storages: list[torch.Tensor]
 
 
-def capture(state: SessionState) -> Captured:
+def capture(state: SessionState, only: list[int] | None = None) -> Captured:
     """Return what the session is now. Call it on the session's thread; the bytes change with its next command.
+
+    Args:
+        state: the session.
+        only: the slots of tensors to which this is limited, without operations and graphs: what another program can
+            take into a session of its own.
 
     Raises:
         SnapshotNotNowError: something runs that no snapshot can hold.
@@ -51,7 +56,7 @@ def capture(state: SessionState) -> Captured:
             "a function runs that was given tensors of this session. Take the snapshot afterwards"
         )
     state.values.gates.wait_for_arrivals()
-    return _Capture(state).all()
+    return _Capture(state).all() if only is None else _Capture(state).some(only)
 
 
 class _Capture:
@@ -69,7 +74,6 @@ class _Capture:
     def all(self) -> Captured:
         state = self._state
         values = state.values
-        ours = software(str(torch.__version__))
         parts = {
             "slots": [[slot, self.value(value)] for slot, value in values.slots.items() if slot],
             "graphs": [self._graph(recording) for recording in state.graphs.recordings],
@@ -84,14 +88,40 @@ class _Capture:
             "shrunk": [[self._storage(storage), former] for storage, former in values.gates.shrunk()],
             "unreported": [self._failure(failed) for failed in state.reports.unreported],
         }
+        return self._captured({"signatures": self._signatures(), **parts}, _places(state))
+
+    def some(self, slots: list[int]) -> Captured:
+        """The tensors of some slots, and the random states of their devices."""
+        gates = self._state.values.gates
+        pairs = [[slot, self.value(self._existing(slot))] for slot in slots]
+        ours = self._storages
+        parts: Table = {key: [] for key in ("signatures", "graphs", "graphs_of_slots", "not_replayed", "unreported")}
+        parts["slots"] = pairs
+        failed, shrunk = gates.failed_changes(), gates.shrunk()
+        parts["changes_that_failed"] = [
+            [ours[key._cdata], self._failure(mark)] for key, mark in failed if key._cdata in ours
+        ]
+        parts["shrunk"] = [[ours[key._cdata], former] for key, former in shrunk if key._cdata in ours]
+        used = {(storage.device.type, storage.device.index or 0) for storage in self._bytes}
+        return self._captured(parts, [place for place in _places(self._state) if place in used])
+
+    def _existing(self, slot: int) -> torch.Tensor:
+        value = self._state.values.slots.get(slot)
+        if isinstance(value, Failed):
+            raise SnapshotError(f"a value that is to be saved does not exist: {value.record['message']!s:.300}")
+        if not isinstance(value, torch.Tensor):
+            raise SnapshotError(f"a value that is to be saved is a {type(value).__name__}, and no tensor")
+        return value
+
+    def _captured(self, parts: Table, places: list[tuple[str, int]]) -> Captured:
+        state, ours = self._state, software(str(torch.__version__))
         document = {
             "format": FORMAT,
             "skyproxy": ours["skyproxy"],
             "torch": ours["torch"],
-            "devices": [[row["type"], row["index"] or 0] for row in state.devices],
+            "devices": [list(place) for place in places],
             "sequence": state.reports.sequence,
-            "signatures": self._signatures(),
-            "random": self._random(),
+            "random": self._random(places),
             "modes": dict(state.modes.record),
             "cancellations": state.cancellation.met,
             "max_bytes": state.max_bytes,
@@ -192,11 +222,14 @@ class _Capture:
             "intact": recording.intact,
         }
 
-    def _random(self) -> list[Row]:
+    def _random(self, places: list[tuple[str, int]]) -> list[Row]:
         random = self._state.random
         with random.exclusive():
-            places = [(row["type"], row["index"] or 0) for row in self._state.devices]
             return [[*place, _state_of(random.generator(*place))] for place in places]
+
+
+def _places(state: SessionState) -> list[tuple[str, int]]:
+    return [(row["type"], row["index"] or 0) for row in state.devices]
 
 
 def _place(device: torch.device) -> Row:

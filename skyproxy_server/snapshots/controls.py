@@ -20,14 +20,51 @@ def _snapshots(session: SessionState) -> SnapshotRequests:
     return session.snapshots
 
 
-def save_snapshot(session: SessionState, name: str) -> object:
-    """Write what the session is after this batch; "snapshot", "sequence", "bytes", "written_bytes"."""
-    return _snapshots(session).save(session, name)
+def save_snapshot(session: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"") -> object:
+    """Write what the session is after this batch, or only some of its tensors; "snapshot", "sequence", "bytes",
+    "written_bytes".
+    """
+    return _snapshots(session).save(session, name, slots, names)
 
 
 def load_snapshot(session: SessionState, name: str, number: str = "") -> dict[str, object]:
     """Make the empty session what a snapshot says; the client's next batch is the one behind "sequence"."""
     return _snapshots(session).load(session, name, number)
+
+
+def open_snapshot(session: SessionState, name: str, number: str = "") -> dict[str, object]:
+    """Read the tensors of a snapshot beside what the session holds; its "names", and "rows" about the tensors."""
+    return _snapshots(session).open_values(session, name, number)
+
+
+def adopt_snapshot(session: SessionState, pairs: list[list[int]]) -> None:
+    """Make tensors that were read the session's own: pairs of the slot that one had, and of its new one."""
+    _snapshots(session).adopt_values(pairs)
+
+
+def read_snapshot(session: SessionState, name: str, number: str = "", offset: int = 0) -> dict[str, object]:
+    """Return a part of a snapshot's document, for a client that copies it; "snapshot", "total_bytes", "part"."""
+    return _snapshots(session).out.header(name, number, offset)
+
+
+def read_snapshot_piece(session: SessionState, digest: bytes) -> bytes:
+    """Return some bytes of its tensors."""
+    return _snapshots(session).out.piece(digest)
+
+
+def begin_snapshot(session: SessionState, name: str, piece_count: int) -> None:
+    """Begin to take a snapshot that a client copies here."""
+    _snapshots(session).into.begin(name, piece_count)
+
+
+def write_snapshot_piece(session: SessionState, content: bytes) -> bytes:
+    """Take some bytes of its tensors."""
+    return _snapshots(session).into.piece(content)
+
+
+def write_snapshot(session: SessionState, part: bytes, is_last: bool) -> str:
+    """Take a part of its document; with the last part, the name that it has here."""
+    return _snapshots(session).into.header(part, is_last)
 
 
 def list_snapshots(session: SessionState, name: str = "") -> list[dict[str, object]]:
@@ -43,4 +80,13 @@ def delete_snapshot(session: SessionState, name: str, number: str = "") -> bool:
 def install() -> None:
     """Make these controls known."""
     functions: list[Callable[..., object]] = [save_snapshot, load_snapshot, list_snapshots, delete_snapshot]
+    functions += [
+        open_snapshot,
+        adopt_snapshot,
+        read_snapshot,
+        read_snapshot_piece,
+        begin_snapshot,
+        write_snapshot_piece,
+        write_snapshot,
+    ]
     CONTROLS.update({function.__name__: function for function in functions})

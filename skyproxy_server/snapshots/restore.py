@@ -5,23 +5,17 @@ All is made and checked first, and put into the session in the end; a document t
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError, SnapshotError, UnsupportedOpError
-from skyproxy.torch_codec import DTYPES, LAYOUTS, decode_description
-from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES
-from skyproxy_server.controls import HostEvent
-from skyproxy_server.failures import Failed
-from skyproxy_server.recordings import Recording
-from skyproxy_server.session_state import SessionState
-from skyproxy_server.snapshots.beliefs import decode_watch
-from skyproxy_server.snapshots.documents import (
-    FORMAT,
+from skyproxy.snapshots.documents import (
     Row,
     Table,
     data,
@@ -35,43 +29,19 @@ from skyproxy_server.snapshots.documents import (
     whole,
     wholes,
 )
+from skyproxy.snapshots.origin import check_origin
+from skyproxy.torch_codec import DTYPES, LAYOUTS, decode_description
+from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES
+from skyproxy_server.controls import HostEvent
+from skyproxy_server.failures import Failed
+from skyproxy_server.recordings import Recording
+from skyproxy_server.session_state import SessionState
+from skyproxy_server.snapshots.beliefs import decode_watch
 
 _RECORD_TEXTS = ("type", "message", "traceback", "op")
 _RECORD_NUMBERS = ("sequence", "position", "graph")
 _MAX_GENERATOR_BYTES = 1 << 16
 _MAX_DEPTH = 32
-
-
-def check_origin(document: Table, state: SessionState) -> None:
-    """Refuse a snapshot that this worker cannot continue.
-
-    Raises:
-        SnapshotError: it is of a newer format, another torch, or other devices.
-    """
-    version = whole(entry(document, "format"), "its format", least=1)
-    if version > FORMAT:
-        raise SnapshotError(
-            f"this snapshot has the format {version}, and this worker reads up to {FORMAT}. Nothing was changed; "
-            f"update skyproxy on the worker ({text(document.get('skyproxy', ''), 'a version', 100)} wrote it)"
-        )
-    theirs = text(entry(document, "torch"), "its version of torch", 100)
-    if _series(theirs) != _series(torch.__version__):
-        raise SnapshotError(
-            f"this snapshot was written with torch {theirs}, and this worker has {torch.__version__}: results would "
-            "differ. The snapshot is untouched; load it on a worker with that torch"
-        )
-    here = {(row["type"], row["index"] or 0) for row in state.devices}
-    for kind, index in rows(entry(document, "devices"), "its devices", 2):
-        if (text(kind, "a device", 10), whole(index, "the number of a device")) not in here:
-            raise SnapshotError(
-                f"this snapshot needs the device {kind!s:.20}:{index!s:.20}, and this worker has "
-                f"{', '.join(f'{k}:{i}' for k, i in sorted(here))}. The snapshot is untouched; load it on a "
-                "worker with such devices"
-            )
-
-
-def _series(version: str) -> str:
-    return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def is_empty(state: SessionState) -> bool:
@@ -98,26 +68,66 @@ def restore(state: SessionState, document: Table, storages: list[torch.Tensor], 
     if not is_empty(state):
         raise ProtocolError("a snapshot is loaded into a session that holds something already")
     try:
-        check_origin(document, state)
-        sequence = whole(entry(document, "sequence"), "its batch", 1 << 53)
-        install = _Restoration(state, document, storages, max_handles).prepared()
-        install()
+        with _refusals():
+            _check_origin(document, state)
+            sequence = whole(entry(document, "sequence"), "its batch", 1 << 53)
+            _Restoration(state, document, storages, max_handles).prepared()()
     except SnapshotError:
         _clear(state)
         raise
+    return sequence
+
+
+class Adoptable(NamedTuple):
+    """Tensors of a snapshot that a session may make its own.
+
+    Attributes:
+        tensors: by the slots that they had.
+        install: puts those of them that are chosen into the session: `install({new slot: tensor})`.
+    """
+
+    tensors: dict[int, torch.Tensor]
+    install: Callable[[dict[int, torch.Tensor]], None]
+
+
+def restore_values(state: SessionState, document: Table, storages: list[torch.Tensor], max_handles: int) -> Adoptable:
+    """Make the tensors of a snapshot beside what a session holds; nothing of the session changes yet.
+
+    Args:
+        state, document, storages, max_handles: as for `restore`.
+
+    Raises:
+        SnapshotError: the document is refused.
+    """
+    with _refusals():
+        _check_origin(document, state)
+        return _Restoration(state, document, storages, max_handles - len(state.values.slots)).adoptable()
+
+
+def _check_origin(document: Table, state: SessionState) -> None:
+    check_origin(document, torch.__version__, {(row["type"], row["index"] or 0) for row in state.devices})
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn whatever a document that nobody has written may raise into a refusal.
+
+    Raises:
+        SnapshotError: something was raised.
+    """
+    try:
+        yield
+    except SnapshotError:
+        raise
     except (ProtocolError, ConfigurationError, UnsupportedOpError) as error:
-        _clear(state)
         raise refuse(str(error)) from error
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, RecursionError, AttributeError) as error:
-        _clear(state)
         raise refuse(f"{type(error).__name__}: {error!s:.200}") from error
     except (RuntimeError, MemoryError) as error:  # of PyTorch, in which it cannot be made
-        _clear(state)
         raise SnapshotError(
             f"this snapshot could not be brought back: {error!s:.300}. It is untouched, and nothing was changed; try a "
             "worker with more memory, or an older snapshot"
         ) from error
-    return sequence
 
 
 def _clear(state: SessionState) -> None:
@@ -161,12 +171,41 @@ class _Restoration:
             for carry_out in steps:
                 carry_out()
             state.modes.switch(modes)
-            with state.random.exclusive():
-                for (kind, index), bits in random:
-                    state.random.generator(kind, index).set_state(bits)
+            self._draw_from(random)
             state.max_bytes = max_bytes
 
         return install
+
+    def adoptable(self) -> Adoptable:
+        """Check and make the tensors."""
+        document, gates = self._document, self._state.values.gates
+        for row in rows(entry(document, "values"), "the values"):
+            self._values.append(self._value(row))
+        tensors = self._slots(entry(document, "slots"))
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            raise refuse("one of what it saved is no tensor")
+        random = [self._generator_state(*row) for row in rows(entry(document, "random"), "the random states", 3)]
+        failed = [
+            (self._storage(storage), self._failed_at(number))
+            for storage, number in rows(entry(document, "changes_that_failed"), "the changes that failed", 2)
+        ]
+
+        def install(chosen: dict[int, torch.Tensor]) -> None:
+            self._state.values.slots.update(chosen)
+            for storage, mark in failed:
+                gates.mark_storage_failed(storage, mark)
+            for shrunk, own, former in self._shrunk:
+                shrunk.resize_(own)
+                gates.mark_shrunk(shrunk, former)
+            self._draw_from(random)
+
+        return Adoptable(tensors, install)  # type: ignore[arg-type]
+
+    def _draw_from(self, states: list[tuple[tuple[str, int], torch.Tensor]]) -> None:
+        random = self._state.random
+        with random.exclusive():
+            for (kind, index), bits in states:
+                random.generator(kind, index).set_state(bits)
 
     # --- storages and failures ---------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ RUN: dict[str, Needs] = {
     "docs/howto/named-sessions.md": Needs(worker="wss://gpu.example.com"),
     "docs/howto/out-of-memory.md": Needs(),
     "docs/howto/protect.md": Needs(),
+    "docs/howto/save.md": Needs(),
     "docs/howto/pools.md": Needs(),
     "docs/howto/profile.md": Needs(),
     "docs/howto/run-a-worker.md": Needs(worker="wss://worker.example:7777"),

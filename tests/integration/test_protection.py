@@ -214,10 +214,44 @@ def test_a_protected_session_stays_protected_where_it_moves(
         assert protected.recoveries == 1
 
 
+def test_a_session_moves_between_workers_that_share_no_folder(
+    served: Served, node: skyproxy.Node, tmp_path: Path
+) -> None:
+    expected, before = programs.digits(node.devices[0], 16), _snapshots_in(served.snapshots)
+    with worker(tmp_path, "--snapshots", str(tmp_path / "elsewhere")) as (url, token):
+
+        def disturb(step: int) -> None:
+            if step == 5:
+                node.move_to(url, token=token)
+                assert node.url == url
+                wait_for(
+                    lambda: _snapshots_in(served.snapshots) <= before, "nothing is left of it on the volume before"
+                )
+            if step == 11:
+                node.move_to(served.url, token=served.token)
+
+        assert programs.same(expected, programs.digits(node.devices[0], 16, disturb))
+        assert node.url == served.url
+        assert node.run(sum, [1, 2]) == 3
+
+
+def test_a_session_leaves_an_embedded_worker_for_one_elsewhere(served: Served, sky: str) -> None:
+    with skyproxy.launch_local("cpu") as node:
+        total = torch.full((1 << 21,), 2.0, device=node.devices[0])  # of several pieces
+        node.move_to(served.url, token=served.token)
+        total += 1
+        assert total.unique().tolist() == [3]
+        assert (node.url, node.process_id) == (served.url, None)
+
+
+def _snapshots_in(folder: Path) -> set[Path]:
+    return set(folder.rglob("snapshot-*.msgpack"))
+
+
 def test_a_session_that_cannot_move_goes_on_where_it_was(served: Served, node: skyproxy.Node, tmp_path: Path) -> None:
     total = torch.full((3,), 2.0, device=node.devices[0])
-    with worker(tmp_path, "--snapshots", str(tmp_path / "elsewhere")) as (url, token):
-        with pytest.raises(ConfigurationError, match="has no snapshot of this session"):
+    with worker(tmp_path) as (url, token):
+        with pytest.raises(ConfigurationError, match="keeps no snapshots"):
             node.move_to(url, token=token)
     with pytest.raises(skyproxy.errors.ConnectError):
         node.move_to("ws://127.0.0.1:9", token="x" * 40)

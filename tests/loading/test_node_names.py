@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyproxy.errors import ProtocolError, UntrustedResultError
-from skyproxy.loading.node_names import NodeNames, _KnownTensors
+from skyproxy.loading.node_names import KnownTensors, NodeNames
 
 
 class Touched(Exception):
@@ -29,7 +29,7 @@ class Bomb:
 def node(answer: dict[str, Any], *, trusted: bool = False) -> NodeNames:
     """A node whose worker has this under every name."""
     made = NodeNames()
-    made.session_name, made._known = "exp1", _KnownTensors()
+    made.session_name, made._known = "exp1", KnownTensors()
     made._runner = SimpleNamespace(trusted=trusted)  # type: ignore[assignment]
     made._session = SimpleNamespace(call=lambda name, *arguments: answer if name == "named_value" else True)  # type: ignore[assignment]
     made._devices = []

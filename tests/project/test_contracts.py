@@ -25,6 +25,7 @@ SHARED_WITH_SERVER = {
     "protocol",
     "runtime",
     "settings",
+    "snapshots",
     "torch_codec",
     "torch_modes",
     "torch_versions",

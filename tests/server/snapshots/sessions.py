@@ -42,7 +42,7 @@ class Session:
         jumps: the numbers that its connection was to count from.
     """
 
-    def __init__(self, root: Path, owner: str = "token", *, ops: bool = True, **limits: int) -> None:
+    def __init__(self, root: Path | str, owner: str = "token", *, ops: bool = True, **limits: float) -> None:
         self.sent: list[Message] = []
         self.jumps: list[int] = []
         settings = dataclasses.replace(SETTINGS, **limits)
@@ -73,6 +73,14 @@ class Session:
         self.run(CALL, 77, name, list(arguments))
         if name == "save_snapshot":
             self.snapshots.finish_writing()
+        return self._answer()
+
+    def call_now(self, name: str, *arguments: Any) -> Any:
+        """The same; a snapshot may be under way."""
+        self.run(CALL, 77, name, list(arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:
         answer = self.sent[-1]
         if isinstance(answer, Failure):
             return answer.error
@@ -87,7 +95,7 @@ class Session:
         self.slots.update({int(name[1:]): value for name, value in values.items()})
 
 
-def restored(session: Session, root: Path, **limits: int) -> Session:
+def restored(session: Session, root: Path | str, **limits: int) -> Session:
     """Another session that goes on where this one is."""
     saved = session.call("save_snapshot", "s")
     assert "snapshot" in saved, saved

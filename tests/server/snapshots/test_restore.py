@@ -12,11 +12,11 @@ import torch
 
 from skyproxy.protocol.messages import Failure, Reply
 from skyproxy.settings import SETTINGS
+from skyproxy.snapshots.folder import SnapshotFolder
 from skyproxy.torch_codec import describe, encode_description
 from skyproxy_server.activity import Activity
 from skyproxy_server.failures import Failed
 from skyproxy_server.functions.registry import Calls
-from skyproxy_server.snapshots.folder import SnapshotFolder
 from tests.server.snapshots.sessions import (
     ADD,
     ADD_,
@@ -300,7 +300,8 @@ def test_only_an_empty_session_loads(session: Session, tmp_path: Path) -> None:
 
 
 def test_another_torch_device_or_format_is_refused(session: Session, tmp_path: Path) -> None:
-    from skyproxy_server.snapshots import capture, documents, restore
+    from skyproxy.snapshots import documents
+    from skyproxy_server.snapshots import capture, restore
 
     captured = capture.capture(session.state)
     for change, words in (

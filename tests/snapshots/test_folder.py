@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyproxy.errors import SnapshotError
+from skyproxy.snapshots import documents
+from skyproxy.snapshots.folder import MAGIC, SnapshotFolder
 from skyproxy.torch_codec import describe, encode_description
-from skyproxy_server.snapshots import documents
 from skyproxy_server.snapshots.capture import Captured, capture
-from skyproxy_server.snapshots.folder import MAGIC, SnapshotFolder
 from skyproxy_server.snapshots.restore import is_empty, restore
 from tests.server.snapshots.sessions import ADD, ADD_, DO, EMBED, EXPECT, REPLAY, Session
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import secrets
 import time
@@ -19,8 +18,7 @@ from pathlib import Path
 import torch
 
 from skyproxy.errors import SnapshotError
-from skyproxy.torch_codec import byte_view
-from skyproxy_server.snapshots.documents import (
+from skyproxy.snapshots.documents import (
     Row,
     Table,
     data,
@@ -34,13 +32,17 @@ from skyproxy_server.snapshots.documents import (
     unpack,
     whole,
 )
-from skyproxy_server.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, piece_digest, pieces_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, piece_digest, pieces_of
+from skyproxy.snapshots.stores import LocalStore, Store
+from skyproxy.torch_codec import byte_view
 
 MAGIC = b"skyproxy snapshot 1\n"
 KEPT_SNAPSHOTS = 2
+_WRITER = "writer"
 _HEADER_NAME = re.compile(r"snapshot-(\d{8})\.msgpack")
 _PACK_NAME = re.compile(r"pack-[0-9a-f]{16}\.safetensors")
 _SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MAX_NAMES_BYTES = 1 << 28
 _LIVE_PART = 0.5
 """A pack of which the latest snapshot uses less is left behind: what is still needed of it is written again."""
 
@@ -66,7 +68,7 @@ class Draft:
         self._folder = folder
         self._hashing = hashing
         self._known = folder.known_pieces()
-        self._pack = PackWriter(folder.path / f"pack-{secrets.token_hex(8)}.safetensors", piece_count)
+        self._pack = PackWriter(folder.store, f"pack-{secrets.token_hex(8)}.safetensors", piece_count)
         self._used: dict[bytes, str] = {}
 
     @property
@@ -87,8 +89,25 @@ class Draft:
         self._used[digest] = known or self._pack.name
         return digest
 
-    def finish(self, document: Table, contents: list[list[bytes]], total_bytes: int) -> str:
+    def knows(self, digest: bytes) -> bool:
+        """Return whether a piece need not be written, for it is there; it belongs to this snapshot then."""
+        name = self._known.get(digest)
+        if name is not None:
+            self._used[digest] = name
+        return name is not None
+
+    def has(self, digest: bytes) -> bool:
+        """Return whether a piece was put into it."""
+        return digest in self._used
+
+    def finish(self, document: Table, contents: list[list[bytes]], total_bytes: int, names: bytes = b"") -> str:
         """Make the snapshot; return its name.
+
+        Args:
+            document: the session.
+            contents: for each storage, its pieces.
+            total_bytes: the size of all storages.
+            names: what a client keeps with it: see `saved`.
 
         Raises:
             OSError: there is no space.
@@ -104,6 +123,7 @@ class Draft:
             "pieces": [[digest, number[name]] for digest, name in self._used.items()],
             "bytes": total_bytes,
             "made_at": time.time(),
+            "names": names,
         }
         return self._folder.add(pack(header))
 
@@ -116,20 +136,23 @@ class SnapshotFolder:
     """The snapshots of one name.
 
     Args:
-        path: the folder; made when the first is written.
+        place: where they lie; made when the first is written.
         writer: who writes: the last one that began owns the name.
+
+    Attributes:
+        store: where they lie.
+        name: the name that they have in common.
     """
 
-    def __init__(self, path: Path, writer: str = "") -> None:
-        self.path = path
+    def __init__(self, place: Store | Path, writer: str = "") -> None:
+        self.store: Store = LocalStore(place) if isinstance(place, Path) else place
+        self.name = self.store.name
         self._writer = writer
 
     def numbers(self) -> list[int]:
         """The numbers of its snapshots, the newest first."""
-        with contextlib.suppress(OSError):
-            found = (_HEADER_NAME.fullmatch(item) for item in os.listdir(self.path))
-            return sorted((int(match[1]) for match in found if match), reverse=True)
-        return []
+        found = (_HEADER_NAME.fullmatch(item) for item in self._files())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -139,11 +162,11 @@ class SnapshotFolder:
         Raises:
             OSError: the folder cannot be made.
         """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write("writer", self._writer.encode("ascii"))
+        self.store.prepare()
+        self.store.write(_WRITER, self._writer.encode("ascii"))
 
     def _check_claim(self) -> None:
-        if (self.path / "writer").read_bytes() != self._writer.encode("ascii"):
+        if self.store.read(_WRITER) != self._writer.encode("ascii"):
             raise SnapshotError(
                 "another session writes snapshots under this name now, so this one does not any more. What it wrote is "
                 "kept. Use another name"
@@ -171,7 +194,7 @@ class SnapshotFolder:
                 used.setdefault(name, []).append(digest)
             known = {}
             for name, digests in used.items():
-                reader = PackReader(self.path / name)
+                reader = PackReader(self.store, name)
                 try:
                     there = [digest for digest in digests if digest in reader.pieces]
                     live = sum(end - start for start, end in (reader.pieces[digest] for digest in there))
@@ -185,51 +208,28 @@ class SnapshotFolder:
 
     def add(self, body: bytes) -> str:
         """Make a snapshot of a header, as the newest; return its name."""
-        self._sync()
+        self.store.settle()
         self._check_claim()
         number = (self.numbers() or [0])[0] + 1
-        self._write(f"snapshot-{number:08d}.msgpack", MAGIC + hashlib.sha256(body).digest() + body)
+        self.store.write(_header_name(number), MAGIC + hashlib.sha256(body).digest() + body)
         self.clear_away()
         return str(number)
-
-    def _write(self, name: str, content: bytes) -> None:
-        draft = self.path / f".{name}.{secrets.token_hex(4)}.draft"
-        try:
-            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(draft, self.path / name)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        self._sync()
-
-    def _sync(self) -> None:
-        """Have the names in the folder outlive a crash of the machine."""
-        if os.name == "posix":
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def clear_away(self) -> None:
         """Delete what no kept snapshot needs."""
         numbers = self.numbers()
         for number in numbers[KEPT_SNAPSHOTS:]:
-            self._path_of(number).unlink(missing_ok=True)
+            self.store.remove(_header_name(number))
         needed: set[str] = set()
         try:
             for number in numbers[:KEPT_SNAPSHOTS]:
                 needed |= set(_places(self._header(number)).values())
         except (OSError, SnapshotError):
             return  # what it needs is not known
-        for name in os.listdir(self.path):
+        for name in self._files():
             if (_PACK_NAME.fullmatch(name) and name not in needed) or name.endswith(".draft"):
                 with contextlib.suppress(OSError):
-                    os.unlink(self.path / name)
+                    self.store.remove(name)
 
     def delete(self, name: str) -> bool:
         """Delete a snapshot, or all of them, and the folder; return whether there was one."""
@@ -237,20 +237,19 @@ class SnapshotFolder:
         if not name:
             for item in self._files():
                 with contextlib.suppress(OSError):
-                    os.unlink(self.path / item)
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+                    self.store.remove(item)
+            self.store.remove_place()
             return bool(numbers)
         number = self._number(name)
         if number not in numbers:
             return False
-        self._path_of(number).unlink(missing_ok=True)
+        self.store.remove(_header_name(number))
         self.clear_away()
         return True
 
     def _files(self) -> list[str]:
         with contextlib.suppress(OSError):
-            return os.listdir(self.path)
+            return self.store.files()
         return []
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class SnapshotFolder:
         header = self._header(number)
         document = table(entry(header, "document"), "the document")
         return {
-            "name": self.path.name,
+            "name": self.name,
             "snapshot": str(number),
             "sequence": whole(entry(document, "sequence"), "its batch"),
             "bytes": whole(entry(header, "bytes"), "its size"),
@@ -278,36 +277,70 @@ class SnapshotFolder:
         Raises:
             SnapshotError: there is none, or it is not whole.
         """
+        number = self.find(name)
+        try:
+            header = self._header(number)
+            return Loaded(
+                str(number),
+                table(entry(header, "document"), "it"),
+                self._storages(header, hashing, room_bytes()),
+                data(header.get("names", b""), "its names", MAX_NAMES_BYTES),
+            )
+        except OSError as error:
+            raise self._unreadable(number, error) from error
+
+    def find(self, name: str) -> int:
+        """The number of a snapshot; without a name, of the newest.
+
+        Raises:
+            SnapshotError: there is none.
+        """
         numbers = self.numbers()
         number = self._number(name) if name else (numbers or [0])[0]
         if number not in numbers:
             there = ", ".join(map(str, reversed(numbers)))
             raise SnapshotError(
-                f"there is no snapshot {name or 'at all'} of {self.path.name!r} here"
+                f"there is no snapshot {name or 'at all'} of {self.name!r} here"
                 + (f"; there are {there}" if there else "")
                 + ". Nothing was changed"
             )
+        return number
+
+    def open(self, name: str) -> Opened:
+        """Open a snapshot to be copied, piece by piece; close it afterwards.
+
+        Raises:
+            SnapshotError: there is none, or it is not whole.
+        """
+        number = self.find(name)
         try:
             header = self._header(number)
-            return Loaded(
-                str(number), table(entry(header, "document"), "it"), self._storages(header, hashing, room_bytes())
-            )
+            places = _places(header)
+            readers: dict[str, PackReader] = {}
+            try:
+                for pack_name in set(places.values()):
+                    readers[pack_name] = PackReader(self.store, pack_name)
+            except BaseException:
+                for reader in readers.values():
+                    reader.close()
+                raise
+            return Opened(str(number), header, places, readers)
         except OSError as error:
-            raise SnapshotError(
-                f"snapshot {number} of {self.path.name!r} cannot be read: {error.strerror}. Nothing was changed; "
-                "load an older one (list_snapshots names them)"
-            ) from error
+            raise self._unreadable(number, error) from error
+
+    def _unreadable(self, number: int, error: OSError) -> SnapshotError:
+        return SnapshotError(
+            f"snapshot {number} of {self.name!r} cannot be read: {error.strerror or error}. Nothing was changed; "
+            "load an older one (list_snapshots names them)"
+        )
 
     def _number(self, name: object) -> int:
         if type(name) is not str or not re.fullmatch(r"[0-9]{1,8}", name):
             raise SnapshotError(f"a snapshot is named by its number, not by {name!r:.40}")
         return int(name)
 
-    def _path_of(self, number: int) -> Path:
-        return self.path / f"snapshot-{number:08d}.msgpack"
-
     def _header(self, number: int) -> Table:
-        content = self._path_of(number).read_bytes()
+        content = self.store.read(_header_name(number))
         start = len(MAGIC) + DIGEST_BYTES
         if not content.startswith(MAGIC) or len(content) < start:
             raise refuse("its header is cut short, or none of ours")
@@ -331,7 +364,7 @@ class SnapshotFolder:
         readers: dict[str, PackReader] = {}
         try:
             for name in set(places.values()):
-                readers[name] = PackReader(self.path / name)
+                readers[name] = PackReader(self.store, name)
             return [
                 _filled(size, rows(content, "a content"), places, readers, hashing)
                 for size, content in zip(sizes, contents, strict=True)
@@ -341,6 +374,10 @@ class SnapshotFolder:
                 reader.close()
 
 
+def _header_name(number: int) -> str:
+    return f"snapshot-{number:08d}.msgpack"
+
+
 class Loaded:
     """A snapshot that was read.
 
@@ -348,12 +385,49 @@ class Loaded:
         name: its number.
         document: not believed yet.
         storages: its bytes.
+        names: what a client keeps with it.
     """
 
-    def __init__(self, name: str, document: Table, storages: list[torch.Tensor]) -> None:
+    def __init__(self, name: str, document: Table, storages: list[torch.Tensor], names: bytes = b"") -> None:
         self.name = name
         self.document = document
         self.storages = storages
+        self.names = names
+
+
+class Opened:
+    """A snapshot that is being copied. Nothing in it is believed.
+
+    Attributes:
+        name: its number.
+        header: all but the bytes.
+    """
+
+    def __init__(self, name: str, header: Table, places: dict[bytes, str], readers: dict[str, PackReader]) -> None:
+        self.name = name
+        self.header = header
+        self._places = places
+        self._readers = readers
+
+    def piece(self, digest: bytes) -> bytes:
+        """The bytes of a piece.
+
+        Raises:
+            OSError: it cannot be read.
+            SnapshotError: there is none like that, or it is not what it should be.
+        """
+        reader = self._readers.get(self._places.get(digest, ""))
+        start, end = reader.pieces.get(digest, (0, 0)) if reader is not None else (0, 0)
+        if reader is None or end <= start:
+            raise refuse("a piece of a tensor is missing")
+        content = bytearray(end - start)
+        reader.read_into(digest, memoryview(content))
+        return bytes(content)
+
+    def close(self) -> None:
+        """Let go of its files."""
+        for reader in self._readers.values():
+            reader.close()
 
 
 def _filled(

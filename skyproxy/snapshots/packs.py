@@ -10,9 +10,9 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
-from skyproxy_server.snapshots.documents import refuse
+from skyproxy.snapshots.documents import refuse
+from skyproxy.snapshots.stores import Source, Store, write_at
 
 PIECE_BYTES = 4 << 20
 """Storages are hashed, and compared with what is there already, in pieces of this size."""
@@ -32,15 +32,16 @@ class PackWriter:
     """A new pack. Several threads may put pieces into it.
 
     Args:
-        path: where it will lie; until then it has another name.
+        store: where it will lie.
+        name: its name there; until it is whole, it has another one.
         count: how many pieces there are at most.
     """
 
-    def __init__(self, path: Path, count: int) -> None:
-        self.name = path.name
+    def __init__(self, store: Store, name: str, count: int) -> None:
+        self.name = name
         self.written_bytes = 0
-        self._path = path
-        self._draft = path.with_name(f".{path.name}.draft")
+        self._store = store
+        self._draft = store.draft(name)
         self._header_bytes = 1024 + -(-count * _ENTRY_BYTES // 512) * 512
         self._pieces: dict[bytes, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -58,10 +59,7 @@ class PackWriter:
             offset = self.written_bytes
             self.written_bytes += len(piece)
             self._pieces[digest] = (offset, self.written_bytes)
-        at = 8 + self._header_bytes + offset
-        while piece:
-            count = os.pwrite(self._file, piece, at)
-            piece, at = piece[count:], at + count
+        write_at(self._file, piece, 8 + self._header_bytes + offset)
 
     def finish(self) -> bool:
         """Give the pack its header and its name, for good; return False if it holds nothing, and is gone.
@@ -78,11 +76,11 @@ class PackWriter:
         }
         text = json.dumps(header, separators=(",", ":")).encode("ascii").ljust(self._header_bytes)
         assert len(text) == self._header_bytes, "room was left for more than these"
-        os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
+        write_at(self._file, len(text).to_bytes(8, "little") + text, 0)
         os.fsync(self._file)
         os.close(self._file)
         self._file = -1
-        os.replace(self._draft, self._path)
+        self._store.publish(self._draft, self.name)
         return True
 
     def abandon(self) -> None:
@@ -96,22 +94,26 @@ class PackWriter:
 class PackReader:
     """A pack that is there; nothing in it is believed.
 
+    Args:
+        store: where it lies.
+        name: its name there.
+
     Raises:
         OSError: it is not there.
         SnapshotError: it is no pack.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    def __init__(self, store: Store, name: str) -> None:
+        self._file = store.open(name)
         try:
-            self.size = os.fstat(self._file).st_size
+            self.size = self._file.size
             self._start, self.pieces = self._header()
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def _header(self) -> tuple[int, dict[bytes, tuple[int, int]]]:
-        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        length = int.from_bytes(_read(self._file, min(8, self.size), 0), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, self.size - 8):
             raise refuse("one of its files is cut short, or none of ours")
         try:
@@ -138,29 +140,28 @@ class PackReader:
         start, end = self.pieces.get(digest, (0, 0))
         if end - start != len(target):
             raise refuse("a piece of a tensor is missing")
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._file, [target[done:]], self._start + start + done)
-            if not count:
-                raise refuse("one of its files is cut short")
-            done += count
+        _fill(self._file, target, self._start + start)
         if piece_digest(target) != digest:
             raise refuse("the bytes of a tensor are not those that were written")
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._file)
+        self._file.close()
 
 
-def _read(file: int, count: int, offset: int) -> bytes:
-    parts: list[bytes] = []
-    while count:
-        part = os.pread(file, count, offset)
-        if not part:
+def _read(file: Source, count: int, offset: int) -> bytes:
+    content = bytearray(count)
+    _fill(file, memoryview(content), offset)
+    return bytes(content)
+
+
+def _fill(file: Source, target: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(target):
+        count = file.read_into(target[done:], offset + done)
+        if not count:
             raise refuse("one of its files is cut short")
-        parts.append(part)
-        offset, count = offset + len(part), count - len(part)
-    return b"".join(parts)
+        done += count
 
 
 def pieces_of(byte_count: int) -> Sequence[tuple[int, int]]:

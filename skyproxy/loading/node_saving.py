@@ -1,0 +1,259 @@
+"""The part of a `Node` that saves values of its session, and brings them back in another program."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+
+from skyproxy import torch_modes
+from skyproxy.errors import ConfigurationError, ProtocolError, SnapshotError, visible
+from skyproxy.loading.node_models import NodeModels
+from skyproxy.loading.node_names import KnownTensors, NodeNames, adopted, checked_name, document_of, open_document
+from skyproxy.payloads.tensors import REFERENCE
+from skyproxy.session.opening import Opener
+from skyproxy.session.snapshot_copies import WorkerCopies, copy_in_folder, write_to_folder
+from skyproxy.snapshots.documents import data, entry, refuse, rows, table, text, unpack, wholes
+from skyproxy.snapshots.folder import MAX_NAMES_BYTES, SnapshotFolder, check_name
+from skyproxy.snapshots.origin import check_origin
+from skyproxy.snapshots.stores import Store, open_store
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+
+_ON_WORKER = "worker:"
+Location = str | os.PathLike[str]
+
+
+class _Saved(NamedTuple):
+    """A value that is to be saved, or was.
+
+    Attributes:
+        document: its structure.
+        slots: of its tensors, in the order of its references.
+    """
+
+    document: bytes
+    slots: list[int]
+
+
+class NodeSaves(NodeModels, NodeNames):
+    """Saves values of the session, and restores them."""
+
+    url: str
+    software: dict[str, str]
+    _opener: Opener | None
+
+    def save(self, value: object, path: Location | None = None, **values: object) -> str:
+        """Saves values of this session, for another program and another worker: `skyproxy.restore(location)`.
+
+        `node.save(location, model=model, ...)` saves what is given by keyword and what was put under names
+        (`node.put`), and with it the random state of the devices and PyTorch's global modes, such as the default dtype.
+        What is shared stays shared. Saving to the same place again writes what has changed; the two newest are kept.
+
+        `node.save(value, path)` writes remote tensors, and containers of them, to the worker's disk, as `torch.save`
+        does. No byte comes here.
+
+        Args:
+            value: the location: a folder on this machine; "worker:NAME", on the worker's own volume; or an address of
+                fsspec, such as "s3://bucket/experiment". With a path: a state dict, say; not a module.
+            path: on the worker; with the ending ".safetensors" in that format. The file appears when it is whole.
+            values: what to save, each under its name: tensors, modules, optimizers, or any structure of them.
+
+        Returns:
+            The location; with a path, the absolute path on the worker.
+
+        Raises:
+            ConfigurationError: there is nothing to save, a value cannot be pickled, or the worker keeps no snapshots.
+            SnapshotError: it cannot be written; what was saved there before is untouched.
+            SessionLostError: the session is over.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(4, 2).to(node.devices[0])
+            node.save("experiment", model=model)  # the session; skyproxy.restore("experiment", trust=True)
+            print(node.save(model.state_dict(), "model.pt"))  # a file there
+            ```
+        """
+        if path is not None:
+            if values:
+                raise ConfigurationError("node.save(value, path) writes one value; leave the path out to save several.")
+            return super().save(value, path)
+        if not isinstance(value, str | os.PathLike):
+            raise ConfigurationError(
+                "node.save(value, path) writes a value to the worker's disk, and needs the path; node.save(location, "
+                "model=model) saves a session."
+            )
+        location: Location = value
+        self._save_session(location, values)
+        return os.fspath(location)
+
+    def _save_session(self, location: Location, values: dict[str, object]) -> None:
+        self._check_snapshots()
+        pickled = {checked_name(name): self._pickle_value(name, value) for name, value in values.items()}
+        kept: list[torch.Tensor] = []  # until it is written
+        saved: dict[str, _Saved] = {}
+        for name in self.named() if self.session_name is not None else ():
+            document, tensors = self._named_document(name)
+            kept += tensors
+            saved[name] = _Saved(document, _slots_of(tensors))
+        for name, value in pickled.items():
+            saved[name] = _Saved(document_of(value), _slots_of(value.references))
+        if not saved:
+            raise ConfigurationError(
+                'nothing was named that could be saved. Say what: node.save("folder", model=model, optimizer=optimizer)'
+            )
+        slots = sorted({slot for value in saved.values() for slot in value.slots})
+        names = _pack_names(saved)
+        on_worker = _name_on_worker(location)
+        if on_worker:
+            self._session.call("save_snapshot", on_worker, slots, names)
+            return
+        store = open_store(location)  # what is wrong with it should be known first
+        key = secrets.token_hex(16)
+        with WorkerCopies(self._checked_opener()) as worker:
+            try:
+                self._session.call("save_snapshot", key, slots, names)
+                write_to_folder(worker.open(key), SnapshotFolder(store, secrets.token_hex(16)), names)
+            except OSError as error:
+                raise _unwritable(store, error) from error
+            finally:
+                worker.delete(key)
+
+    def _restore(self, location: Location, *, trust: bool) -> None:
+        """Bring back what `save` wrote; see `skyproxy.restore`."""
+        self._check_snapshots()
+        on_worker = _name_on_worker(location)
+        if on_worker:
+            answer = self._session.call("open_snapshot", on_worker, "")
+            self._take(_read_names(answer.get("names")), answer, trust or self._runner.trusted)
+            return
+        key = secrets.token_hex(16)
+        store = open_store(location)
+        with copy_in_folder(SnapshotFolder(store)) as copy:
+            names = _read_names(copy.names)
+            devices = {(device.row["type"], device.row["index"] or 0) for device in self._devices}
+            check_origin(copy.document, self.software.get("torch", ""), devices)
+            with WorkerCopies(self._checked_opener()) as worker:
+                try:
+                    worker.write(copy._replace(names=b""), key)
+                    answer = self._session.call("open_snapshot", key, "")
+                finally:
+                    worker.delete(key)
+        self._take(names, answer, trust)
+
+    def _take(self, names: tuple[dict[str, _Saved], torch_modes.Record], answer: dict[str, Any], trust: bool) -> None:
+        """Make the values that the worker has read the session's own."""
+        saved, modes = names
+        try:
+            by_slot = {int(row[0]): row for row in answer["rows"]}
+        except (LookupError, TypeError, ValueError) as error:
+            raise ProtocolError(f"what the worker sent of a snapshot is impossible: {error!r:.200}") from error
+        known = KnownTensors()
+        pairs: list[list[int]] = []
+        values: dict[str, list[torch.Tensor]] = {}
+        for name, value in saved.items():
+            looks = [row for row in _tables(name, value.document)["tensors"] if row[0] == REFERENCE]
+            if len(looks) != len(value.slots) or not by_slot.keys() >= set(value.slots):
+                raise refuse(f"{name!r:.80} has other tensors than were saved with it")
+            with torch.inference_mode(False), torch.no_grad():
+                tensors, slots = adopted(self._devices, known, looks, [by_slot[slot] for slot in value.slots])
+            values[name] = tensors
+            known.note(value.slots, tensors)
+            pairs += [[before, now] for before, now in zip(value.slots, slots, strict=True) if now]
+        self._session.call("adopt_snapshot", pairs)
+        for mode, setting in modes:
+            torch_modes.MODES[mode].write(setting)
+        for name, tensors in values.items():
+            document = saved[name].document
+            if self.session_name is None:
+                self._restored[name] = document, tensors, trust
+            else:
+                self._keep(name, document, tensors)
+
+    def _check_snapshots(self) -> None:
+        self._session.check()
+        self._checked_opener()
+        if not self._session.welcome.limits.get("snapshots"):
+            raise ConfigurationError(
+                f"the worker at {self.url} keeps no snapshots, which sessions are saved from. Start it with "
+                "--snapshots FOLDER."
+            )
+
+    def _checked_opener(self) -> Opener:
+        if self._opener is None:
+            raise ConfigurationError("this node was made without a way to open a connection for snapshots")
+        return self._opener
+
+
+def _name_on_worker(location: Location) -> str:
+    if isinstance(location, str) and location.startswith(_ON_WORKER):
+        return check_name(location.removeprefix(_ON_WORKER))
+    if not os.fspath(location):
+        raise ConfigurationError(f'{location!r:.80} is no place to save to. Use a folder, or "worker:NAME".')
+    return ""
+
+
+def _slots_of(tensors: list[Any]) -> list[int]:
+    slots: list[int] = []
+    for tensor in tensors:
+        assert isinstance(tensor, RemoteTensor)
+        slots.append(tensor._sky.slot)
+    return slots
+
+
+def _pack_names(saved: Mapping[str, _Saved]) -> bytes:
+    modes = dict(torch_modes.record_of(torch_modes.values_in_force()))
+    packed: bytes = msgpack.packb({"values": {name: list(value) for name, value in saved.items()}, "modes": modes})
+    if len(packed) > MAX_NAMES_BYTES:
+        raise ConfigurationError(
+            f"what is not on the worker takes {len(packed):,} bytes, and {MAX_NAMES_BYTES:,} can be saved. Move "
+            "tensors of the CPU to the worker first"
+        )
+    return packed
+
+
+def _read_names(packed: object) -> tuple[dict[str, _Saved], torch_modes.Record]:
+    """The values that are named in a snapshot, and the modes; nothing in it is believed.
+
+    Raises:
+        SnapshotError: there are none.
+    """
+    content = data(packed, "its names", MAX_NAMES_BYTES)
+    if not content:
+        raise SnapshotError(
+            "this snapshot has no names: it was taken to protect a session, and is of use to that one only. Save with "
+            "node.save. Nothing was changed"
+        )
+    plain = unpack(content)
+    saved: dict[str, _Saved] = {}
+    for name, value in table(entry(plain, "values"), "its values").items():
+        document, slots = value if type(value) is list and len(value) == 2 else (None, None)
+        saved[checked_name(text(name, "a name", 200))] = _Saved(
+            data(document, "a document", MAX_NAMES_BYTES), wholes(rows(slots, "its tensors"), "a tensor", 1 << 53)
+        )
+    try:
+        modes = torch_modes.decode(entry(plain, "modes"), cuda=True)
+    except (ProtocolError, ConfigurationError) as error:
+        raise SnapshotError(f"this snapshot needs other modes than this PyTorch has: {error}") from error
+    return saved, modes
+
+
+def _tables(name: str, document: bytes) -> dict[str, Any]:
+    try:
+        _, tables, _ = open_document(document)
+        looks = tables["tensors"]
+        if type(looks) is not list or not all(type(row) is list and row for row in looks):
+            raise TypeError("its tensors are none")
+    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        raise refuse(f"the structure of {visible(repr(name)):.80} is malformed ({error!r:.80})") from error
+    return tables
+
+
+def _unwritable(store: Store, error: OSError) -> SnapshotError:
+    return SnapshotError(
+        f"{store} cannot be written: {error.strerror or error}. What was saved there before is untouched, and the "
+        "session goes on. Make room, or save elsewhere"
+    )

@@ -1,0 +1,367 @@
+"""The places where snapshots lie: a folder, or an address of fsspec such as `s3://bucket/snapshots`.
+
+A file that is there is whole: it is written under another name, or sent in one piece, and outlives a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.extras import install_command
+
+_URL_MARK = "://"
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+class Source(Protocol):
+    """A file that is read in parts.
+
+    Attributes:
+        size: its bytes.
+    """
+
+    size: int
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Fill the start of `target` with what lies at `offset`; return how much that was, 0 at the end."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Store(Protocol):
+    """A place with files in it, and with further places.
+
+    Every method raises OSError where the place cannot be read or written.
+
+    Attributes:
+        name: the last part of where it is.
+    """
+
+    name: str
+
+    def child(self, name: str) -> Store:
+        """The place of this name below it; made when something is written there."""
+
+    def places(self) -> list[str]:
+        """The names of the places below it."""
+
+    def files(self) -> list[str]:
+        """The names of its files, drafts included; none where there is no such place."""
+
+    def prepare(self) -> None:
+        """Make the place, if need be."""
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a file there, in place of what has its name, whole or not at all."""
+
+    def open(self, name: str) -> Source:
+        """Open a file, which may not be a link."""
+
+    def draft(self, name: str) -> Path:
+        """Return where a large file may be written, on this machine, that `publish` takes."""
+
+    def publish(self, draft: Path, name: str) -> None:
+        """Give a draft, which is synchronized with the disk, its name."""
+
+    def settle(self) -> None:
+        """Have the names of its files outlive a crash."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is gone is fine."""
+
+    def remove_place(self) -> None:
+        """Delete the place, if nothing is left in it."""
+
+
+def is_address(location: object) -> bool:
+    """Return whether this is an address of fsspec, not a path."""
+    return isinstance(location, str) and _URL_MARK in location
+
+
+def open_store(location: str | os.PathLike[str]) -> Store:
+    """Return the place at a path or an address.
+
+    Raises:
+        ConfigurationError: the address needs a package that is not there, or is none.
+    """
+    if isinstance(location, str) and is_address(location):
+        if location.startswith("file://"):
+            return LocalStore(Path(location.removeprefix("file://")))
+        return FsspecStore(location)
+    return LocalStore(Path(location))
+
+
+class LocalStore:
+    """A folder. What it makes is its user's alone, or also its group's where the folder above is.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    def child(self, name: str) -> LocalStore:
+        return LocalStore(self.path / name)
+
+    def places(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return [item.name for item in self.path.iterdir() if item.is_dir()]
+        return []
+
+    def files(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.listdir(self.path)
+        return []
+
+    def prepare(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def read(self, name: str) -> bytes:
+        with contextlib.closing(self.open(name)) as source:
+            return read_whole(source)
+
+    def write(self, name: str, content: bytes) -> None:
+        draft = self.path / f".{name}.{secrets.token_hex(4)}.draft"
+        try:
+            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(draft, self.path / name)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        self.settle()
+
+    def open(self, name: str) -> Source:
+        return _File(self.path / name)
+
+    def draft(self, name: str) -> Path:
+        return self.path / f".{name}.draft"
+
+    def publish(self, draft: Path, name: str) -> None:
+        os.replace(draft, self.path / name)
+
+    def settle(self) -> None:
+        if os.name == "posix":
+            folder = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_place(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        # Without waiting: a pipe that somebody has put there would hold us up for ever, and is no file.
+        self._file = os.open(path, _OPEN_FLAGS)
+        try:
+            self.size = os.fstat(self._file).st_size
+            if not os.path.isfile(path):
+                raise OSError(errno.EINVAL, "it is not a file", str(path))
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        return read_at(self._file, target, offset)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+_seeking = threading.Lock()
+
+
+def read_at(file: int, target: memoryview, offset: int) -> int:
+    """Fill the start of `target` with what lies at an offset of an open file; return how much that was."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [target], offset)
+    with _seeking:  # the file has one position for all threads
+        os.lseek(file, offset, os.SEEK_SET)
+        content = os.read(file, len(target))
+    target[: len(content)] = content
+    return len(content)
+
+
+def write_at(file: int, content: memoryview | bytes, offset: int) -> None:
+    """Write all of it at an offset of an open file."""
+    rest = memoryview(content)
+    while rest:
+        if hasattr(os, "pwrite"):
+            count = os.pwrite(file, rest, offset)
+        else:
+            with _seeking:
+                os.lseek(file, offset, os.SEEK_SET)
+                count = os.write(file, rest)
+        rest, offset = rest[count:], offset + count
+
+
+class FsspecStore:
+    """A place that fsspec reaches. Large files are written to this machine's temporary folder first.
+
+    Args:
+        address: such as "s3://bucket/folder".
+
+    Raises:
+        ConfigurationError: fsspec, or what it needs for this kind of address, is not installed.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import fsspec  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{_shown(address)} is an address for fsspec, which is not installed. Install it: "
+                f"{install_command('fsspec')}; or give a folder"
+            ) from error
+        try:
+            self._system, self._path = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise ConfigurationError(f"{_shown(address)} cannot be used: {error}") from error
+        self._address = address.rstrip("/")
+        self.name = self._path.rstrip("/").rpartition("/")[2]
+
+    def child(self, name: str) -> FsspecStore:
+        made = object.__new__(FsspecStore)
+        made._system, made._path = self._system, f"{self._path.rstrip('/')}/{name}"
+        made._address, made.name = f"{self._address}/{name}", name
+        return made
+
+    def places(self) -> list[str]:
+        return self._names("directory")
+
+    def files(self) -> list[str]:
+        return self._names("file")
+
+    def _names(self, kind: str) -> list[str]:
+        with self._named():
+            try:
+                self._system.invalidate_cache()
+                rows = self._system.ls(self._path, detail=True)
+            except FileNotFoundError:
+                return []
+            return [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == kind]
+
+    def prepare(self) -> None:
+        with self._named():
+            self._system.makedirs(self._path, exist_ok=True)
+
+    def read(self, name: str) -> bytes:
+        with self._named():
+            return bytes(self._system.cat_file(self._at(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        with self._named():
+            self._system.pipe_file(self._at(name), content)
+
+    def open(self, name: str) -> Source:
+        with self._named():
+            return _Remote(self, self._system, self._at(name))
+
+    def draft(self, name: str) -> Path:
+        return Path(tempfile.gettempdir()) / f".skyproxy-{secrets.token_hex(8)}-{name}.draft"
+
+    def publish(self, draft: Path, name: str) -> None:
+        try:
+            with self._named():
+                self._system.put_file(str(draft), self._at(name))
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        pass
+
+    def remove(self, name: str) -> None:
+        with self._named(), contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(self._at(name))
+
+    def remove_place(self) -> None:
+        with contextlib.suppress(Exception):  # an object store has no folders
+            self._system.rmdir(self._path)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}"
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn what other libraries raise into an OSError that names the place.
+
+        Raises:
+            OSError: something was raised.
+        """
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or f"{type(error).__name__}: {error!s:.200}"
+            raise OSError(error.errno or errno.EIO, reason, _shown(self._address)) from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            raise OSError(errno.EIO, reason, _shown(self._address)) from error
+
+    def __str__(self) -> str:
+        return _shown(self._address)
+
+
+class _Remote:
+    def __init__(self, store: FsspecStore, system: Any, path: str) -> None:
+        self._store, self._system, self._path = store, system, path
+        self.size = int(system.size(path))
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        end = min(offset + len(target), self.size)
+        if end <= offset:
+            return 0
+        with self._store._named():
+            content = self._system.cat_file(self._path, start=offset, end=end)
+        count = min(len(content), len(target))
+        target[:count] = content[:count]
+        return count
+
+    def close(self) -> None:
+        pass
+
+
+def _shown(address: str) -> str:
+    """The address without what may be a password in it."""
+    kind, mark, rest = address.partition(_URL_MARK)
+    place, slash, path = rest.partition("/")
+    return f"{kind}{mark}{place.rpartition('@')[2]}{slash}{path}"
+
+
+def read_whole(source: Source) -> bytes:
+    """The content of a file that is read in parts."""
+    content = memoryview(bytearray(source.size))
+    done = 0
+    while done < len(content):
+        count = source.read_into(content[done:], done)
+        if not count:
+            break
+        done += count
+    return bytes(content[:done])

@@ -1,0 +1,197 @@
+"""Snapshots that are copied through a client: to its own disk, or to a worker that does not see the same volume.
+
+Both ways piece by piece, each no larger than `PIECE_BYTES`. What comes from a client is believed no more than what a
+volume holds: a piece is known by the hash that is made of it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+
+from skyproxy.errors import ProtocolError, SnapshotError
+from skyproxy.snapshots.documents import (
+    MAX_DOCUMENT_BYTES,
+    data,
+    entry,
+    pack,
+    refuse,
+    rows,
+    table,
+    unpack,
+    whole,
+)
+from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Draft, Opened, SnapshotFolder
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
+
+_MOST_PIECES = 500_000
+"""2 TiB, and a header of a pack that is still below the bound of its format."""
+Folder = Callable[[str], SnapshotFolder]
+
+
+def _unreadable(name: str, error: OSError) -> SnapshotError:
+    return SnapshotError(
+        f"the snapshot {name!r} cannot be copied: {error.strerror or error}. It is as it was, and nothing else was "
+        "changed. Try again"
+    )
+
+
+class CopiesOut:
+    """The snapshot that a client is reading.
+
+    Args:
+        folder: finds the folder of a name.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._opened: Opened | None = None
+        self._key = ("", "")
+        self._header = b""
+
+    def header(self, name: str, number: str, offset: int) -> dict[str, object]:
+        """Open a snapshot, and return a part of its document and contents: "snapshot", "total_bytes", "part".
+
+        Raises:
+            SnapshotError: there is none, or it is not whole.
+        """
+        if type(offset) is not int or offset < 0:
+            raise ProtocolError(f"no part begins at {offset!r:.40}")
+        if offset == 0 or self._key != (name, number):
+            self.end()
+            self._opened = self._folder(name).open(number)
+            self._key = name, number
+            header = self._opened.header
+            self._header = pack({key: header[key] for key in ("document", "contents", "names") if key in header})
+        assert self._opened is not None
+        part = self._header[offset : offset + PIECE_BYTES]
+        return {"snapshot": self._opened.name, "total_bytes": len(self._header), "part": part}
+
+    def piece(self, digest: bytes) -> bytes:
+        """Return a piece of the snapshot that was opened.
+
+        Raises:
+            SnapshotError: it is not there, or not what it should be.
+        """
+        if self._opened is None:
+            raise ProtocolError("a piece is read of a snapshot whose header was read before")
+        try:
+            return self._opened.piece(data(digest, "a piece's name", DIGEST_BYTES))
+        except OSError as error:
+            raise _unreadable(self._key[0], error) from error
+
+    def end(self) -> None:
+        """Close the files."""
+        opened, self._opened, self._header = self._opened, None, b""
+        if opened is not None:
+            opened.close()
+
+
+class CopiesIn:
+    """The snapshot that a client is writing.
+
+    Args:
+        folder: finds the folder of a name.
+        claimed: the names that are this session's.
+        hashing: hashes and writes.
+    """
+
+    def __init__(self, folder: Folder, claimed: set[str], hashing: Executor) -> None:
+        self._folder = folder
+        self._claimed = claimed
+        self._hashing = hashing
+        self._draft: Draft | None = None
+        self._name = ""
+        self._header = bytearray()
+
+    def begin(self, name: str, piece_count: int) -> None:
+        """Begin one, of up to so many pieces; one that was begun before is given up.
+
+        Raises:
+            SnapshotError: it cannot be written.
+        """
+        whole(piece_count, "the number of pieces", _MOST_PIECES)
+        self.end()
+        folder = self._folder(name)
+        try:
+            folder.claim()
+            self._claimed.add(name)
+            self._draft, self._name = folder.begin(piece_count, self._hashing), name
+        except OSError as error:
+            raise _unwritable(name, error) from error
+
+    def piece(self, content: bytes) -> bytes:
+        """Take a piece; return its hash.
+
+        Raises:
+            SnapshotError: it cannot be written; the snapshot is given up.
+        """
+        if self._draft is None:
+            raise ProtocolError("a piece is written behind the beginning of a snapshot")
+        if not len(data(content, "a piece", PIECE_BYTES)) > 0:
+            raise ProtocolError("a piece has at least one byte")
+        try:
+            return self._draft.put_piece(memoryview(content))
+        except (OSError, SnapshotError) as error:
+            name = self._name
+            self.end()
+            raise _unwritable(name, error) from error
+
+    def header(self, part: bytes, is_last: bool) -> str:
+        """Take a part of the document, contents and names; with the last one, make the snapshot, and return its name.
+
+        Raises:
+            SnapshotError: it is none, or cannot be written; it is given up.
+        """
+        if self._draft is None:
+            raise ProtocolError("a header is written behind the beginning of a snapshot")
+        self._header += data(part, "a part of a header", PIECE_BYTES)
+        if len(self._header) > MAX_DOCUMENT_BYTES:
+            self.end()
+            raise refuse(f"its document has more than {MAX_DOCUMENT_BYTES:,} bytes")
+        if not is_last:
+            return ""
+        draft, name, header = self._draft, self._name, bytes(self._header)
+        try:
+            made = _finish(draft, header)
+        except OSError as error:
+            self.end()
+            raise _unwritable(name, error) from error
+        except BaseException:
+            self.end()
+            raise
+        self._draft, self._header = None, bytearray()
+        return made
+
+    def end(self) -> None:
+        """Give up what is not finished."""
+        draft, self._draft = self._draft, None
+        self._header = bytearray()
+        if draft is not None:
+            with suppress(OSError):
+                draft.abandon()
+
+
+def _finish(draft: Draft, content: bytes) -> str:
+    header = unpack(content)
+    document = table(entry(header, "document"), "it")
+    sizes = [whole(row[0], "a size") for row in rows(entry(document, "storages"), "the storages", 3)]
+    contents = [
+        [data(digest, "a piece's name", DIGEST_BYTES) for digest in rows(content, "a content")]
+        for content in rows(entry(header, "contents"), "the contents")
+    ]
+    if [len(content) for content in contents] != [len(pieces_of(size)) for size in sizes]:
+        raise refuse("its storages have other pieces than they should")
+    if not all(draft.has(digest) for content in contents for digest in content):
+        raise refuse("a piece of a tensor is missing")
+    names = data(header.get("names", b""), "its names", MAX_NAMES_BYTES)
+    return draft.finish(document, contents, sum(sizes), names)
+
+
+def _unwritable(name: str, error: Exception) -> SnapshotError:
+    why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return SnapshotError(
+        f"the snapshot {name!r} could not be written here: {why}. Nothing of it is kept, and those before it are "
+        "untouched. Make room on the worker's volume; try again"
+    )

@@ -1,0 +1,163 @@
+"""Snapshots on a volume that hangs: a session never waits for it without end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyproxy.snapshots import packs
+from skyproxy.snapshots.stores import LocalStore
+from skyproxy_server.snapshots.threads import DiskThreads
+from skyproxy_server.snapshots.writing import CopyBudget, VolumeHangsError
+from tests.server.snapshots.sessions import CALL, Session
+
+STALL_SECONDS = 0.2
+WAIT_SECONDS = 60.0
+
+
+class Volume:
+    """A volume that takes nothing until it is let go.
+
+    Attributes:
+        goes_on: lets it go.
+        waits: set while somebody waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.waits = threading.Event()
+
+    def hang(self) -> None:
+        self.waits.set()
+        assert self.goes_on.wait(WAIT_SECONDS)
+
+
+@pytest.fixture
+def volume(monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
+    made = Volume()
+    write_at = packs.write_at
+
+    def hang(*arguments: Any) -> None:
+        made.hang()
+        write_at(*arguments)
+
+    monkeypatch.setattr(packs, "write_at", hang)
+    yield made
+    made.goes_on.set()
+
+
+def save(session: Session) -> list[Any]:
+    """Ask for a snapshot; the answers that have come."""
+    session.run(CALL, 77, "save_snapshot", ["s"])
+    return session.sent
+
+
+def answered(session: Session, count: int) -> Any:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(session.sent) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return session.sent[count - 1]
+
+
+def let_go(volume: Volume, session: Session) -> None:
+    """The volume takes everything, however slow this machine is at the moment."""
+    snapshots = session.snapshots
+    snapshots._stall_seconds = snapshots._budget._stall_seconds = WAIT_SECONDS
+    volume.goes_on.set()
+    assert all(job.wait(WAIT_SECONDS) for job in snapshots._jobs)
+
+
+def test_a_session_goes_on_and_is_told(volume: Volume, tmp_path: Path) -> None:
+    with Session(tmp_path, snapshot_stall_seconds=STALL_SECONDS) as session:
+        session.put(s1=torch.rand(10))
+        before = len(session.sent)
+        save(session)
+        assert volume.waits.wait(WAIT_SECONDS)
+        assert "taken nothing" in answered(session, before + 1).error["message"]
+        save(session)  # at once, for it is known
+        assert "taken nothing" in session.sent[-1].error["message"]
+        let_go(volume, session)
+        assert session.call("save_snapshot", "s")["sequence"] == session.sequence
+        assert len(session.sent) == before + 3  # the first was not answered twice
+
+
+def test_a_session_larger_than_its_copies_may_be_does_not_wait_for_ever(volume: Volume, tmp_path: Path) -> None:
+    bounds = {"snapshot_stall_seconds": STALL_SECONDS, "max_snapshot_copy_bytes": 1 << 20}
+    with Session(tmp_path, **bounds) as session:
+        session.put(s1=torch.rand(1 << 20), s2=torch.rand(1 << 20))
+        save(session)
+        assert "taken nothing" in session.sent[-1].error["message"]
+        assert "taken nothing" in session.call_now("delete_snapshot", "s")["message"]
+        let_go(volume, session)
+        assert "snapshot" in session.call("save_snapshot", "s")
+
+
+def test_a_session_ends_although_its_volume_hangs(volume: Volume, tmp_path: Path) -> None:
+    session = Session(tmp_path, snapshot_stall_seconds=STALL_SECONDS)
+    session.put(s1=torch.rand(10))
+    save(session)
+    assert volume.waits.wait(WAIT_SECONDS)
+    session.executor.end()  # comes to an end
+
+
+def test_the_last_step_may_hang_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume, write = Volume(), LocalStore.write
+
+    def hang(self: LocalStore, name: str, content: bytes) -> None:
+        if name.startswith("snapshot"):
+            volume.hang()
+        write(self, name, content)
+
+    monkeypatch.setattr(LocalStore, "write", hang)
+    with Session(tmp_path, snapshot_stall_seconds=STALL_SECONDS) as session:
+        session.put(s1=torch.rand(10))
+        before = len(session.sent)
+        save(session)
+        assert "taken nothing" in answered(session, before + 1).error["message"]
+        let_go(volume, session)
+        assert [row["snapshot"] for row in session.call("list_snapshots", "s")] == ["1"]  # it became one after all
+
+
+def test_copies_wait_for_a_volume_that_takes_something() -> None:
+    budget = CopyBudget(100, 5 * WAIT_SECONDS)
+    budget.take(80)
+    taken = threading.Event()
+
+    def take() -> None:
+        budget.take(50)
+        taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    budget.give_back(80)
+    assert taken.wait(WAIT_SECONDS)
+    thread.join()
+    with pytest.raises(VolumeHangsError, match=r"SKYPROXY_SNAPSHOT_STALL_SECONDS"):
+        CopyBudget.take(_full(), 50)
+
+
+def _full() -> CopyBudget:
+    budget = CopyBudget(10, 0.01)
+    budget.take(80)  # a single one always may
+    return budget
+
+
+def test_threads_of_the_disk_do_all_in_order_and_end() -> None:
+    threads, done = DiskThreads(1, "skyproxy-snapshot"), []
+    futures = [threads.submit(done.append, number) for number in range(5)]
+    failed = threads.submit(int, "x")
+    assert list(threads.map(str, [1, 2])) == ["1", "2"]
+    threads.shutdown()
+    assert threads.join(time.monotonic() + WAIT_SECONDS)
+    assert (done, [future.result() for future in futures]) == (list(range(5)), [None] * 5)
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.result()
+    with pytest.raises(RuntimeError, match="ended"):
+        threads.submit(int)
