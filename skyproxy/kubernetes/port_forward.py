@@ -145,6 +145,8 @@ class PortForward:
                 for worker in workers:
                     worker.cancel()
                 for outcome in await asyncio.gather(*workers, return_exceptions=True):
+                    if isinstance(outcome, ClusterError):
+                        raise outcome
                     if isinstance(outcome, Exception):
                         logger.debug("a tunnel to %s ended: %r", self.pod, outcome)
         except SkyproxyError as error:
@@ -194,6 +196,12 @@ class PortForward:
                 raise ClusterError(f"the kubelet could not forward to port {self.pod_port} of {self.pod}: {text}")
             writer.write(payload)
             await writer.drain()
+        if to_skip[_DATA]:
+            # A kubelet has more to say of it, and mostly closes the tunnel before that arrives.
+            raise ClusterError(
+                f"the kubelet closed the tunnel to port {self.pod_port} of {self.pod} at once. "
+                "Is anything listening there?"
+            )
 
 
 async def _keep_awake(websocket: Any) -> None:

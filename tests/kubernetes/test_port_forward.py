@@ -33,6 +33,7 @@ class Kubelet:
         serve: gets what the client sends and a function that answers; returns when the program closes.
         refusals: answers to give before a tunnel is granted, the first one first.
         open: tunnels that are open now.
+        silent: closes tunnels as soon as they are open.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Kubelet:
         self.open = 0
         self.sockets: list[web.WebSocketResponse] = []
         self.error = b""
+        self.silent = False
 
     async def echo(self, receive: Any, send: Any) -> None:
         while (data := await receive()) is not None:
@@ -60,6 +62,8 @@ class Kubelet:
         self.open += 1
         self.sockets.append(socket_)
         try:
+            if self.silent:
+                return socket_
             for channel in (0, 1):
                 await socket_.send_bytes(bytes([channel]) + struct.pack("<H", POD_PORT))
             if self.error:
@@ -216,6 +220,25 @@ def test_what_the_kubelet_reports_ends_the_connection(
     kubelet.error = b"connection refused to 127.0.0.1:8765"
     with dial(forward) as connection:
         assert read(connection, 1) == b""
+    until(lambda: forward.problem is not None)
+    assert "connection refused to 127.0.0.1:8765" in str(forward.problem)
+
+
+def test_a_tunnel_that_is_closed_without_a_word_is_a_problem_until_the_next_one(
+    forward: PortForward, kubelet: Kubelet
+) -> None:
+    # As containerd does it where nothing listens: its words are lost more often than not.
+    kubelet.silent = True
+    with dial(forward) as connection:
+        assert read(connection, 1) == b""
+    until(lambda: forward.problem is not None)
+    assert "port 8765 of w-0" in str(forward.problem)
+    assert "listening" in str(forward.problem)
+    kubelet.silent = False
+    with dial(forward) as connection:
+        connection.sendall(b"x")
+        assert read(connection, 1) == b"x"
+    assert forward.problem is None
 
 
 def test_close_ends_what_goes_through_it_and_frees_the_port(kubelet: Kubelet, kubeconfig: Path) -> None:
