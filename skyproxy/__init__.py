@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from skyproxy.pools import Cluster as Cluster
     from skyproxy.pools import Compute as Compute
     from skyproxy.pools import ComputePool as ComputePool
+    from skyproxy.pools import Nodes as Nodes
     from skyproxy.pools import PendingCompute as PendingCompute
     from skyproxy.pools import Retry as Retry
     from skyproxy.pools import actor as actor
@@ -82,6 +83,7 @@ _PUBLIC = {
     "Kubernetes": "skyproxy.providers.kubernetes_provider",
     "Local": "skyproxy.providers.local",
     "Node": "skyproxy.nodes",
+    "Nodes": "skyproxy.pools",
     "PendingCompute": "skyproxy.pools",
     "PipIndex": "skyproxy.providers.image",
     "Profile": "skyproxy.profiling.profiles",

@@ -56,6 +56,11 @@ class Runner:
         self._channel = Channel(session, open_connection)
         self._project = ProjectSync(self._run_own, session.settings, shares_files=shares_files)
 
+    @property
+    def is_busy(self) -> bool:
+        """True if calls are under way."""
+        return self._channel.is_busy
+
     def submit(
         self,
         payload: Payload,

@@ -37,7 +37,7 @@ class SkyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         """Return how many tasks run at once: as many as asked for, or for -1 one on each rank."""
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
-        ranks = int(self._pool.world_size)
+        ranks = int(self._pool.spec.world_size)
         if n_jobs is None or n_jobs == -1:
             return ranks
         return n_jobs if n_jobs > 0 else max(1, ranks + 1 + n_jobs)

@@ -10,6 +10,7 @@ from skyproxy.pools.actors import Actor, ActorGroup, actor
 from skyproxy.pools.call_options import Retry
 from skyproxy.pools.cluster import Cluster
 from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.growth import Nodes
 from skyproxy.pools.pending import PendingCompute, PendingGroup, gather
 from skyproxy.pools.pool import Compute, ComputePool
 from skyproxy.pools.provisioned import compute
@@ -21,6 +22,7 @@ __all__ = [
     "Cluster",
     "Compute",
     "ComputePool",
+    "Nodes",
     "PendingCompute",
     "PendingGroup",
     "PoolFuture",

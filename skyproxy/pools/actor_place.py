@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ActorDiedError, ConfigurationError, SkyproxyError
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.runtime.actors import drop_actor, make_actor
+from skyproxy.settings import SETTINGS
 
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
     from skyproxy.nodes import Node
+    from skyproxy.pools.elastic_group import ElasticGroup
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
@@ -34,7 +36,7 @@ class ActorPlace:
     """
 
     def __init__(
-        self, group: RankGroup, rank: int, name: str, identity: str, payload: Payload, max_restarts: int
+        self, group: RankGroup | ElasticGroup, rank: int, name: str, identity: str, payload: Payload, max_restarts: int
     ) -> None:
         """
         Args:
@@ -68,6 +70,15 @@ class ActorPlace:
         """The connection to the process that has the actor; to that of its rank as long as none has it."""
         return [self._node if self._node is not None else self.group.nodes[self.rank]]
 
+    @property
+    def members(self) -> dict[int, Node]:
+        """The same by rank, of which a group of one has 0 alone."""
+        return {0: self.nodes[0]}
+
+    def node_of(self, rank: int) -> Node | None:
+        """The same."""
+        return self.nodes[0]
+
     def ensure(self) -> None:
         """Nothing: `revive` was there before, for a call that may run on what it found."""
 
@@ -81,7 +92,7 @@ class ActorPlace:
 
     def output(self) -> TaskOutput:
         """Shows what the actor prints."""
-        return TaskOutput(self.rank if len(self.group.nodes) > 1 else None)
+        return TaskOutput(self.rank if len(self.group.members) > 1 else None)
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -89,7 +100,7 @@ class ActorPlace:
     def is_alive(self) -> bool:
         """True if the process that it was made in is the rank's, and there."""
         node = self._node
-        return node is not None and node.alive and self.group.nodes[self.rank] is node
+        return node is not None and node.alive and self.group.node_of(self.rank) is node
 
     @property
     def can_restart(self) -> bool:
@@ -126,7 +137,10 @@ class ActorPlace:
 
     def _make(self) -> None:
         self.group.ensure()
-        node, output = self.group.nodes[self.rank], self.output()
+        node = self.group.node_of(self.rank)
+        if node is None:
+            self.rank, node = self._another_rank()
+        output = self.output()
         if self._closed.is_set():
             raise ConfigurationError(f"the pool of {self} is no longer running.")
         self._making = call = node.submit_payload(
@@ -144,6 +158,18 @@ class ActorPlace:
             output.finish()
         self._node = node
         self.life += 1
+
+    def _another_rank(self) -> tuple[int, Node]:
+        """A rank that is there, with its connection: this one's own is gone for good.
+
+        Raises:
+            SessionLostError: none came in time.
+        """
+        while True:
+            rank = self.group.wait_for_rank(SETTINGS.rank_start_timeout_seconds)
+            node = self.group.node_of(rank)
+            if node is not None:
+                return rank, node
 
     def death(self, call: str | None, cause: BaseException | None = None) -> ActorDiedError:
         """The error for a call that the actor's death has ended, or that comes after it.
@@ -189,10 +215,10 @@ class ActorPlace:
 
 
 def new_place(
-    group: RankGroup,
+    group: RankGroup | ElasticGroup,
     kind: type,
     rank: int | None,
-    loads: Sequence[int],
+    loads: Mapping[int, int],
     arguments: tuple[tuple[object, ...], Mapping[str, object]],
     max_restarts: int,
 ) -> ActorPlace:
@@ -202,7 +228,7 @@ def new_place(
         group: the pool's.
         kind: the actor's class.
         rank: where it must live; by default where its tensor arguments do, else where the fewest actors are.
-        loads: how many actors each rank has.
+        loads: how many actors each rank has; at least one rank.
         arguments: of the class.
         max_restarts: how often it may be made again.
 
@@ -216,7 +242,7 @@ def new_place(
     task.__qualname__ = kind.__name__
     payload = Payload.of(task, (identity, kind, *arguments))
     if payload.session is not None:
-        home = next((r for r, node in enumerate(group.nodes) if node._session is payload.session), None)
+        home = next((r for r, node in group.members.items() if node._session is payload.session), None)
         if home is None or rank not in (None, home):
             where = "no process of this pool" if home is None else f"rank {home}, not on rank {rank}"
             raise ConfigurationError(
@@ -225,5 +251,5 @@ def new_place(
             )
         rank = home
     if rank is None:
-        rank = min(range(len(loads)), key=loads.__getitem__)
+        rank = min(loads, key=loads.__getitem__)
     return ActorPlace(group, rank, kind.__name__, identity, payload, max_restarts)

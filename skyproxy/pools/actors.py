@@ -336,11 +336,9 @@ def _on(cls: Any, target: object, *, rank: On = None) -> Placement[Any, Any]:
     if home is not None and chosen not in (None, home):
         raise ConfigurationError(f"{cls.__name__} is to live on rank {chosen}, and this node is rank {home}.")
     fixed = home if chosen is None else chosen
-    if fixed is not None and fixed >= pool.world_size:
-        raise ConfigurationError(
-            f"{cls.__name__} is to live on rank {fixed}, and this pool has {pool.world_size}: 0 to "
-            f"{pool.world_size - 1}."
-        )
+    if fixed is not None and fixed not in pool.ranks:
+        there = ", ".join(map(str, pool.ranks)) or "none"
+        raise ConfigurationError(f"{cls.__name__} is to live on rank {fixed}, and the ranks of this pool are: {there}.")
     return Placement(functools.partial(_make, cls, pool, fixed), cls.__name__)
 
 
@@ -350,7 +348,7 @@ def _on_all(cls: Any, target: object) -> Placement[Any, ActorGroup[Any]]:
         raise ConfigurationError(f"{cls.__name__}.on_all(...) takes a pool, and this is one of its nodes.")
 
     def make(args: tuple[object, ...], kwargs: dict[str, object]) -> PoolFuture[ActorGroup[Any]]:
-        parts = [_make(cls, pool, rank, args, kwargs) for rank in range(pool.world_size)]
+        parts = [_make(cls, pool, rank, args, kwargs) for rank in pool.ranks]
         return _map_future(gather_futures(parts, cls.__name__), lambda actors: ActorGroup(list(actors)))
 
     return Placement(make, cls.__name__)
@@ -369,7 +367,7 @@ def _pool_of(target: Any, cls: type) -> tuple[Compute, int | None]:
             f"{cls.__name__}.on({target!r:.60}): an actor lives on a pool that runs, or on one of its nodes: "
             "with Compute(...) as pool: ..."
         )
-    return pool, pool.nodes.index(target)
+    return pool, pool.rank_of(target)
 
 
 def _make(

@@ -43,7 +43,7 @@ class Cluster:
         except BaseException:
             await self._close_all()
             raise
-        return tuple(compute.nodes[0] if compute.world_size == 1 else compute for compute in self.computes)
+        return tuple(compute.node_or_pool for compute in self.computes)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from skyproxy import telemetry
+from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.pools.call_options import Retry, is_stream
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.pending import PendingCompute
@@ -101,3 +102,13 @@ def whoever_calls() -> object:
     except RuntimeError:
         task = None
     return threading.get_ident() if task is None else task
+
+
+def closed_error() -> ConfigurationError:
+    """The error for calls of a pool that is closed."""
+    return ConfigurationError("this pool is not running. Calls are made inside its `with` block.")
+
+
+def lost_rank(job: Job) -> SessionLostError:
+    """The error for a call that only one process could run, which is gone."""
+    return SessionLostError(f"rank {job.pinned} was lost while {job.name} waited for it.")

@@ -8,12 +8,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls, ActorOptions
 from skyproxy.pools.actor_place import new_place
 from skyproxy.pools.call_options import Retry
+from skyproxy.pools.growth import Nodes
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.pools.pool_calls import OnNode, PoolCalls
@@ -29,6 +30,7 @@ from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
     from skyproxy.nodes import Node
+    from skyproxy.pools.elastic_workers import ElasticWorkers
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -64,7 +66,7 @@ class Compute(PoolCalls):
         name: str | None = None,
         provider: Provider | None = None,
         accelerator: Accelerator | str | None = None,
-        nodes: int | None = None,
+        nodes: int | Nodes | None = None,
         procs_per_node: int | str = 1,
         vcpus: float | None = None,
         memory_gb: float | None = None,
@@ -90,7 +92,7 @@ class Compute(PoolCalls):
             provider: where they run: Local(), Container(), Kubernetes(), Remote([...]), AWS(...). By default what
                 SKYPROXY_PROVIDER or the saved context says, else this machine.
             accelerator: of each node: "A100", "A100:8" or an `Accelerator`.
-            nodes: machines; one by default, or as many as Remote([...]) has.
+            nodes: machines; one by default, or as many as Remote([...]) has. `Nodes(1, 8)`: as many as the queue needs.
             procs_per_node: processes on each; every process is a rank. "gpu": one for each GPU.
             vcpus: of each node.
             memory_gb: of each node, in GiB.
@@ -115,6 +117,9 @@ class Compute(PoolCalls):
         """
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigurationError(f"concurrency={concurrency!r}: a process runs one call at a time or more.")
+        self._limits = nodes if isinstance(nodes, Nodes) else None
+        if self._limits is not None:
+            nodes = self._limits.maximum
         self._asked: dict[str, Any] = {
             "name": name,
             "nodes": nodes,
@@ -143,7 +148,7 @@ class Compute(PoolCalls):
         self._retry = Retry.parse(retry)
         self._on_event = on_event
         self._progress = progress
-        self._workers: Workers | None = None
+        self._workers: Workers | ElasticWorkers | None = None
         self._scheduler: Scheduler | None = None
         self._hooks = contextlib.ExitStack()
         self._starting = False
@@ -226,12 +231,12 @@ class Compute(PoolCalls):
     @contextlib.contextmanager
     def _view(self) -> Iterator[Callable[[Progress], None]]:
         asked = self._asked
-        count = asked["nodes"] or 1
+        count = self._limits or asked["nodes"] or 1
         title = f"{asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
         with ProgressView(title, self._progress) as view:
 
             def report(progress: Progress) -> None:
-                view.report(progress)
+                view.report(progress)  # an elastic pool goes on to report when the view is closed: to the log
                 if self._on_event is not None:
                     try:
                         self._on_event(progress)
@@ -240,7 +245,7 @@ class Compute(PoolCalls):
 
             yield report
 
-    async def _launch(self, report: Callable[[Progress], None]) -> Workers:
+    async def _launch(self, report: Callable[[Progress], None]) -> Workers | ElasticWorkers:
         provider = self._provider
         if provider is None:
             from skyproxy.providers.choice import default_provider
@@ -252,14 +257,29 @@ class Compute(PoolCalls):
             nodes = max(1, getattr(provider, "process_count", 1) // (per_node if isinstance(per_node, int) else 1))
         spec = worker_spec(**self._asked | {"nodes": nodes}, local=provider.name == "local")
         spec = transformed(spec, self.plugins)
-        return await Workers.launch(provider, spec, self.plugins, report)
+        if self._limits is None:
+            return await Workers.launch(provider, spec, self.plugins, report)
+        from skyproxy.pools.elastic_workers import ElasticWorkers  # late, for this loads torch
 
-    def _begin(self, workers: Workers) -> None:
+        return await ElasticWorkers.launch(provider, spec, self._limits, self.plugins, report, self._concurrency)
+
+    def _begin(self, workers: Workers | ElasticWorkers) -> None:
         self._workers = workers
-        self._scheduler = Scheduler(workers.group, concurrency=self._concurrency, retry=self._retry)
-        for node in workers.group.nodes:
-            POOL_OF_NODE[node] = self
+        if isinstance(workers, Workers):
+            self._scheduler = Scheduler(workers.group, concurrency=self._concurrency, retry=self._retry)
+            for node in workers.group.nodes:
+                self._take_in(node)
+        else:
+            self._scheduler = workers.begin(
+                self._concurrency, self._retry, is_held=self._has_actors, on_node=self._take_in
+            )
         RUNNING.add(self)
+
+    def _take_in(self, node: Node) -> None:
+        POOL_OF_NODE[node] = self
+
+    def _has_actors(self, rank: int) -> bool:
+        return any(calls.place.rank == rank and calls.is_open for calls in list(self._actors))
 
     def close(self) -> None:
         """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent.
@@ -297,7 +317,7 @@ class Compute(PoolCalls):
                 await closing
                 raise
 
-    def _end(self) -> Workers | None:
+    def _end(self) -> Workers | ElasticWorkers | None:
         workers, self._workers = self._workers, None
         scheduler, self._scheduler = self._scheduler, None
         RUNNING.discard(self)
@@ -310,7 +330,7 @@ class Compute(PoolCalls):
             if scheduler is not None:
                 scheduler.close()
         if workers is not None:
-            for node in workers.group.nodes:
+            for node in workers.group.members.values():
                 POOL_OF_NODE.pop(node, None)
         return workers
 
@@ -322,7 +342,7 @@ class Compute(PoolCalls):
 
     async def __aenter__(self) -> Any:
         await self.start_async()
-        return self.nodes[0] if self.world_size == 1 else self
+        return self.node_or_pool
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -343,13 +363,39 @@ class Compute(PoolCalls):
 
     @property
     def nodes(self) -> list[Node]:
-        """The connections to all processes, by rank."""
-        return cast("list[Node]", list(self._running_workers().group.nodes))
+        """The connections to all processes, by rank; of an elastic pool, to those that are there at this moment."""
+        return list(self._running_workers().group.members.values())
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are there. Those of an elastic pool may have gaps: a process keeps its own while it lives."""
+        return list(self._running_workers().group.members)
+
+    def rank_of(self, node: Node) -> int:
+        """Return the rank of one of the pool's nodes.
+
+        Raises:
+            ConfigurationError: it is not, or no longer, one of them.
+
+        Example:
+            ```python
+            assert pool.rank_of(pool.nodes[1]) == 1
+            ```
+        """
+        for rank, other in self._running_workers().group.members.items():
+            if other is node:
+                return rank
+        raise ConfigurationError(f"{node!r} is not a node of this pool.")
+
+    @property
+    def node_or_pool(self) -> Node | Compute:
+        """The node of a pool that has a single process for all its life; else the pool."""
+        return self.nodes[0] if self._limits is None and self.world_size == 1 else self
 
     @property
     def world_size(self) -> int:
-        """Processes: nodes times procs_per_node."""
-        return self._running_workers().spec.world_size
+        """Processes: nodes times procs_per_node; of an elastic pool, those that are there at this moment."""
+        return len(self._running_workers().group.members)
 
     def logs(self, rank: int = 0) -> str:
         """The end of what a worker process itself wrote, apart from the output of functions.
@@ -371,12 +417,17 @@ class Compute(PoolCalls):
         """
         busy, waiting = self._running_scheduler().load()
         ranks = [
-            {"rank": rank, "worker": node.url, "state": "connected" if node.alive else "lost", "busy": busy[rank]}
-            for rank, node in enumerate(self.nodes)
+            {
+                "rank": rank,
+                "worker": node.url,
+                "state": "connected" if node.alive else "lost",
+                "busy": busy.get(rank, 0),
+            }
+            for rank, node in self._running_workers().group.members.items()
         ]
         return {"name": self.spec.name, "waiting": waiting, "ranks": ranks}
 
-    def _running_workers(self) -> Workers:
+    def _running_workers(self) -> Workers | ElasticWorkers:
         if self._workers is None:
             raise ConfigurationError(
                 "this pool is not running. Use it inside its `with` block, or call start() before."
@@ -387,7 +438,7 @@ class Compute(PoolCalls):
         if self._workers is None:
             return f"<Compute {self._asked['name'] or ''}, not running>"
         spec = self._workers.spec
-        return f"<Compute {spec.name}: {spec.nodes} nodes, {spec.world_size} processes>"
+        return f"<Compute {spec.name}: {self._limits or spec.nodes} nodes, {self.world_size} processes>"
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -402,14 +453,22 @@ class Compute(PoolCalls):
         """Return the queue of a new actor, whose first call makes it: the first step of `kind.on(pool)(*args,
         **kwargs)`.
         """
-        group = self._running_workers().group
-        loads = [0] * len(group.nodes)
-        for calls in list(self._actors):
-            loads[calls.place.rank] += calls.is_open
-        place = new_place(group, kind, rank, loads, (args, kwargs), options.max_restarts)
-        calls = ActorCalls(place, options)
-        self._actors.add(calls)
-        return calls
+        group, scheduler = self._running_workers().group, self._running_scheduler()
+        while True:
+            if not group.members:
+                group.wait_for_rank(self.spec.timeout_seconds)
+            loads = dict.fromkeys(group.members, 0)
+            for calls in list(self._actors):
+                if calls.is_open and calls.place.rank in loads:
+                    loads[calls.place.rank] += 1
+            if not loads:
+                continue
+            place = new_place(group, kind, rank, loads, (args, kwargs), options.max_restarts)
+            calls = ActorCalls(place, options)
+            with scheduler.locked():  # from here on, the actor keeps its process from being taken away
+                if place.rank in group.members or rank is not None:
+                    self._actors.add(calls)
+                    return calls
 
     def on_node(self, node: Node) -> OnNode:
         """The pool as a place for calls that are to run on one of its nodes.
@@ -419,7 +478,7 @@ class Compute(PoolCalls):
             print(square(3) >> pool.on_node(pool.nodes[1]))
             ```
         """
-        return OnNode(self, self._running_workers().group.nodes.index(node))
+        return OnNode(self, self.rank_of(node))
 
     def _running_scheduler(self) -> Scheduler:
         self._running_workers()

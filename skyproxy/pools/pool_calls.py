@@ -181,7 +181,7 @@ class PoolCalls:
             return scheduler.submit(call if rule is None else call.with_retry(rule))
 
         items = zip(*iterables)
-        ahead = 2 * self.world_size * self._concurrency
+        ahead = 2 * scheduler.max_processes * self._concurrency
         begun = deque(submit(args) for args in itertools.islice(items, ahead))
 
         def results() -> Iterator[object]:

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("skyproxy")
 
-_SYMBOLS = {"provisioning": "…", "bootstrapping": "…", "running": "✓", "failed": "✗"}
+_SYMBOLS = {
+    "provisioning": "…",
+    "bootstrapping": "…",
+    "running": "✓",
+    "failed": "✗",
+    "growing": "…",
+    "shrinking": "-",
+    "lost": "✗",
+}
 _STYLES = {"provisioning": "yellow", "bootstrapping": "cyan", "running": "green", "failed": "red"}
+_STYLES |= {"growing": "yellow", "shrinking": "yellow", "lost": "red"}
 _MAX_LINES = 12
 
 

@@ -66,7 +66,7 @@ def provisioned(target: Callable[..., object], options: Mapping[str, Any]) -> Ca
                 return target(*args, **kwargs)
             bound(None, args, kwargs)
             with Compute(**options) as pool:
-                call = bound(pool.nodes[0] if pool.world_size == 1 else pool, args, kwargs)
+                call = bound(pool.node_or_pool, args, kwargs)
                 return target(*call.args, **call.kwargs)
 
     wrapper.__signature__ = signature.replace(parameters=others)

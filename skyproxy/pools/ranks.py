@@ -103,10 +103,41 @@ class RankGroup:
         """The function as it goes to the ranks: called there as the plugins want it, and known to run."""
         return Task(function)
 
+    @property
+    def members(self) -> dict[int, Node]:
+        """The connections to the ranks' processes, by rank."""
+        return dict(enumerate(self.nodes))
+
+    def node_of(self, rank: int) -> Node | None:
+        """The connection to a rank's process; None where it is gone for good."""
+        return self.nodes[rank]
+
+    def wait_for_rank(self, timeout_seconds: float) -> int:
+        """Return a rank that is there: all of them always are."""
+        return 0
+
+    def crew(self, ranks: Sequence[int]) -> RankGroup:
+        """The whole group, formed: all of its ranks are always there."""
+        self.ensure()
+        return self
+
     # --- forming ------------------------------------------------------------------------------------------------------
 
-    def ensure(self) -> None:
+    @property
+    def generation(self) -> int:
+        """The number of this generation."""
+        return self._generation
+
+    @property
+    def broken(self) -> set[int]:
+        """The ranks whose processes a failure left in a state that no hook can mend."""
+        return set(self._broken)
+
+    def ensure(self, generation: int | None = None) -> None:
         """Forms the group where it is not formed, or has lost a rank; cheap where there is nothing to do.
+
+        Args:
+            generation: the number of the next one at least; by default one more than the last one's.
 
         Raises:
             RankErrors: a plugin failed, or some ranks never came; one exception a rank.
@@ -117,10 +148,10 @@ class RankGroup:
         with self._lock:
             if self._formed and all(node.alive for node in self.nodes):
                 return
+            self._generation = max(self._generation, (generation or 0) - 1)
             for attempt in itertools.count(1):
                 # What ends the generation before must not meet the next one.
-                with self._stops:
-                    self._stops.wait_for(lambda: not self._stopping)
+                self.wait_until_stopped()
                 self._revive()
                 try:
                     self._form()
@@ -222,6 +253,11 @@ class RankGroup:
             self._stopping -= 1
             self._stops.notify_all()
 
+    def wait_until_stopped(self) -> None:
+        """Wait until what ends calls of this group has done so; bounded in time."""
+        with self._stops:
+            self._stops.wait_for(lambda: not self._stopping)
+
     def _abort(self, calls: Mapping[int, Call], timeout_seconds: float) -> dict[int, bool]:
         """Aborts the process groups of ranks; those whose call still runs after so long, and whether they hold any."""
         replies: dict[int, Call] = {}
@@ -249,16 +285,21 @@ class RankGroup:
                 return
             self._closed = True
             self._formed = False
-            calls = {}
-            for rank, node in enumerate(self.nodes):
-                if node.alive and self._generation:
-                    try:
-                        calls[rank] = self._call(rank, close_hooks, self._pool)
-                    except Exception as error:  # lost meanwhile: nothing is left to close there
-                        logger.debug("rank %d: %s", rank, error)
-            end = time.monotonic() + self._settings.rank_close_timeout_seconds
-            for rank, call in calls.items():
+            if self._generation:
+                self.leave_hooks()
+
+    def leave_hooks(self) -> None:
+        """Leaves the plugins' hooks on all ranks that are there; bounded in time."""
+        calls = {}
+        for rank, node in enumerate(self.nodes):
+            if node.alive:
                 try:
-                    call.result(max(0.0, end - time.monotonic()))
-                except Exception as error:
-                    logger.warning("skyproxy: rank %d did not leave its plugins' hooks: %s", rank, error)
+                    calls[rank] = self._call(rank, close_hooks, self._pool)
+                except Exception as error:  # lost meanwhile: nothing is left to close there
+                    logger.debug("rank %d: %s", rank, error)
+        end = time.monotonic() + self._settings.rank_close_timeout_seconds
+        for rank, call in calls.items():
+            try:
+                call.result(max(0.0, end - time.monotonic()))
+            except Exception as error:
+                logger.warning("skyproxy: rank %d did not leave its plugins' hooks: %s", rank, error)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
-from skyproxy.pools.call_options import Retry
+from skyproxy.pools.broadcasts import Broadcasts
+from skyproxy.pools.call_options import CallOptions, Retry
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.job import Job, StreamItems, whoever_calls
+from skyproxy.pools.job import Job, StreamItems, closed_error, lost_rank, whoever_calls
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.slots import Slot, Slots
 from skyproxy.pools.tasks import as_task
 from skyproxy.settings import SETTINGS
 
 if TYPE_CHECKING:
-    from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
+    from skyproxy.pools.elastic_group import ElasticGroup
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
@@ -39,43 +42,47 @@ class Scheduler:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: RankGroup | ElasticGroup,
         *,
         concurrency: int,
         retry: Retry | None,
         max_queued_calls: int = SETTINGS.max_queued_calls,
+        max_processes: int | None = None,
     ) -> None:
         self._group = group
-        self._concurrency = concurrency
         self._retry = retry or Retry(0)
         self._max_queued_calls = max_queued_calls
-        self._world_size = len(group.nodes)
         self._lock = threading.RLock()  # a stream can be dropped, and say so, wherever the collector runs
         self._work = threading.Condition(self._lock)
-        self._busy = [0] * self._world_size
-        self._next_rank = 0
+        self._slots = Slots(group.members, concurrency)
         self._queued: deque[Job] = deque()
-        self._pinned: list[deque[Job]] = [deque() for _ in range(self._world_size)]
         self._waiting = 0
-        self._running: set[Job] = set()
-        self._streams: list[weakref.WeakSet[StreamItems]] = [weakref.WeakSet() for _ in range(self._world_size)]
-        """Those that hold a process, by rank."""
-        self._broadcasts: deque[tuple[PoolFuture[list[object]], Callable[[], None]]] = deque()
-        self._broadcasting = False
+        self._running: dict[Job, Slot] = {}
+        self._broadcasts = Broadcasts(group, self._slots, self._lock, self._wake)
         self._closed = False
         self._feeder: threading.Thread | None = None
+        self._max_processes = max_processes or len(self._slots)
         # Results are unpickled here, and what user code does then cannot hold up the connection.
-        self._result_executor = ThreadPoolExecutor(min(8, self._world_size), "skyproxy-results")
+        self._result_executor = ThreadPoolExecutor(min(8, self._max_processes), "skyproxy-results")
 
     @property
     def is_open(self) -> bool:
         """True if calls can be made."""
         return not self._closed
 
-    def load(self) -> tuple[list[int], int]:
+    @property
+    def max_processes(self) -> int:
+        """Processes that the pool can have at most."""
+        return self._max_processes
+
+    def load(self) -> tuple[dict[int, int], int]:
         """Return how many single calls each process runs, by rank, and how many calls and broadcasts wait."""
         with self._lock:
-            return list(self._busy), self._waiting + len(self._broadcasts)
+            return {slot.rank: slot.busy for slot in self._slots}, self._waiting + len(self._broadcasts)
+
+    def locked(self) -> contextlib.AbstractContextManager[object]:
+        """No process comes or goes inside the `with` block, which must be short."""
+        return self._lock
 
     # --- one process --------------------------------------------------------------------------------------------------
 
@@ -117,15 +124,12 @@ class Scheduler:
         from skyproxy.functions import Payload
 
         options = call.options
-        rank = options.rank
-        if rank is not None and rank >= self._world_size:
-            raise ConfigurationError(
-                f"{call.name} is to run on rank {rank}, and this pool has {self._world_size}: 0 to "
-                f"{self._world_size - 1}."
-            )
+        rank = self._rank_of(options)
+        if rank is not None and rank not in self._slots:
+            raise ConfigurationError(f"{call.name} is to run on rank {rank}, and this pool has {self._ranks()}.")
         payload = Payload.of(self._group.task(as_task(call.function)), call.args, call.kwargs)
         if payload.session is not None:
-            home = next((r for r, node in enumerate(self._group.nodes) if node._session is payload.session), None)
+            home = next((r for r, node in self._group.members.items() if node._session is payload.session), None)
             if home is None or rank not in (None, home):
                 where = "no process of this pool" if home is None else f"rank {home}, not on rank {rank}"
                 raise ConfigurationError(
@@ -135,25 +139,37 @@ class Scheduler:
             rank = home
         return Job(call, payload, rank, options.retry or self._retry)
 
+    def _rank_of(self, options: CallOptions) -> int | None:
+        """Return the rank that a call must run on; None for any."""
+        return options.rank
+
     def _claim(self, job: Job) -> bool:
         """Return whether the job has a process now; with the lock held."""
+        slot: Slot | None
         if job.pinned is not None:
-            if self._pinned[job.pinned] and not job.tries:
-                return False  # others came first
-            candidates: Sequence[int] = (job.pinned,)
-        else:
-            if self._queued and not job.tries:
-                return False
-            # In turn, among those that do least.
-            candidates = [(self._next_rank + step) % self._world_size for step in range(self._world_size)]
-        best = min(candidates, key=self._busy.__getitem__)
-        if self._busy[best] >= self._concurrency:
+            slot = self._slots.get(job.pinned)
+            if slot is None or slot.busy >= self._slots.concurrency or (slot.queue and not job.tries):
+                return False  # or others came first
+        elif self._queued and not job.tries:
             return False
-        self._busy[best] += 1
-        self._next_rank = (best + 1) % self._world_size
-        job.rank = best
-        self._running.add(job)
+        else:
+            slot = self._slots.next_free()
+            if slot is None:
+                return False
+        self._occupy(job, slot)
         return True
+
+    def _occupy(self, job: Job, slot: Slot) -> None:
+        slot.busy += 1
+        job.rank = slot.rank
+        self._running[job] = slot
+
+    def _ranks(self) -> str:
+        """The ranks that are there, for people."""
+        ranks = [slot.rank for slot in self._slots]
+        if ranks == list(range(len(ranks))) and ranks:
+            return f"{len(ranks)}: 0 to {len(ranks) - 1}"
+        return f"{len(ranks)} now: {', '.join(map(str, ranks))}" if ranks else "none at this moment"
 
     def _check_wait(self, job: Job) -> None:
         """Raise where a job waits for processes that only its own waiter can set free.
@@ -165,11 +181,14 @@ class Scheduler:
         with self._lock:
             if job in self._running or job.future.done():
                 return
-            ranks = range(self._world_size) if job.pinned is None else (job.pinned,)
-            for rank in ranks:
-                if sum(stream.reader == reader for stream in self._streams[rank]) < self._concurrency:
+            if job.pinned is None and len(self._slots) < self._max_processes:
+                return  # another process will come
+            slots = [slot for slot in self._slots if job.pinned in (None, slot.rank)]
+            for slot in slots:
+                if sum(stream.reader == reader for stream in slot.streams) < self._slots.concurrency:
                     return
-        where = "the pool's only process" if self._world_size == 1 else f"rank {', '.join(map(str, ranks))}"
+            alone = len(self._slots) == 1
+        where = "the pool's only process" if alone else f"rank {', '.join(str(slot.rank) for slot in slots)}"
         job.future.cancel()
         raise ConfigurationError(
             f"{job.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on "
@@ -178,9 +197,13 @@ class Scheduler:
         )
 
     def _enqueue(self, job: Job, first: bool = False) -> None:
-        queue = self._queued if job.pinned is None else self._pinned[job.pinned]
+        """Has a job wait; with the lock held."""
+        slot = None if job.pinned is None else self._slots.get(job.pinned)
+        queue = self._queued if slot is None else slot.queue
         (queue.appendleft if first else queue.append)(job)
         self._waiting += 1
+        if slot is None:
+            self._on_demand()
         self._wake()
 
     def _wake(self) -> None:
@@ -197,7 +220,7 @@ class Scheduler:
         while True:
             with self._work:
                 job = self._next_job()
-                begin = None if job is not None else self._next_broadcast()
+                begin = None if job is not None else self._broadcasts.next()
                 if job is None and begin is None:
                     if self._closed:
                         return
@@ -209,21 +232,18 @@ class Scheduler:
                 begin()
 
     def _next_job(self) -> Job | None:
-        for rank, queue in enumerate(self._pinned):
-            if queue and self._busy[rank] < self._concurrency:
-                return self._pop(queue, rank)
-        if self._queued:
-            rank = min(range(self._world_size), key=self._busy.__getitem__)
-            if self._busy[rank] < self._concurrency:
-                return self._pop(self._queued, rank)
+        if self._waiting > len(self._queued):
+            for slot in self._slots:
+                if slot.queue and slot.busy < self._slots.concurrency:
+                    return self._pop(slot.queue, slot)
+        if self._queued and (free := self._slots.next_free()) is not None:
+            return self._pop(self._queued, free)
         return None
 
-    def _pop(self, queue: deque[Job], rank: int) -> Job:
+    def _pop(self, queue: deque[Job], slot: Slot) -> Job:
         job = queue.popleft()
         self._waiting -= 1
-        self._busy[rank] += 1
-        job.rank = rank
-        self._running.add(job)
+        self._occupy(job, slot)
         return job
 
     def _start(self, job: Job) -> None:
@@ -235,9 +255,13 @@ class Scheduler:
         job.tries += 1
         try:
             self._group.ensure()
+            node = self._group.node_of(job.rank)
+            if node is None:
+                self._send_elsewhere(job)
+                return
             output = self._output(job.rank)
             with telemetry.inside(job.span):
-                call = self._group.nodes[job.rank].submit_payload(
+                call = node.submit_payload(
                     job.payload,
                     on_output=output.write,
                     timeout=job.timeout_seconds,
@@ -263,7 +287,7 @@ class Scheduler:
             function(*args)
 
     def _output(self, rank: int) -> TaskOutput:
-        return TaskOutput(rank if self._world_size > 1 else None)
+        return TaskOutput(rank if self._max_processes > 1 else None)
 
     def _on_end(self, job: Job, call: Call, output: TaskOutput) -> None:
         try:
@@ -278,15 +302,14 @@ class Scheduler:
             self._on_failure(job, error)
             return
         if job.is_stream:
-            assert job.rank is not None
             with self._lock:
                 # The process stays taken. But nobody here may hold the items, or dropping them would end nothing.
-                self._running.discard(job)
+                slot = self._running.pop(job)
             future, job.future = job.future, PoolFuture(job.name)
             job.running = job.keeps = None
-            items = StreamItems(value, partial(self._stream_ended, job.rank, call, output))
+            items = StreamItems(value, partial(self._stream_ended, slot, call, output))
             with self._lock:
-                self._streams[job.rank].add(items)
+                slot.streams.add(items)
             future.settle(items)
             return
         output.finish()
@@ -309,34 +332,43 @@ class Scheduler:
 
     def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
         error.add_note(
-            f"{job.name} was running on rank {job.rank} of {self._world_size}. Retry(...) would run it again."
+            f"{job.name} was running on rank {job.rank} of {len(self._group.members)}. Retry(...) would run it again."
         )
 
     def _requeue(self, job: Job) -> None:
+        error: Exception | None = None
         with self._lock:
             self._release(job)
             job.running = None
-            closed = self._closed
-            if not closed:
+            if self._closed:
+                error = closed_error()
+            elif job.pinned is not None and job.pinned not in self._slots:
+                error = lost_rank(job)
+            else:
                 self._enqueue(job, first=True)
-        if closed:
-            job.future.fail(_closed_error())
+        if error is not None:
+            job.future.fail(error)
 
-    def _stream_ended(self, rank: int | None, call: Call, output: TaskOutput) -> None:
-        assert rank is not None
+    def _stream_ended(self, slot: Slot, call: Call, output: TaskOutput) -> None:
         call.cancel()
         output.finish()
         with self._lock:
-            self._busy[rank] -= 1
-            self._streams[rank] = weakref.WeakSet(one for one in self._streams[rank] if not one.has_ended)
+            slot.release()
+            slot.streams = weakref.WeakSet(one for one in slot.streams if not one.has_ended)
             if self._waiting:
                 self._wake()
 
+    def _on_demand(self) -> None:
+        """A call waits for any process; with the lock held. A pool that can grow does so."""
+
+    def _send_elsewhere(self, job: Job) -> None:
+        """A call whose process has gone for good before the call was sent."""
+        self._on_failure(job, SessionLostError(f"rank {job.rank} is gone."))
+
     def _release(self, job: Job) -> None:
-        if job in self._running:
-            self._running.discard(job)
-            assert job.rank is not None
-            self._busy[job.rank] -= 1
+        slot = self._running.pop(job, None)
+        if slot is not None:
+            slot.release()
 
     def _release_rank(self, job: Job) -> None:
         """The job's process is free again."""
@@ -351,10 +383,11 @@ class Scheduler:
             job.running.cancel()
             return
         with self._lock:
-            queue = self._queued if job.pinned is None else self._pinned[job.pinned]
-            if job in queue:
-                queue.remove(job)
-                self._waiting -= 1
+            slot = None if job.pinned is None else self._slots.get(job.pinned)
+            for queue in (self._queued, *(() if slot is None else (slot.queue,))):
+                if job in queue:
+                    queue.remove(job)
+                    self._waiting -= 1
 
     def stream(self, call: PendingCompute[object]) -> Iterator[object]:
         """Make a call of a generator function at once, and return an iterator over what it yields."""
@@ -376,78 +409,13 @@ class Scheduler:
         Raises:
             ConfigurationError: it cannot be sent.
         """
-        from skyproxy.functions import Payload
-
-        if hasattr(call.function, "__skyproxy_calls__"):
-            raise ConfigurationError(
-                f"{call.name} is a method of one actor, and `@` runs on every rank. Use `>>`; for an actor on each "
-                "rank, Model.on_all(pool)(...).broadcast(Model.method, ...)."
-            )
-        payload = Payload.of(self._group.task(as_task(call.function)), call.args, call.kwargs)
-        if payload.session is not None and self._world_size > 1:
-            raise ConfigurationError(
-                f"the arguments of {call.name} hold remote tensors, which live on one process, and `@` runs on all "
-                f"{self._world_size}. Pass values (x.cpu()), or run it there alone: f(x) >> pool."
-            )
-        future: PoolFuture[list[object]] = PoolFuture(call.name)
-        with self._lock:
-            self._check_open()
-            begin = self._broadcasting
-            self._broadcasts.append((future, lambda: self._broadcast(call, payload, future)))
-            first = None if begin else self._next_broadcast()
-        if first is not None:
-            first()
-        return future
-
-    def _next_broadcast(self) -> Callable[[], None] | None:
-        """Return a function that begins the next broadcast, if it is its turn; with the lock held."""
-        while self._broadcasts and not self._broadcasting:
-            future, begin = self._broadcasts.popleft()
-            if not future.cancelled():
-                self._broadcasting = True
-                return begin
-        return None
-
-    def _broadcast(self, call: PendingCompute[object], payload: Payload, future: PoolFuture[list[object]]) -> None:
-        calls: dict[int, Call] = {}
-        outputs: list[TaskOutput] = []
-        try:
-            self._group.ensure()
-            for rank, node in enumerate(self._group.nodes):
-                output = self._output(rank)
-                outputs.append(output)
-                calls[rank] = node.submit_payload(
-                    payload,
-                    on_output=output.write,
-                    name=call.name,
-                    results="remote" if call.options.remote else "value",
-                    context=self._group.context(rank),
-                )
-        except BaseException as error:
-            for begun in calls.values():
-                begun.cancel()
-            self._broadcast_ended(outputs)
-            future.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        gathered = self._group.gather(calls, call.options.timeout_seconds, call.name)
-        gathered.add_done_callback(lambda _: self._broadcast_ended(outputs))
-        future.follow(gathered)
-
-    def _broadcast_ended(self, outputs: Sequence[TaskOutput]) -> None:
-        for output in outputs:
-            output.finish()
-        with self._lock:
-            self._broadcasting = False
-            if self._broadcasts:
-                self._wake()
+        return self._broadcasts.submit(call)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _closed_error()
+            raise closed_error()
 
     def close(self) -> None:
         """Cancels what waits and what runs. Idempotent."""
@@ -455,12 +423,11 @@ class Scheduler:
             if self._closed:
                 return
             self._closed = True
-            left = [*self._queued, *(job for queue in self._pinned for job in queue), *self._running]
-            broadcasts = [future for future, _ in self._broadcasts]
+            left = [*self._queued, *(job for slot in self._slots for job in slot.queue), *self._running]
+            broadcasts = self._broadcasts.close()
             self._queued.clear()
-            for queue in self._pinned:
-                queue.clear()
-            self._broadcasts.clear()
+            for slot in self._slots:
+                slot.queue.clear()
             self._waiting = 0
             self._work.notify_all()
         for job in left:
@@ -468,7 +435,3 @@ class Scheduler:
         for future in broadcasts:
             future.cancel()
         self._result_executor.shutdown(wait=False)
-
-
-def _closed_error() -> ConfigurationError:
-    return ConfigurationError("this pool is not running. Calls are made inside its `with` block.")

@@ -61,7 +61,7 @@ class Workers:
                 try:
                     return await cls._connect_all(spec, launched, plugins, noting)
                 except BaseException:
-                    await _really(launched.close())
+                    await really(launched.close())
                     raise
         except TimeoutError as error:
             if not limit.expired():
@@ -84,10 +84,10 @@ class Workers:
         nodes: list[Node] = []
         try:
             # The head first, so that of the pool's devices its own has the lowest number.
-            nodes.append(await _connect(spec, endpoints[0]))
-            nodes += await run_all_or_none(_connect(spec, endpoint) for endpoint in endpoints[1:])
+            nodes.append(await connect_worker(spec, endpoints[0]))
+            nodes += await run_all_or_none(connect_worker(spec, endpoint) for endpoint in endpoints[1:])
 
-            await _check_software(launched, nodes)
+            await check_software(launched, nodes)
 
             def replace_rank(rank: int) -> Node:
                 return loop_thread().run(_replace(spec, launched, rank, group.nodes[rank]))
@@ -101,7 +101,7 @@ class Workers:
                 report(Progress("bootstrapping", None, "setting up the plugins on all ranks"))
             await asyncio.to_thread(group.ensure)
         except BaseException:
-            await _really(_close_nodes(nodes))
+            await really(close_nodes(nodes))
             raise
         report(Progress("running", None, "all worker processes are ready"))
         return cls(spec, launched, group)
@@ -110,12 +110,13 @@ class Workers:
         """Leaves the plugins' hooks, ends the sessions, then the workers."""
         try:
             await asyncio.to_thread(self.group.close)
-            await _close_nodes(self.group.nodes)
+            await close_nodes(self.group.nodes)
         finally:
             await self.launched.close()
 
 
-async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
+async def connect_worker(spec: WorkerSpec, endpoint: Endpoint) -> Node:
+    """Connect to a worker process; a connection that comes too late is closed again."""
     from skyproxy.nodes import connect
 
     connecting = asyncio.create_task(
@@ -137,11 +138,11 @@ async def _connect(spec: WorkerSpec, endpoint: Endpoint) -> Node:
         return await asyncio.shield(connecting)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):
-            await _close_nodes([await connecting])
+            await close_nodes([await connecting])
         raise
 
 
-async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
+async def check_software(launched: Launched, nodes: Sequence[Node]) -> None:
     """Check that workers have what an image asks for that nobody has built.
 
     Raises:
@@ -162,11 +163,13 @@ async def _check_software(launched: Launched, nodes: Sequence[Node]) -> None:
 
 
 async def _replace(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:
-    await _close_nodes([old])
-    return await _connect(spec, await launched.restart(rank))
+    await close_nodes([old])
+    return await connect_worker(spec, await launched.restart(rank))
 
 
-async def _close_nodes(nodes: Sequence[Node]) -> None:
+async def close_nodes(nodes: Sequence[Node]) -> None:
+    """Close connections, whatever state they are in."""
+
     def close(node: Node) -> None:
         with contextlib.suppress(SkyproxyError):
             node.close()
@@ -174,7 +177,7 @@ async def _close_nodes(nodes: Sequence[Node]) -> None:
     await asyncio.gather(*(asyncio.to_thread(close, node) for node in nodes))
 
 
-async def _really(cleanup: Awaitable[object]) -> None:
+async def really(cleanup: Awaitable[object]) -> None:
     """Runs a clean-up to its end, also where the task is cancelled once more meanwhile."""
     task = asyncio.ensure_future(cleanup)
     try:

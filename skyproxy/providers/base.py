@@ -103,6 +103,8 @@ class WorkerSpec:
         timeout_seconds: how long it may take until all of them run.
         keep: whether workers stay when the client leaves, and are found again by their name.
         options: what only one provider knows.
+        first_node: the number of the first node, where these are a part of a pool whose nodes come one by one.
+        of_nodes: how many nodes that pool has at most, and share what they share; None: `nodes`.
 
     Example:
         ```python
@@ -124,6 +126,8 @@ class WorkerSpec:
     timeout_seconds: float = 600.0
     keep: bool = False
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    first_node: int = 0
+    of_nodes: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -190,7 +194,7 @@ class Endpoint:
     renew: Callable[[], tuple[str, str | None]] | None = field(default=None, repr=False, compare=False)
 
 
-Phase = Literal["provisioning", "bootstrapping", "running", "failed"]
+Phase = Literal["provisioning", "bootstrapping", "running", "failed", "growing", "shrinking", "lost"]
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class LocalWorkers:
             search.insert(0, self._includes)
         variables["PYTHONPATH"] = os.pathsep.join(part for part in search if part)
         node, local_rank = divmod(rank, procs)
-        devices = devices_of_node(node, spec.nodes) if self._device != "cpu" else []
+        devices = devices_of_node(spec.first_node + node, spec.of_nodes or spec.nodes) if self._device != "cpu" else []
         if devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = _threads(spec)
@@ -267,9 +267,10 @@ def _threads(spec: WorkerSpec) -> int | None:
     if cpus is not None:
         amount = float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
         return max(1, int(amount / spec.procs_per_node))
-    if spec.world_size == 1:
+    processes = (spec.of_nodes or spec.nodes) * spec.procs_per_node
+    if processes == 1:
         return None
-    return max(1, (os.cpu_count() or 1) // spec.world_size)
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def _make_folder(name: str, path: str) -> None:

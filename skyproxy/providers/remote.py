@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
@@ -138,6 +139,15 @@ class Remote:
             for rank, (url, token) in enumerate(zip(self.urls, tokens))
         ]
         return RemoteWorkers(endpoints, image)
+
+    def single_nodes(self, spec: WorkerSpec) -> NoReturn:
+        """Raises:
+        ConfigurationError: always; whoever started these workers can start others.
+        """
+        raise ConfigurationError(
+            f"Remote() uses workers that are already running, and can neither start nor end one: nodes=Nodes(...) is "
+            f"not for it. Leave nodes= out, to use all {len(self.urls)}."
+        )
 
     def _current_token(self) -> str:
         return _token_of_environment() if self._token_file is None else _token_of_file(self._token_file)

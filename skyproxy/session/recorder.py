@@ -122,6 +122,16 @@ class Recorder:
         self.on_sent: Callable[[], object] | None = None
         self._ended: SessionLostError | None = None
 
+    @property
+    def live_slots(self) -> int:
+        """The number of tensors and other handles that live on the worker; perhaps more while something is recorded."""
+        if not self._lock.acquire(blocking=False):
+            return self._top
+        try:  # with the lock, for what is being released is in both lists for a moment
+            return self._top - len(self.free) - len(self._taken)
+        finally:
+            self._lock.release()
+
     def take_slot(self, handle: SlotOwner) -> None:
         """Set `handle.slot` to any free slot, or to one that was never used.
 

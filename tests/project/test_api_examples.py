@@ -29,7 +29,15 @@ MORE_ELSEWHERE = {
 """What these show needs a model, a script, another worker, or packages to be installed."""
 NOT_FOR_USERS = {
     "pools call them": {
-        *("AWS.launch", "AWS.reach", "Container.launch", "Kubernetes.launch", "Local.launch", "Remote.launch"),
+        *(
+            "AWS.launch",
+            "AWS.reach",
+            "Container.launch",
+            "Kubernetes.launch",
+            "Local.launch",
+            "Remote.launch",
+            "Remote.single_nodes",
+        ),
         *("Provider.launch", "Launched.close", "Launched.logs", "Launched.restart"),
     },
     "providers call them": {"Image.content_hash", "Image.included_paths", "Image.index_of"},

@@ -12,7 +12,7 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import AuthenticationError, ConfigurationError, WorkerStartError
-from skyproxy.pools.workers import _connect
+from skyproxy.pools.workers import connect_worker
 from skyproxy.providers import Image, Launched, Provider, WorkerSpec
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
@@ -58,7 +58,7 @@ def test_a_pools_further_connections_have_the_new_token(tmp_path: Path) -> None:
         launched = asyncio.run(sky.Remote([url], token_file=file).launch(spec, lambda progress: None))
         (endpoint,) = launched.endpoints
         assert endpoint.token == former
-        first, second = (asyncio.run(_connect(spec, each)) for each in (endpoint, replace(endpoint, renew=None)))
+        first, second = (asyncio.run(connect_worker(spec, each)) for each in (endpoint, replace(endpoint, renew=None)))
         draft = tmp_path / ".draft"
         draft.write_text("another-token-for-this-worker")
         draft.chmod(0o600)
