@@ -25,6 +25,7 @@ SkyproxyError
     │   └── SnapshotNotNowError           it cannot be taken at this moment
     ├── CancelledOperationError           an interrupt, or `torch.sky.cancel()`, came before the op was begun
     └── RemoteFunctionError               a function raised what cannot be made again here
+        └── FunctionCrashedError          the process of an isolated function ended before it
 
 An op that fails on the worker with an exception that PyTorch users know (RuntimeError, IndexError, ValueError,
 TypeError, NotImplementedError, torch.OutOfMemoryError, ...) raises a class that is both `RemoteError` and that
@@ -218,6 +219,14 @@ class CancelledOperationError(RemoteError):
 
 class RemoteFunctionError(RemoteError):
     """A function on a worker raised an exception that cannot be made again here; names its type and its text."""
+
+
+class FunctionCrashedError(RemoteFunctionError):
+    """The process of a function that was called with `isolate=True` ended before the function did.
+
+    The message names the signal or the exit status, and the end of what it printed. The session and its tensors are as
+    the function left them; the call can be made again, see `skyproxy.Retry`.
+    """
 
 
 class UntrustedResultError(SkyproxyError, TypeError):

@@ -77,6 +77,11 @@ class Settings:
     """Entries in the client's cache of inferred metadata, a device; the oldest quarter goes when it is full."""
     max_calls: int = 1024
     """Functions that one worker runs at a time."""
+    max_isolated_calls: int = 64
+    """Functions that one worker runs in processes of their own at a time."""
+    isolate: bool = False
+    """True if functions that a program runs on a node get a process of their own there, where the worker can do that;
+    `skyproxy run` sets it for its script."""
     max_kept_calls: int = 1024
     """Calls that have ended and that a worker keeps until their caller has taken the result; the oldest go first."""
     max_kept_result_bytes: int = 1 << 30

@@ -30,10 +30,10 @@ from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import CHOICES, DeviceRow, inventory
 from skyproxy_server.invitation import invite
 from skyproxy_server.isolation import options
-from skyproxy_server.isolation.limits import are_sessions_separable, hide_memory
 from skyproxy_server.isolation.spawner import TemplateSetup
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend
+from skyproxy_server.limits import are_sessions_separable, hide_memory
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.processes import run_processes, wait_for_ports
 from skyproxy_server.program_log import log_to_stderr

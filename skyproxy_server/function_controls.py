@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from skyproxy.errors import ConfigurationError
+import torch
+
+from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import PoisonedError
+from skyproxy_server.functions.lent_tensors import LentTensors
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.session_state import SessionState
 
@@ -17,7 +21,39 @@ def _calls(session: SessionState) -> Calls:
     return session.calls
 
 
-def bind_call(session: SessionState, call: str, slots: list[int]) -> None:
+class _Loan:
+    """The loan of a session to a function in a process of its own."""
+
+    def __init__(self, session: SessionState, arguments: list[torch.Tensor]) -> None:
+        self.tensors = LentTensors(arguments, session.values.slots.values())
+        self._random = session.random
+        self._before = session.random.states()
+
+    def random_states(self) -> list[list[object]]:
+        """The session's random numbers, as the function draws them."""
+        return [[*key, state.numpy().tobytes()] for key, state in self._before.items()]
+
+    def take_random_states(self, states: object) -> None:
+        """The function has drawn up to these.
+
+        Raises:
+            ProtocolError: they are none.
+        """
+        self._random.move_on(self._before, _states(states, self._before))
+
+
+def _states(rows: Any, known: dict[tuple[str, int], torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    for kind, index, data in rows:
+        before = known.get((kind, index))
+        if before is not None:
+            if type(data) is not bytes or len(data) != before.nbytes:
+                raise ProtocolError(f"the state of a random generator that is {type(data).__name__}, or too long")
+            found[kind, index] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return found
+
+
+def bind_call(session: SessionState, call: str, slots: list[int], isolate: bool = False) -> None:
     """These values are the tensor arguments of a call: as they are now, after every operation before.
 
     The function draws from the process's default generators, which from now on hold this session's state.
@@ -30,7 +66,13 @@ def bind_call(session: SessionState, call: str, slots: list[int]) -> None:
         session.values.mark_reported(error.failed)
         calls.refuse(session.identity, call, {**error.failed.record, "failed": True})
         return
-    calls.bind(session.identity, call, arguments, session.streams)
+    try:
+        loan = _Loan(session, arguments) if isolate else None
+    except (TypeError, OSError, RuntimeError) as error:
+        words: dict[str, object] = {"type": type(error).__name__, "message": str(error), "traceback": ""}
+        calls.refuse(session.identity, call, words)
+        return
+    calls.bind(session.identity, call, arguments, session.streams, loan)
 
 
 def adopt_results(session: SessionState, call: str, number: int, slots: list[int]) -> None:

@@ -108,7 +108,7 @@ class Gates:
         """Forget the marks on storages that nobody but us holds any more."""
         for key, gates in list(self._closed.items()):
             storage = gates[0].storage if gates and all(gate.failed is not None for gate in gates) else None
-            if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES:
+            if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= OWN_USES:
                 del self._closed[key]
 
     def wait_until_usable(self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True) -> None:
@@ -183,7 +183,7 @@ class Gates:
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
         for key, (storage, _) in list(self._shrunk.items()):
-            if torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES:
+            if torch._C._storage_Use_Count(storage._cdata) <= OWN_USES:
                 del self._shrunk[key]
         for key, gates in list(self._closed.items()):
             for gate in list(gates):
@@ -220,7 +220,7 @@ def _own_uses() -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-_OWN_USES = _own_uses()
+OWN_USES = _own_uses()
 """The reference count of a storage that only we hold."""
 
 

@@ -64,6 +64,23 @@ class RandomState:
             self._take_over()
         return _generator(kind, index or 0)
 
+    def states(self) -> dict[tuple[str, int], torch.Tensor]:
+        """The states of the default generators that this session draws from, by device: kind and number."""
+        with _lock:
+            if _owner is not self:
+                return dict(self._states)
+            return {key: _generator(*key).get_state() for key in self._devices()}
+
+    def move_on(self, before: dict[tuple[str, int], torch.Tensor], after: dict[tuple[str, int], torch.Tensor]) -> None:
+        """Let this session draw from `after` from now on, on devices where it has not drawn since `before`."""
+        with _lock:
+            now = self.states()
+            for key in now.keys() & before.keys() & after.keys():
+                if torch.equal(now[key], before[key]) and not torch.equal(after[key], before[key]):
+                    self._states[key] = after[key]
+                    if _owner is self:
+                        _generator(*key).set_state(after[key])
+
     @staticmethod
     def exclusive() -> threading.RLock:
         """The lock that keeps other sessions from the default generators."""

@@ -599,6 +599,8 @@ class WorkerHost:
 
     def _welcome(self, session: WorkerSession) -> Welcome:
         limits = {"functions": int(session.calls is not None), "cancels": 1}
+        if session.calls is not None and session.calls.can_isolate:
+            limits["isolates"] = 1
         if self._snapshots is not None:
             limits["snapshots"] = 1
         if self._blobs is not None:

@@ -21,6 +21,8 @@ from skyproxy.kubernetes.address import ClusterAddress
 if TYPE_CHECKING:
     from skyproxy.functions.scripts import Script
 
+_ISOLATE_VARIABLE = "SKYPROXY_ISOLATE"
+
 
 def run(
     ctx: typer.Context,
@@ -41,6 +43,10 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Under torchrun: how often to restart all processes when one fails.")
     ] = 0,
+    isolate: Annotated[
+        bool,
+        typer.Option(help="Give each function that the script runs on a node a process of its own, where it can."),
+    ] = True,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
@@ -74,6 +80,9 @@ def run(
         raise ConfigurationError(f"no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT.{late}")
     environment = {key: value for key, value in os.environ.items() if key not in ("SKYPROXY_URL", "SKYPROXY_TOKEN")}
     environment[CONTEXT_VARIABLE] = saved.name
+    if not isolate:
+        environment[_ISOLATE_VARIABLE] = "0"
+    environment.setdefault(_ISOLATE_VARIABLE, "1")
     command = [sys.executable, *(["-m"] if module else []), script, *ctx.args]
     if os.name == "posix":
         # In our place, so that signals and the exit status are the script's own.

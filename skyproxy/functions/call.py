@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from skyproxy.errors import (
+    FunctionCrashedError,
     LimitExceededError,
     ProtocolError,
     RemoteFunctionError,
@@ -386,6 +387,8 @@ class Call:
         name, message, traceback = (visible(words.get(key) or "") for key in ("type", "message", "traceback"))
         if name == LimitExceededError.__name__:
             return LimitExceededError(message)
+        if name == FunctionCrashedError.__name__:
+            return FunctionCrashedError(message)
         error = self._rebuilt(came) if came.pieces else None
         if error is None:
             error = RemoteFunctionError(f"{name}: {message}")

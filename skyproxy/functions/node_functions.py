@@ -32,6 +32,7 @@ class NodeFunctions:
         results: Results = "remote",
         context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
+        isolate: bool | None = None,
         **kwargs: object,
     ) -> Call:
         """Begins to run a function on the worker; does not wait for it.
@@ -53,8 +54,12 @@ class NodeFunctions:
             context: small values for `skyproxy.runtime.current_call().values` on the worker.
             trust_worker: whether the result may be any object, of a pickle that may run any code here; by default as
                 the node was connected. Otherwise it must be plain data, see `Call.trust_worker`.
+            isolate: whether the function gets a process of its own on the worker, which ends with it: a crash, an exit
+                or a leak harms nothing of the session. Its remote tensors are there by shared memory. By default as
+                SKYPROXY_ISOLATE says, which `skyproxy run` sets.
 
         Raises:
+            FunctionCrashedError: from `result()`, if that process ended before the function had.
             ConfigurationError: the worker runs no functions, or these arguments cannot be sent.
             VersionMismatchError: the function's code cannot run on the worker's Python.
             SessionLostError: the worker is gone.
@@ -65,16 +70,18 @@ class NodeFunctions:
             print(call.result().item())
             ```
         """
-        options = {
+        options: dict[str, Any] = {
             "on_output": on_output,
             "timeout": timeout,
             "name": name,
             "results": results,
             "context": context,
             "trust_worker": trust_worker,
+            "isolate": isolate,
         }
         defaults = {"results": "remote"}
         _check_options(fn, args, frozenset(key for key, value in options.items() if value != defaults.get(key)))
+        options["isolate"] = self._runner.isolates(fn, isolate)
         return self.submit_payload(Payload.of(fn, args, kwargs), **options)
 
     def submit_payload(self, payload: Payload, **options: Any) -> Call:

@@ -20,6 +20,7 @@ from skyproxy.functions.payload import Payload
 from skyproxy.functions.project_sync import ProjectSync
 from skyproxy.payloads.pickling import PICKLE, PLAIN
 from skyproxy.protocol import commands
+from skyproxy.runtime.project_code import OWN_PACKAGES
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.transport.base import Transport
@@ -71,9 +72,15 @@ class Runner:
         results: Results = "remote",
         context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
+        isolate: bool = False,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`."""
         self._check()
+        if isolate and not self._can_isolate:
+            raise ConfigurationError(
+                "isolate=True: this worker cannot give functions processes of their own. That needs Linux on the "
+                "worker, and a worker of this version. Leave isolate out, and the function runs in the worker's own."
+            )
         if results not in ("remote", "value"):
             raise ConfigurationError(f'results={results!r} is neither "remote" nor "value".')
         if timeout is not None and not timeout > 0:
@@ -85,13 +92,29 @@ class Runner:
             "skyproxy.function", function=name or payload.name, session=self.session.welcome.session[:8]
         )
         try:
-            call = self._begin(payload, on_output, timeout, name, results, context, trusted)
+            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate)
         except BaseException as error:
             telemetry.end(span, type(error).__name__)
             raise
         if span is not None:
             call.add_done_callback(lambda done: telemetry.end(span, done.failure))
         return call
+
+    @property
+    def _can_isolate(self) -> bool:
+        return bool(self.session.welcome.limits.get("isolates"))
+
+    def isolates(self, fn: Callable[..., object], asked: bool | None = None) -> bool:
+        """Return whether a call gets a process of its own on the worker.
+
+        Args:
+            fn: the function. Those of this package keep models and other state in the worker's own process.
+            asked: what its caller wants; None leaves it to the settings, where the worker can do it.
+        """
+        if asked is not None:
+            return asked
+        wanted = self.session.settings.isolate and self._can_isolate
+        return wanted and str(getattr(fn, "__module__", "")).partition(".")[0] not in OWN_PACKAGES
 
     def _run_own(self, function: Callable[..., object], *args: object) -> object:
         """Run a function of this package on the worker, which needs nothing of the program for it."""
@@ -106,6 +129,7 @@ class Runner:
         results: Results,
         context: Mapping[str, object] | None,
         trusted: bool,
+        isolate: bool = False,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
@@ -117,11 +141,13 @@ class Runner:
             "timeout": None if timeout is None else float(timeout),
             **payload.tables,
         }
+        if isolate:
+            call.task["isolate"] = True
         self._channel.open()  # before anything is recorded, so that nothing waits there for a call that never comes
         # Without tensors too: the function begins after everything recorded before it, a new seed for example.
         slots = [tensor._sky.slot for tensor in payload.tensors]
         self.session.recorder.hidden_writes += 1
-        self.session.recorder.append(commands.DO, "bind_call", [call.id, slots])
+        self.session.recorder.append(commands.DO, "bind_call", [call.id, slots, *([True] if isolate else [])])
         self.session.recorder.flush()
         self._channel.start(call)
         return call
@@ -159,7 +185,7 @@ class Runner:
 
     def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits; see `Node.run`."""
-        call = self.submit(Payload.of(fn, args, kwargs))
+        call = self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn))
         try:
             return call.result()
         except BaseException:
@@ -173,7 +199,7 @@ class Runner:
         def begin() -> None:
             if begun.set_running_or_notify_cancel():
                 try:
-                    begun.set_result(self.submit(Payload.of(fn, args, kwargs)))
+                    begun.set_result(self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn)))
                 except BaseException as error:
                     begun.set_exception(error)
 

@@ -148,6 +148,11 @@ class ActorCalls(Scheduler):
                 f"the arguments of {method.__qualname__} hold remote tensors that do not live with the {self.place}. "
                 f"Move them first: x.to(pool.nodes[{self.place.rank}].device(...)), or pass x.cpu()."
             )
+        if options.isolate:
+            raise ConfigurationError(
+                f"{call.name} is a method of an actor, whose state is in its worker's own process, so isolate=True "
+                "cannot be had for it. Call an isolated function beside the actor, or leave isolate out."
+            )
         merged = CallOptions(options.timeout_seconds or ours.timeout_seconds, None, options.remote or ours.remote)
         made: PendingCompute[object] = PendingCompute(method, (), {}, merged, method.__qualname__)
         job = ActorJob(made, payload, None, options.retry or self._retry)

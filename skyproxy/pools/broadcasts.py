@@ -147,6 +147,7 @@ class Broadcasts:
                     on_output=output.write,
                     name=call.name,
                     results="remote" if call.options.remote else "value",
+                    isolate=bool(call.options.isolate),
                     context=crew.context(rank),
                 )
         except BaseException as error:

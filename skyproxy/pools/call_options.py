@@ -58,12 +58,14 @@ class CallOptions:
         on: the rank that must run it: a number, or "head" for rank 0; any by default.
         remote: whether tensors in the result stay on the worker.
         retry: when it is made once more; the pool's rule by default.
+        isolate: whether it runs in a process of its own; as the settings say by default.
     """
 
     timeout_seconds: float | None = None
     on: On = None
     remote: bool = False
     retry: Retry | None = None
+    isolate: bool | None = None
 
     @property
     def rank(self) -> int | None:

@@ -35,6 +35,7 @@ class Job:
         self.payload = payload
         self.timeout_seconds = call.options.timeout_seconds
         self.results = "remote" if call.options.remote else "value"
+        self.isolate = bool(call.options.isolate)
         self.is_stream = is_stream(call.function)
         self.pinned = rank
         self.rank = rank

@@ -63,4 +63,5 @@ class NodeTarget:
             timeout=options.timeout_seconds,
             name=call.name,
             results="remote" if options.remote else "value",
+            isolate=bool(options.isolate),
         )

@@ -121,7 +121,12 @@ def function(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iter
 def function(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
 @overload
 def function(
-    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
+    *,
+    timeout: float | None = None,
+    on: On = None,
+    remote: bool = False,
+    retry: Retry | int | None = None,
+    isolate: bool | None = None,
 ) -> Decorator: ...
 def function(
     target: Callable[..., object] | None = None,
@@ -131,6 +136,7 @@ def function(
     on: On = None,
     remote: bool = False,
     retry: Retry | int | None = None,
+    isolate: bool | None = None,
 ) -> object:
     """A decorator, bare or with options: calls of the function run on a pool.
 
@@ -140,6 +146,7 @@ def function(
         on: the rank that runs it: a number, or "head".
         remote: whether tensors in results stay on the worker.
         retry: when a call is made once more: a number of times for lost workers, or a `Retry`.
+        isolate: whether each call runs in a process of its own on its worker, see `Node.submit`.
 
     Example:
         ```python
@@ -152,7 +159,7 @@ def function(
             print(square(3) >> pool)
         ```
     """
-    options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry))
+    options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry), isolate)
 
     def decorate(target: Callable[..., object]) -> RemoteFunction[..., object]:
         if isinstance(target, RemoteFunction):

@@ -267,6 +267,7 @@ class Scheduler:
                     timeout=job.timeout_seconds,
                     name=job.name,
                     results=job.results,
+                    isolate=job.isolate,
                     context=self._group.context(job.rank),
                 )
         except Exception as error:

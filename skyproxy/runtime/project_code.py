@@ -120,6 +120,10 @@ class ProjectCode:
         """The folders that a program imports from."""
         return [path for path, _ in self._folders.get(session, ())]
 
+    def places(self, session: str) -> tuple[Folder, ...]:
+        """The same with their order, as `use` takes them."""
+        return self._folders.get(session, ())
+
     # --- what its calls find ------------------------------------------------------------------------------------------
 
     def enter(self, session: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import RemoteFunctionError
+from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, RemoteFunctionError
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, dressed
 from skyproxy.runtime.calls import CallContext, entered_call
@@ -25,7 +25,9 @@ from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
+from skyproxy_server.functions.isolated_call import IsolatedCall, Loan, Said
 from skyproxy_server.functions.known_functions import KnownFunction, named_device
+from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.functions.results import REMOTE, ResultWriter, describe_error
 from skyproxy_server.inventory import DeviceRow
 
@@ -50,7 +52,13 @@ class FunctionCall:
     """
 
     def __init__(
-        self, identity: str, session: str, devices: list[DeviceRow], settings: Settings, activity: Activity
+        self,
+        identity: str,
+        session: str,
+        devices: list[DeviceRow],
+        settings: Settings,
+        activity: Activity,
+        nursery: Nursery | None = None,
     ) -> None:
         self.identity = identity
         self.session = session
@@ -59,6 +67,9 @@ class FunctionCall:
         self.began_at = 0.0
         self._plain = False
         self._devices = devices
+        self._settings = settings
+        self._nursery = nursery
+        self._loan: Loan | None = None
         self.events = Events(identity, settings)
         self._activity = activity
         self._task: dict[str, Any] | None = None
@@ -119,16 +130,17 @@ class FunctionCall:
                 self._count, self._on_end, self._function = count, on_end, function
                 self._begin()
 
-    def bind(self, arguments: list[object], streams: Sequence[torch.cuda.Stream]) -> None:
+    def bind(self, arguments: list[Any], streams: Sequence[torch.cuda.Stream], loan: Loan | None = None) -> None:
         """The tensor arguments are here.
 
         Args:
             arguments: one for each reference in the payload.
             streams: the CUDA streams that their values are computed on.
+            loan: the same for a process of its own, if the call is to have one.
         """
         with self._lock:
             if self._arguments is None and not self.ended:
-                self._arguments, self._streams = arguments, streams
+                self._arguments, self._streams, self._loan = arguments, streams, loan
                 self.has_tensors = bool(arguments)
                 self._begin()
 
@@ -164,12 +176,15 @@ class FunctionCall:
                         stack.enter_context(torch.cuda.stream(stream))
                     values = pickle.loads(task["context"]) if task["context"] else {}
                     stack.enter_context(entered_call(CallContext(self.identity, self.name, values, self.session)))
+                    if task.get("isolate"):
+                        self._execute_apart(task, pieces)
+                        return
                     stack.enter_context(output.printing_to(self))
                     self._execute(task, pieces, arguments)
             except BaseException as error:
                 if not self.ended:
                     self._flush()
-                    self._has_run()
+                    self.has_run()
                     self._fail(error)
                 # The frame of a function that raised what it had given a name holds itself, and all its variables.
                 traceback.clear_frames(error.__traceback__)
@@ -178,11 +193,11 @@ class FunctionCall:
         except CallInterrupt:
             pass  # it struck after the function had ended
         finally:
-            self._has_run()
+            self.has_run()
             self._on_end()
 
-    def _has_run(self) -> None:
-        # An interrupt may strike in here: it is called once more at the end.
+    def has_run(self) -> None:
+        """The function has ended. May be called again: an interrupt may strike in here."""
         self._counted = False
         self._count(False)
 
@@ -234,6 +249,20 @@ class FunctionCall:
         self._flush()
         self._emit_value("result", result, returning)
 
+    def _execute_apart(self, task: Said, pieces: Sequence[object]) -> None:
+        loan, self._loan = self._loan, None
+        function, self._function = self._function, None
+        if loan is None or self._nursery is None:
+            raise ConfigurationError(f"this worker cannot run {self.name} in a process of its own")
+        apart = IsolatedCall(self._nursery, self._devices, self._settings, loan)
+        self._interrupts.append(apart.stop)
+        if not self.ended:  # else it was given up before it could be told
+            try:
+                apart.run(self, task, pieces, function)
+            except (FunctionCrashedError, LimitExceededError) as error:
+                self.has_run()
+                self.fail({"type": type(error).__name__, "message": str(error), "traceback": ""})
+
     async def _drain(self, generator: Any, returning: ResultWriter) -> None:
         async for item in generator:
             # In this very thread: one call, one line of events.
@@ -262,7 +291,7 @@ class FunctionCall:
         if kind == "item":
             self._wait_for_items()
         else:
-            self._has_run()
+            self.has_run()
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
     def _explain_import(self, error: BaseException) -> None:
@@ -327,6 +356,20 @@ class FunctionCall:
                 raise CallInterrupt
             self.events.add("output", {"stream": stream, "text": text})
 
+    def print_from_process(self, stream: str, text: str) -> None:
+        """Pass on what a process of the function has printed, once there is room."""
+        with self._lock:
+            while self.events.output_must_wait:
+                self._sleep()
+            self.events.add("output", {"stream": stream, "text": text})
+
+    def wait_for_room(self) -> bool:
+        """Wait until one more item may be ahead of the caller; return whether anybody wants it."""
+        with self._lock:
+            while self.events.items_must_wait:
+                self._sleep()
+            return not self.ended
+
     def _wait_for_items(self) -> None:
         with self._lock:
             while self.events.items_must_wait:
@@ -360,7 +403,7 @@ class FunctionCall:
         """Nobody will ask for this call again: an end is of no interest, and a function that runs is interrupted."""
         with self._lock:
             self.events.discard()
-            self._task, self._pieces, self._arguments = {}, (), []
+            self._task, self._pieces, self._arguments, self._loan = {}, (), [], None
             self._stop_thread()
 
     def _stop_thread(self) -> None:

@@ -24,13 +24,15 @@ _NO_TABLES: dict[str, object] = {"tensors": [], "bases": []}
 class KnownFunction:
     """One function of one session.
 
-    Args:
+    Attributes:
         content: its pickle.
+
+    Args:
         keeps_globals: whether all calls share one function, and with it the values of its globals.
     """
 
     def __init__(self, content: bytes, keeps_globals: bool) -> None:
-        self._content = content
+        self.content = content
         self._keeps_globals = keeps_globals
         self._lock = threading.Lock()
         self._made: tuple[int, Callable[..., object]] | None = None
@@ -38,7 +40,7 @@ class KnownFunction:
     @property
     def kept_bytes(self) -> int:
         """The bytes that it counts."""
-        return len(self._content) + _OVERHEAD_BYTES
+        return len(self.content) + _OVERHEAD_BYTES
 
     def make(self) -> Callable[..., object]:
         """The function for one call, on that call's thread.
@@ -56,7 +58,7 @@ class KnownFunction:
             return self._made[1]
 
     def _load(self) -> Callable[..., object]:
-        function = Unpickler([self._content], _NO_TABLES, _no_reference, named_device).unpickle()
+        function = Unpickler([self.content], _NO_TABLES, _no_reference, named_device).unpickle()
         if not callable(function):
             raise ProtocolError(f"what came as a function is a {type(function).__name__}")
         return function  # type: ignore[no-any-return]

@@ -20,7 +20,9 @@ from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.elsewhere import Elsewhere, RemoteListener
 from skyproxy_server.functions.events import Listener
+from skyproxy_server.functions.isolated_call import Loan
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
+from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.inventory import DeviceRow
 
 logger = logging.getLogger("skyproxy.server")
@@ -53,6 +55,7 @@ class Calls:
         self._ended_sessions: set[str] = set()
         """Those whose functions still run."""
         self._functions = KnownFunctions(settings.max_kept_function_bytes)
+        self._nursery = Nursery(settings.max_isolated_calls) if Nursery.is_possible() else None
         self.elsewhere: Elsewhere | None = None
         self._lock = threading.RLock()
 
@@ -94,6 +97,11 @@ class Calls:
             calls = list(self._calls.values())
         return any(call.session == session and call.has_tensors and (call.running or call.is_active) for call in calls)
 
+    @property
+    def can_isolate(self) -> bool:
+        """True if functions can have processes of their own."""
+        return self._nursery is not None
+
     def _elsewhere(self, identity: str) -> Elsewhere | None:
         """Return who speaks for a call that runs in another process; None for one of ours, or of nobody."""
         elsewhere = self.elsewhere
@@ -109,7 +117,7 @@ class Calls:
             call = self._calls.get(identity)
             if call is None and identity not in self._gone and session not in self._gone:
                 call = self._calls[identity] = FunctionCall(
-                    identity, session, self._devices, self._settings, self._activity
+                    identity, session, self._devices, self._settings, self._activity, self._nursery
                 )
             return call
 
@@ -208,11 +216,18 @@ class Calls:
 
     # --- what operations ask for -------------------------------------------------------------------------------------
 
-    def bind(self, session: str, identity: str, arguments: list[object], streams: Sequence[torch.cuda.Stream]) -> None:
+    def bind(
+        self,
+        session: str,
+        identity: str,
+        arguments: list[object],
+        streams: Sequence[torch.cuda.Stream],
+        loan: Loan | None = None,
+    ) -> None:
         """Gives a call its tensor arguments."""
         call = self._get_or_make(identity, session)
         if call is not None:
-            call.bind(arguments, streams)
+            call.bind(arguments, streams, loan)
 
     def refuse(self, session: str, identity: str, words: dict[str, object]) -> None:
         """Ends a call whose arguments do not exist."""
@@ -270,6 +285,8 @@ class Calls:
             self._remember(session)
             self._ended_sessions.add(session)
             self._functions.forget(session)
+            if self._nursery is not None:
+                self._nursery.session_ended(session)
             runs = session in self._running.values()
         if orphans or runs:
             timer = threading.Timer(self._settings.call_grace_seconds, self._expire, (session, orphans))

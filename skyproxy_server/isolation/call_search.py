@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.isolation import call_names
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 
 logger = logging.getLogger("skyproxy.server")
 

@@ -14,7 +14,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
-from skyproxy_server.isolation.channel import ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError
 from skyproxy_server.isolation.relay import relay
 from skyproxy_server.isolation.sockets import bytes_written
 from skyproxy_server.isolation.supervised_session import REAP_SECONDS, SupervisedSession

@@ -21,12 +21,12 @@ from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
-from skyproxy_server import audit
+from skyproxy_server import audit, limits
 from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.graph_checks import trust_clients
-from skyproxy_server.isolation import call_names, limits
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.session_user import SessionUser, become_for_session
 from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, mapped
 from skyproxy_server.isolation.uploads import SharedUploads

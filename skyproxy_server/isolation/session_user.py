@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyproxy_server.isolation import limits
+from skyproxy_server import limits
 
 _DEVICES = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 """The device files whose groups a session keeps, below /dev."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.session_user import SessionUser
 
 logger = logging.getLogger("skyproxy.server")

@@ -18,8 +18,8 @@ from typing import Any
 from skyproxy.protocol.messages import BULK, OPERATIONS, Hello, Welcome
 from skyproxy.transport.stream import remaining
 from skyproxy_server.auth import Identity
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
-from skyproxy_server.isolation.endings import Ending
+from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.endings import Ending
 from skyproxy_server.isolation.slots import Slots
 from skyproxy_server.isolation.uploads import UploadDesk
 from skyproxy_server.status import checked_row

@@ -19,15 +19,14 @@ from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
 from skyproxy.transport.stream import remaining
 from skyproxy.transport.websocket_transport import WebSocketTransport
-from skyproxy_server import audit
+from skyproxy_server import audit, limits
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, Identity, client_of
 from skyproxy_server.blobs import BlobStore
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.inventory import DeviceRow
-from skyproxy_server.isolation import limits
 from skyproxy_server.isolation.call_search import CallSearch
 from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.lent_connection import LentConnection
 from skyproxy_server.isolation.session_user import SessionUser
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
@@ -234,6 +233,7 @@ class ProcessHost:
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
         offers = {"functions": int(self._runs_functions(session.client)), "cancels": 1}
+        offers["isolates"] = offers["functions"]
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if self._snapshots():

@@ -18,8 +18,8 @@ from typing import Any
 
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
-from skyproxy_server.isolation import limits
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server import limits
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.session_user import SessionUser, obstacle
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from skyproxy_server.auth import OWNER, Identity
 from skyproxy_server.blob_backends import FolderBackend, Kept, PendingBlob
 from skyproxy_server.blobs import BlobStore, Incoming
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 
 logger = logging.getLogger("skyproxy.server")
 

@@ -32,12 +32,12 @@ from skyproxy.protocol.messages import (
 from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.elsewhere import RemoteListener
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.call_search import MAX_SEARCHES
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
 
 logger = logging.getLogger("skyproxy.server")
 

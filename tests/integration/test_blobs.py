@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import succeed, worker
 
 PROGRAM = """

@@ -22,7 +22,7 @@ from skyproxy.errors import CancelledOperationError
 from skyproxy.session import waiters
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import wait_for, worker
 

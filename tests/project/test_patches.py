@@ -25,6 +25,9 @@ pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 60)
 EXCEPTIONS = {
     ("skyproxy/cli/connecting.py", "signal.signal"): "the command line's own process",
     ("skyproxy_server/__main__.py", "signal.signal"): "the worker's own process",
+    ("skyproxy_server/functions/nursery_process.py", "signal.signal"): "a process of its own",
+    ("skyproxy_server/functions/isolated_process.py", "signal.signal"): "a function's own process",
+    ("skyproxy_server/functions/isolated_process.py", "sys.path[:]"): "a function's own process",
     ("skyproxy_server/isolation/template.py", "signal.signal"): "a session's own process",
     ("skyproxy_server/isolation/session_user.py", "os.environ[name]"): "a session's own process",
     ("skyproxy_server/isolation/session_user.py", "tempfile.tempdir"): "a session's own process",

@@ -197,7 +197,7 @@ CONTROL_SAMPLES: dict[str, Callable[[Place], list[Any]]] = {
     "compiler_trouble": lambda place: [CPU],
     "forget_compiled": lambda place: [COMPILED],
     "compile_report": lambda place: [],
-    "bind_call": lambda place: [place.call, [1]],
+    "bind_call": lambda place: [place.call, [1], place.chance.random() < 0.5],
     "adopt_results": lambda place: [place.call, 2, [37]],
     "forget_call": lambda place: [place.call],
 }

@@ -15,7 +15,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy_server import function_controls
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.executor import Executor
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from skyproxy_server.transfers import Transfers
 from tests.security.besieged_worker import KINDS, besiege
 from tests.security.hostile_messages import decode_frames

@@ -11,7 +11,7 @@ import torch
 
 import skyproxy
 from skyproxy.errors import SessionLostError
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.server.isolation.workers import Worker, hold_the_interpreter
 
 pytestmark = [

@@ -241,7 +241,7 @@ def test_a_malformed_result_is_an_error_and_the_next_call_works(
     with monkeypatch.context() as patch:
 
         def emit(self: Any, kind: str, result: Any, returning: Any) -> None:
-            self._has_run()
+            self.has_run()
             self.events.add(kind, dict(value), Pickler(lambda tensor: None).pickle(1), [])
 
         patch.setattr(worker_call.FunctionCall, "_emit_value", emit)
@@ -266,6 +266,8 @@ ALLOWED = {
     ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
     ("skyproxy_server/functions/call.py", "Unpickler"),
+    ("skyproxy_server/functions/isolated_call.py", "import pickle"),  # writes, for a process that it has started
+    ("skyproxy_server/functions/isolated_process.py", "import pickle"),  # what its worker wrote
     ("skyproxy_server/functions/known_functions.py", "Unpickler"),
     ("skyproxy_server/isolation/visits.py", "torch.load"),  # plain tensors only, of another session's process
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)
 
+from skyproxy_server.control_channel import ChannelClosedError
 from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.call_search import MAX_SEARCHES, CallSearch
-from skyproxy_server.isolation.channel import ChannelClosedError
 
 CALL = "0123456789abcdef" * 2
 

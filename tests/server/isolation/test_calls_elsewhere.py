@@ -14,7 +14,7 @@ import torch
 
 import skyproxy
 from skyproxy.errors import RemoteFunctionError, SessionLostError
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
 from tests.server.isolation.workers import Worker
 

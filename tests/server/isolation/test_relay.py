@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)

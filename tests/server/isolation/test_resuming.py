@@ -19,7 +19,7 @@ from skyproxy.protocol.messages import BULK, OPERATIONS, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.websocket import connect_websocket
 from skyproxy.transport.websocket_transport import WebSocketTransport
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.broken_connections import check_same, move, train
 from tests.integration.chaos_proxy import ChaosProxy, chaos_proxy
 from tests.integration.programs import wait_for

@@ -21,7 +21,7 @@ from skyproxy.errors import AuthenticationError, ConfigurationError, ConnectErro
 from skyproxy.protocol.messages import BULK, Hello, Ping, Pong
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import environment, wait_for
 from tests.server.isolation.workers import TOKEN, Worker, hold_the_interpreter
 

@@ -21,8 +21,8 @@ import torch
 import skyproxy
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy_server.isolation import leftovers, options
-from skyproxy_server.isolation.limits import are_sessions_separable, end_all_others_of_this_user
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
+from skyproxy_server.limits import are_sessions_separable, end_all_others_of_this_user
 from tests.integration.programs import start_worker, wait_for
 from tests.server.isolation.interpreters import public_interpreter
 from tests.server.isolation.workers import TOKEN, Worker

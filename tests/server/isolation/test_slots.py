@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)

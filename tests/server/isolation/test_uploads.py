@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from skyproxy.protocol.digests import content_digest
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)
 
 from skyproxy_server.auth import OWNER, Identity
 from skyproxy_server.blobs import BlobStore
-from skyproxy_server.isolation.channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend, SharedUploads, UploadDesk
 
 SIZE = 10_000

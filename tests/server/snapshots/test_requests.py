@@ -14,7 +14,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import OPERATIONS, Ack, Batch, Failure, Hello, Reply, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 from tests.server.isolation.workers import TOKEN, Worker
 
 pytestmark = [

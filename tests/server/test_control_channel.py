@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)
 
-from skyproxy_server.isolation.channel import MAX_BYTES, Channel, ChannelClosedError
+from skyproxy_server.control_channel import MAX_BYTES, Channel, ChannelClosedError
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import array
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,18 @@ class Channel:
         self._readable = Readable(sock)
 
     @classmethod
-    def pair(cls) -> tuple[Channel, socket.socket]:
-        """Make a channel: our end, and the socket of the other, to be passed on."""
+    def pair(cls, send_seconds: int = 0) -> tuple[Channel, socket.socket]:
+        """Make a channel: our end, and the socket of the other, to be passed on.
+
+        Args:
+            send_seconds: how long our end waits for room where the peer does not read, before the peer counts as gone;
+                0 for ever.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_BYTES)
+        if send_seconds:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
         return cls(ours), theirs
 
     def fileno(self) -> int:

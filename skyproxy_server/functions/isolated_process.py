@@ -1,0 +1,232 @@
+"""The process of one function: it runs the call as a worker would, and tells its worker what that tells its caller."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgpack
+import torch
+
+from skyproxy import torch_codec, torch_modes
+from skyproxy.errors import SessionLostError
+from skyproxy.payloads.pieces import flat_size
+from skyproxy.payloads.tensors import memory_for
+from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime.project_code import PROJECT_CODE
+from skyproxy.settings import SETTINGS
+from skyproxy_server import limits
+from skyproxy_server.activity import Activity
+from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.functions import output, terminal
+from skyproxy_server.functions.call import FunctionCall
+from skyproxy_server.functions.events import Event
+from skyproxy_server.functions.known_functions import KnownFunction
+from skyproxy_server.functions.lent_tensors import Borrowed, kind_of
+from skyproxy_server.functions.memory_files import bytes_of, read_into, write_pieces
+from skyproxy_server.gates import storage_key
+
+Start = dict[str, Any]
+"""The words of the worker for a call: the task, what is lent, and the state that this process is to have."""
+LAST = ("result", "error")
+
+
+class IsolatedFunction:
+    """The one call of this process.
+
+    Args:
+        channel: to the worker.
+        start: what the worker says of the call.
+        files: the memory of its arguments.
+    """
+
+    def __init__(self, channel: Channel, start: Start, files: Sequence[int]) -> None:
+        self._channel = channel
+        storages, rows = start["lent"]
+        self._borrowed = Borrowed(storages, rows, files)
+        self._lent_to_worker: dict[int, list[torch.UntypedStorage]] = {}
+        self._cancelled = self._told_end = False
+        # The worker takes items one by one, and holds as many as may wait.
+        settings = dataclasses.replace(SETTINGS, max_waiting_items=1)
+        self._call = FunctionCall(start["identity"], start["session"], start["devices"], settings, Activity())
+        self._call.events.attach(self, 0)
+
+    def run(self, task: Start, pieces: Sequence[object], function: KnownFunction | None) -> NoReturn:
+        """Run it, and do what the worker says meanwhile."""
+        self._call.bind(self._borrowed.tensors, ())
+        self._call.start(task, pieces, lambda begins: None, self._on_end, function)
+        try:
+            while True:
+                message, _ = self._channel.receive()
+                if "cancel" in message:
+                    self._cancelled = True
+                    self._call.interrupt(InterruptedError(message["cancel"]))
+                    if not self._call.running:
+                        break
+                elif "ack" in message:
+                    self._lent_to_worker.pop(message["ack"], None)
+                    self._call.events.take(message["ack"])
+                    self._call.events.ack(0, message["ack"])
+                else:
+                    break
+        except ChannelClosedError:
+            pass
+        finally:
+            end(0)
+
+    def _on_end(self) -> None:
+        if self._cancelled or not self._told_end:
+            end(1)
+
+    def send_event(self, call: str, event: Event) -> None:
+        """Tell the worker; as `Listener`."""
+        if self._cancelled:
+            return
+        try:
+            if event.kind == "output":
+                self._channel.send({"kind": "output", **event.value})
+                self._call.events.ack(event.number, 0)
+            elif event.kind != "started":
+                self._send_values(event)
+                self._told_end = event.kind in LAST
+        except (ChannelClosedError, OSError) as error:
+            os.write(2, f"what the function has made cannot be passed on: {error}\n".encode())
+            raise SessionLostError(str(error)) from error
+
+    def _send_values(self, event: Event) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the worker's streams know nothing of ours
+        pieces: list[Buffer | torch.Tensor] = list(event.pieces or ())
+        head: dict[str, object] = {"value": event.value, "count": len(pieces)}
+        if event.kept:
+            head["storages"], head["kept"] = self._lend(event, pieces)
+        if event.kind in LAST:
+            head["random"] = generator_states()
+        head["sizes"] = [flat_size(bytes_of(piece)) for piece in pieces]
+        packed = msgpack.packb(head, use_bin_type=True)
+        file = write_pieces([packed, *pieces])
+        try:
+            self._channel.send({"kind": event.kind, "number": event.number, "head": len(packed)}, [file])
+        finally:
+            os.close(file)
+
+    def _lend(self, event: Event, pieces: list[Buffer | torch.Tensor]) -> tuple[list[list[object]], list[list[object]]]:
+        """Describe the tensors of an event, so that the worker makes the same."""
+        storages: list[list[object]] = []
+        numbers: dict[int | None, int] = {}
+        kept: list[list[object]] = []
+        for tensor in event.kept:
+            key = storage_key(tensor)
+            if key not in numbers:
+                numbers[key] = len(storages)
+                storages.append(self._lend_storage(tensor, event.number, pieces))
+            kept.append([numbers[key], torch_codec.encode_description(torch_codec.describe(tensor))])
+        return storages, kept
+
+    def _lend_storage(self, tensor: torch.Tensor, number: int, pieces: list[Buffer | torch.Tensor]) -> list[object]:
+        argument = self._borrowed.number_of(tensor)
+        if argument is not None:
+            return ["argument", argument]
+        storage = tensor.untyped_storage()
+        if kind_of(storage) == "cuda":
+            self._lent_to_worker.setdefault(number, []).append(storage)
+            return ["cuda", list(storage._share_cuda_())]
+        pieces.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return ["piece", len(pieces) - 1]
+
+
+def end(status: int) -> NoReturn:
+    """End this process, without a word to what it was forked from; what was printed is written first."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
+def generator_states() -> list[list[object]]:
+    """The states of the default generators of this process: kind, number, state."""
+    states: list[list[object]] = [["cpu", 0, torch.get_rng_state().numpy().tobytes()]]
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            states.append(["cuda", index, torch.cuda.get_rng_state(index).numpy().tobytes()])
+    return states
+
+
+def put_generator_states(states: Sequence[Sequence[Any]]) -> None:
+    """Set the default generators of this process; those of GPUs when they are first used."""
+    for kind, index, state in states:
+        value = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value, index)  # waits for the first use of CUDA by itself
+
+
+def main(control: int, out: int, err: int) -> NoReturn:
+    """Be the process of a function, from the fork to its end; it waits for its call first."""
+    limits.end_with(os.getppid())
+    limits.adopt_orphans()
+    limits.set_name("skyproxy-func")
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor, target in ((out, 1), (err, 2)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        message, descriptors = channel.receive()
+        files: list[int] = []
+        while len(files) < message["files"]:
+            files += channel.receive()[1]
+    except ChannelClosedError:
+        os._exit(0)
+    start, pieces = _received(descriptors[0], message["head"])
+    _settle(start)
+    content = start["function"]
+    function = KnownFunction(content, keeps_globals=False) if content is not None else None
+    IsolatedFunction(channel, start, files).run(start["task"], pieces, function)
+
+
+def _received(file: int, head_bytes: int) -> tuple[Start, list[object]]:
+    head = bytearray(head_bytes)
+    read_into(file, 0, memoryview(head))
+    start: Start = pickle.loads(head)  # the worker's own words: it trusts us less than we trust it
+    allocate = memory_for(start["task"], len(start["sizes"]))
+    pieces: list[object] = []
+    offset = head_bytes
+    for index, size in enumerate(start["sizes"]):
+        piece, view = allocate(index, size)
+        read_into(file, offset, view)
+        pieces.append(piece)
+        offset += size
+    os.close(file)
+    return start, pieces
+
+
+def _settle(start: Start) -> None:
+    """Make this process what the worker's own is for a function."""
+    os.environ.clear()
+    os.environ.update(start["environment"])
+    os.chdir(start["folder"])
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch.set_num_threads(start["threads"])
+    torch_modes.put_in_force(start["modes"])
+    put_generator_states(start["random"])
+    sys.path[:] = start["path"]
+    PROJECT_CODE.use(start["session"], start["folders"])
+    output.install()
+    terminal.install()
+    faulthandler.enable(2, all_threads=False)
+    threading.current_thread().name = "skyproxy-function"

@@ -1,0 +1,246 @@
+"""Tensors that one process of a worker lends to another: storages by shared memory, on GPUs by CUDA IPC.
+
+What is lent is memory, not a pickle: the borrower is told sizes, and lies about nothing that the lender believes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from skyproxy import torch_codec
+from skyproxy.errors import ProtocolError
+from skyproxy.torch_codec import Description
+from skyproxy_server.functions.memory_files import descriptor_of, mapped_storage, shared_storage
+from skyproxy_server.gates import OWN_USES, storage_key
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_LONGEST = 1 << 62
+
+
+class LentTensors:
+    """The tensor arguments of one call, for a process that uses the memory which the session's own tensors lie in.
+
+    Memory of the CPU can be lent where it is that of a file. So what is lent for the first time moves there, with all
+    of the session's tensors that share it: one copy, once; its storage cannot be resized from then on. What somebody
+    else in this process holds, a function that runs or a global of one, stays where it is: a copy is lent, and copied
+    back where the function has changed it.
+
+    Made on the thread of the session's operations, between two of them.
+
+    Attributes:
+        tensors: the arguments.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], held: Iterable[object]) -> None:
+        """Args:
+        tensors: the arguments.
+        held: all values of the session.
+
+        Raises:
+            TypeError: one of them has no memory that could be lent.
+            OSError: there is no memory for the move, or too many files are open.
+        """
+        self.tensors = list(tensors)
+        self._copied: dict[int, torch.UntypedStorage] = {}
+        self._counters: list[tuple[Any, Any]] = []
+        self._keys: list[int] = []
+        self._own: dict[int, torch.UntypedStorage] = {}
+        for tensor in self.tensors:
+            key = _key_of(tensor)
+            self._own.setdefault(key, tensor.untyped_storage())
+            self._keys.append(key)
+        self._move(held)
+
+    def _move(self, held: Iterable[object]) -> None:
+        wanted = {
+            key: storage
+            for key, storage in self._own.items()
+            if kind_of(storage) == "cpu" and storage.nbytes() and not storage.is_shared()
+        }
+        if not wanted:
+            return
+        moved: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        holders: dict[int, dict[int, torch.Tensor]] = {key: {} for key in wanted}
+        for value in (*held, *self.tensors):
+            if isinstance(value, torch.Tensor) and (key := storage_key(value)) in holders:
+                holders[key][id(value)] = value
+        for key, storage in wanted.items():
+            tensors = list(holders[key].values())
+            shared = shared_storage(storage.nbytes())
+            shared.copy_(storage)
+            if torch._C._storage_Use_Count(storage._cdata) == len(tensors) + OWN_USES and all(map(_can_move, tensors)):
+                _put_into(tensors, shared)
+                # Under its new key: the old storage, and with it the old key, goes when we have let go of it.
+                new = storage_key(tensors[0])
+                assert new is not None
+                moved[key] = new, shared
+            else:
+                self._copied[key] = shared
+        self._keys = [moved[key][0] if key in moved else key for key in self._keys]
+        self._own = dict(moved.get(key, (key, storage)) for key, storage in self._own.items())
+
+    def describe(self) -> tuple[list[list[object]], list[list[object]], list[int]]:
+        """Describe the tensors, so that the borrower makes the same.
+
+        Returns:
+            For each storage how to have it, for each tensor its storage and its description, and files to pass on,
+            which stay ours.
+        """
+        numbers = {key: number for number, key in enumerate(self._own)}
+        files: list[int] = []
+        storages: list[list[object]] = []
+        for key, own in self._own.items():
+            if kind_of(own) == "cuda":
+                handle = own._share_cuda_()
+                self._counters.append((handle[4], handle[5]))
+                storages.append(["cuda", list(handle)])
+                continue
+            descriptor = descriptor_of(self._copied.get(key, own)) if own.nbytes() else None
+            if descriptor is not None:
+                files.append(descriptor)
+            storages.append(["file" if descriptor is not None else "empty", own.nbytes()])
+        rows = [
+            [numbers[key], torch_codec.encode_description(torch_codec.describe(tensor))]
+            for key, tensor in zip(self._keys, self.tensors)
+        ]
+        return storages, rows, files
+
+    def storage(self, number: object) -> torch.UntypedStorage:
+        """Return the session's own storage behind a number of `describe`.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        own = list(self._own.values())
+        if type(number) is not int or not 0 <= number < len(own):
+            raise ProtocolError(f"a function's process names its argument {number!r:.40}, which it does not have")
+        return own[number]
+
+    def take_back(self, changed: object) -> list[int]:
+        """Note that the function has changed these arguments.
+
+        Raises:
+            ProtocolError: they are not among its arguments.
+        """
+        if not isinstance(changed, list) or not all(type(n) is int and 0 <= n < len(self.tensors) for n in changed):
+            raise ProtocolError(f"a function's process changed arguments {changed!r:.60}, which it does not have")
+        for number in changed:
+            key, tensor = self._keys[number], self.tensors[number]
+            if key in self._copied:
+                self._own[key].copy_(self._copied[key])
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return changed
+
+    def release(self) -> None:
+        """The borrower has ended."""
+        counters, self._counters = self._counters, []
+        for handle, offset in counters:
+            # It never counts down itself, see `Borrowed`: what a process that crashed has used would never be free.
+            torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
+        self._copied.clear()
+
+
+def kind_of(storage: torch.UntypedStorage) -> str:
+    """Return the type of the device that a storage is on."""
+    return storage.device.type
+
+
+def _key_of(tensor: torch.Tensor) -> int:
+    key = storage_key(tensor)
+    if (
+        key is None
+        or type(tensor) not in _PLAIN
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.device.type not in ("cpu", "cuda")
+    ):
+        raise TypeError(
+            f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} has no memory that a process of "
+            "its own could be lent. Call the function without isolate=True, or pass a strided tensor."
+        )
+    return key
+
+
+def _can_move(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def _put_into(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class Borrowed:
+    """The same tensors in the process that borrows them.
+
+    Args:
+        storages, rows: of `LentTensors.describe`.
+        files: likewise, in this process; they are closed.
+
+    Attributes:
+        tensors: the arguments.
+    """
+
+    def __init__(
+        self,
+        storages: Sequence[Sequence[Any]],
+        rows: Sequence[Sequence[Any]],
+        files: Sequence[int],
+    ) -> None:
+        rest = iter(files)
+        # Held until the process ends: with the last tensor, CUDA's count of users would go down, and down once more
+        # when the lender learns of the end.
+        self._storages = [_borrow(kind, value, rest) for kind, value in storages]
+        self._numbers = {storage._cdata: number for number, storage in enumerate(self._storages)}
+        self.tensors = [
+            tensor_in(self._storages[number], torch_codec.decode_description(described)) for number, described in rows
+        ]
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the lent storage that a tensor lies in; None for another one."""
+        key = storage_key(tensor)
+        return None if key is None else self._numbers.get(key)
+
+
+def _borrow(kind: str, value: Any, files: Iterator[int]) -> torch.UntypedStorage:
+    if kind == "cuda":
+        return torch.UntypedStorage._new_shared_cuda(*value)
+    if kind == "empty":
+        return torch.UntypedStorage(value)
+    descriptor = next(files)
+    try:
+        return mapped_storage(descriptor, value)
+    finally:
+        os.close(descriptor)
+
+
+def tensor_in(storage: torch.UntypedStorage, description: Description) -> torch.Tensor:
+    """Return a view of a storage.
+
+    Raises:
+        ProtocolError: it would reach beyond it, or is none that a storage can have.
+    """
+    numbers = (*description.size, *description.stride, description.offset)
+    fits = description.layout is torch.strided and len(description.size) == len(description.stride)
+    if not fits or not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
+        raise ProtocolError(f"a function's process described a tensor that cannot be: {description!r:.100}")
+    extent = torch_codec.storage_extent(description.size, description.stride, description.offset)
+    if 0 not in description.size and extent * description.dtype.itemsize > storage.nbytes():
+        raise ProtocolError("a function's process described a tensor that is larger than its memory")
+    with torch.no_grad():
+        tensor = torch.empty(0, dtype=description.dtype, device=storage.device)
+        if 0 in description.size:
+            tensor = torch.empty_strided(
+                description.size, description.stride, dtype=description.dtype, device=storage.device
+            )
+        else:
+            tensor.set_(storage, description.offset, description.size, description.stride)
+    if description.conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if description.negative else tensor
