@@ -33,8 +33,10 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
     nnodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Run the script on the nodes themselves, under torchrun: on this many."),
+        str | None,
+        typer.Option(
+            help="Run the script on the nodes themselves, under torchrun: on this many; 1:4 for a number that changes."
+        ),
     ] = None,
     nproc_per_node: Annotated[
         str | None,
@@ -68,8 +70,9 @@ def run(
             is_module=module,
             procs_per_node=int(count) if count.isdecimal() else count,
             max_restarts=max_restarts,
+            nodes=nnodes,
         )
-        _run_there(described, saved, nnodes or 1)
+        _run_there(described, saved)
         return
     if max_restarts:
         raise ConfigurationError("--max-restarts is for scripts under torchrun. Add --nproc-per-node or --nnodes.")
@@ -105,13 +108,14 @@ def _context(on: str | None, address: ClusterAddress) -> Context | None:
     return saved
 
 
-def _run_there(script: Script, saved: Context | None, nodes: int) -> None:
+def _run_there(script: Script, saved: Context | None) -> None:
     # Late, because they import torch.
     from skyproxy.functions.scripts import packed_for, run_script
-    from skyproxy.pools import Compute
+    from skyproxy.pools import Compute, Nodes
 
+    least, nodes = script.nodes or (1, 1)
     if saved is None:
-        pool = Compute(nodes=nodes)
+        pool = Compute(nodes=nodes if least == nodes else Nodes(least, nodes))
     elif saved.provider == "kubernetes":
         from skyproxy.providers.kubernetes_provider import Kubernetes
 

@@ -37,6 +37,24 @@ _MARK_VARIABLE = "SKYPROXY_SCRIPT_MARK"
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
 _SHOWN_FAILURES = 8
+_MEETING = {"last_call_timeout": 10, "keep_alive_interval": 3, "keep_alive_max_attempt": 3}
+"""Seconds for which agents wait for more of them once they are enough, and between two signs of life of each; and how
+many of these may be missing."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The place where the agents of a changing number of nodes meet.
+
+    Attributes:
+        endpoint: "host:port" of the store.
+        is_host: whether the store is on the node that is told so.
+        restarts: how often all agents were started anew before.
+    """
+
+    endpoint: str
+    is_host: bool
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,8 @@ class Script:
         files: the content of that folder, packed; None where the node sees the folder itself.
         directory: the working directory; None keeps the worker's.
         run: names this run.
+        nodes: at least and at most so many; None: as many as the pool has.
+        meeting: where their agents meet, if their number may change.
     """
 
     target: str
@@ -66,6 +86,8 @@ class Script:
     files: bytes | None = None
     directory: str | None = None
     run: str = ""
+    nodes: tuple[int, int] | None = None
+    meeting: Meeting | None = None
 
     @property
     def name(self) -> str:
@@ -81,6 +103,7 @@ def describe_script(
     procs_per_node: int | str = 1,
     max_restarts: int = 0,
     env: Mapping[str, object] | None = None,
+    nodes: int | str | None = None,
 ) -> Script:
     """Check what a user asks for, and look at nothing but the script's file.
 
@@ -111,7 +134,22 @@ def describe_script(
         env={str(name): str(value) for name, value in (env or {}).items()},
         folder=folder,
         run=secrets.token_hex(8),
+        nodes=None if nodes is None else node_range(nodes),
     )
+
+
+def node_range(given: int | str) -> tuple[int, int]:
+    """Return how many nodes a script runs on, at least and at most, as torchrun reads `--nnodes`: 2, "2" or "1:4".
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    parts = str(given).split(":")
+    if type(given) in (int, str) and len(parts) <= 2 and all(part.isdecimal() for part in parts):
+        least, most = int(parts[0]), int(parts[-1])
+        if 1 <= least <= most:
+            return least, most
+    raise ConfigurationError(f"nnodes={given!r}: use a number from 1, or two of them: '1:4'.")
 
 
 def packed_for(script: Script, *, shares_files: bool) -> Script:
@@ -169,7 +207,10 @@ def run_script(script: Script) -> None:
 
 def _options(script: Script, info: InstanceInfo) -> list[str]:
     """Return what torchrun is told: who the nodes are, and where they meet."""
-    options = [f"--nproc-per-node={script.procs_per_node}", f"--max-restarts={script.max_restarts}"]
+    options = [f"--nproc-per-node={script.procs_per_node}"]
+    if script.meeting is not None and script.nodes is not None:
+        return [*options, *_elastic_options(script, script.meeting, script.nodes, info)]
+    options += [f"--max-restarts={script.max_restarts}"]
     if info.total_nodes == 1:
         return [*options, "--standalone"]
     port = port_for(PURPOSE, info)
@@ -184,6 +225,20 @@ def _options(script: Script, info: InstanceInfo) -> list[str]:
         f"--rdzv-endpoint={info.head_addr}:{port}",
         f"--rdzv-id={script.run}",
         f"--rdzv-conf=is_host={int(info.node == 0)}",
+    ]
+
+
+def _elastic_options(script: Script, meeting: Meeting, nodes: tuple[int, int], info: InstanceInfo) -> list[str]:
+    address = next((peer.address for peer in info.peers if peer.rank == info.rank), info.head_addr)
+    timing = ",".join(f"{name}={value}" for name, value in _MEETING.items())
+    return [
+        f"--max-restarts={script.max_restarts - meeting.restarts}",
+        f"--nnodes={nodes[0]}:{nodes[1]}",
+        f"--local-addr={address}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={meeting.endpoint}",
+        f"--rdzv-id={script.run}",
+        f"--rdzv-conf=is_host={int(meeting.is_host)},{timing}",
     ]
 
 

@@ -133,6 +133,11 @@ class Membership:
             self._is_woken = True
             loop_thread().post(self._wake.set)
 
+    def want(self, count: int) -> None:
+        """Have so many nodes, whatever the queue says. Any thread."""
+        self.wanted = count
+        self.look_soon()
+
     def condemn(self, ranks: Sequence[int]) -> None:
         """Replace the nodes of these ranks, whatever runs there. Any thread; they are out of use when this returns."""
         numbers = {rank // self._spec.procs_per_node for rank in ranks}

@@ -117,9 +117,9 @@ class Compute(PoolCalls):
         """
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigurationError(f"concurrency={concurrency!r}: a process runs one call at a time or more.")
-        self._limits = nodes if isinstance(nodes, Nodes) else None
-        if self._limits is not None:
-            nodes = self._limits.maximum
+        self.limits = nodes if isinstance(nodes, Nodes) else None
+        if self.limits is not None:
+            nodes = self.limits.maximum
         self._asked: dict[str, Any] = {
             "name": name,
             "nodes": nodes,
@@ -231,7 +231,7 @@ class Compute(PoolCalls):
     @contextlib.contextmanager
     def _view(self) -> Iterator[Callable[[Progress], None]]:
         asked = self._asked
-        count = self._limits or asked["nodes"] or 1
+        count = self.limits or asked["nodes"] or 1
         title = f"{asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
         with ProgressView(title, self._progress) as view:
 
@@ -257,11 +257,11 @@ class Compute(PoolCalls):
             nodes = max(1, getattr(provider, "process_count", 1) // (per_node if isinstance(per_node, int) else 1))
         spec = worker_spec(**self._asked | {"nodes": nodes}, local=provider.name == "local")
         spec = transformed(spec, self.plugins)
-        if self._limits is None:
+        if self.limits is None:
             return await Workers.launch(provider, spec, self.plugins, report)
         from skyproxy.pools.elastic_workers import ElasticWorkers  # late, for this loads torch
 
-        return await ElasticWorkers.launch(provider, spec, self._limits, self.plugins, report, self._concurrency)
+        return await ElasticWorkers.launch(provider, spec, self.limits, self.plugins, report, self._concurrency)
 
     def _begin(self, workers: Workers | ElasticWorkers) -> None:
         self._workers = workers
@@ -366,6 +366,12 @@ class Compute(PoolCalls):
         """The connections to all processes, by rank; of an elastic pool, to those that are there at this moment."""
         return list(self._running_workers().group.members.values())
 
+    def want_nodes(self, count: int) -> None:
+        """Have an elastic pool keep so many nodes, whatever its queue says; 0 leaves that to the queue again."""
+        workers = self._running_workers()
+        if not isinstance(workers, Workers):
+            workers.membership.want(count)
+
     @property
     def ranks(self) -> list[int]:
         """The ranks that are there. Those of an elastic pool may have gaps: a process keeps its own while it lives."""
@@ -390,7 +396,7 @@ class Compute(PoolCalls):
     @property
     def node_or_pool(self) -> Node | Compute:
         """The node of a pool that has a single process for all its life; else the pool."""
-        return self.nodes[0] if self._limits is None and self.world_size == 1 else self
+        return self.nodes[0] if self.limits is None and self.world_size == 1 else self
 
     @property
     def world_size(self) -> int:
@@ -438,7 +444,7 @@ class Compute(PoolCalls):
         if self._workers is None:
             return f"<Compute {self._asked['name'] or ''}, not running>"
         spec = self._workers.spec
-        return f"<Compute {spec.name}: {self._limits or spec.nodes} nodes, {self.world_size} processes>"
+        return f"<Compute {spec.name}: {self.limits or spec.nodes} nodes, {self.world_size} processes>"
 
     # --- places -------------------------------------------------------------------------------------------------------
 

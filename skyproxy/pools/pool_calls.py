@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
@@ -16,9 +17,10 @@ from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.pending import PendingCompute
 
 if TYPE_CHECKING:
+    from skyproxy.pools.growth import Nodes
     from skyproxy.pools.remote_function import RemoteFunction
     from skyproxy.pools.scheduler import Scheduler
-    from skyproxy.providers.base import Launched, WorkerSpec
+    from skyproxy.providers.base import Endpoint, Launched, WorkerSpec
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -30,6 +32,7 @@ class PoolCalls:
 
     if TYPE_CHECKING:
         _concurrency: int
+        limits: Nodes | None
 
         @property
         def spec(self) -> WorkerSpec: ...
@@ -37,6 +40,7 @@ class PoolCalls:
         def launched(self) -> Launched: ...
         @property
         def world_size(self) -> int: ...
+        def want_nodes(self, count: int) -> None: ...
         def _running_scheduler(self) -> Scheduler: ...
 
     def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
@@ -203,6 +207,7 @@ class PoolCalls:
         script: str | os.PathLike[str],
         /,
         *args: object,
+        nnodes: int | str | None = None,
         nproc_per_node: int | str | None = None,
         max_restarts: int = 0,
         module: bool = False,
@@ -221,6 +226,8 @@ class PoolCalls:
         Args:
             script: its file; with `module` a module's name.
             args: what follows it on the command line.
+            nnodes: how many nodes: "1:4" for a number that changes while the script runs, as nodes come and go; by
+                default all of the pool, and as many as an elastic pool has at a time.
             nproc_per_node: processes on each node: a number, "gpu" (one for each GPU), "cpu" or "auto"; by default the
                 pool's procs_per_node.
             max_restarts: how often all processes are started again when one fails. The script then finds what it has
@@ -232,6 +239,7 @@ class PoolCalls:
         Raises:
             ConfigurationError: there is no such script, or a number cannot be meant.
             RankErrors: it failed on a node; each exception is a `ScriptError` that names the processes.
+            ScriptError: the same where the number of nodes may change.
 
         Example:
             ```python
@@ -246,13 +254,43 @@ class PoolCalls:
             procs_per_node=self.spec.procs_per_node if nproc_per_node is None else nproc_per_node,
             max_restarts=max_restarts,
             env=env,
+            nodes=nnodes,
         )
         self.run_torchrun(described, timeout)
+
+    def script_endpoints(self) -> list[Endpoint]:
+        """Return the first process of each node that is there."""
+        busy, _ = self._running_scheduler().load()
+        return [one for one in self.launched.endpoints if one.local_rank == 0 and one.rank in busy]
+
+    def _script_limits(self, script: Script) -> tuple[int, int] | None:
+        """The limits of the number of nodes that a script runs on, if it may change.
+
+        Raises:
+            ConfigurationError: the pool never has as many.
+        """
+        limits, own = script.nodes, self.limits
+        if limits is None:
+            return None if own is None else (max(1, own.minimum), own.maximum)
+        if limits[0] > self.spec.nodes:
+            raise ConfigurationError(
+                f"nnodes={limits[0]}:{limits[1]}: this pool has at most {self.spec.nodes}. Give it more, or "
+                "ask for less."
+            )
+        if own is None and limits == (self.spec.nodes, self.spec.nodes):
+            return None
+        return limits
 
     def run_torchrun(self, script: Script, timeout_seconds: float | None = None) -> None:
         """The second half of `torchrun`, for a script that was described before there was a pool."""
         shares_files = all(endpoint.shares_files for endpoint in self.launched.endpoints)
-        packed = packed_for(script, shares_files=shares_files)
+        limits = self._script_limits(script)
+        packed = replace(packed_for(script, shares_files=shares_files), nodes=limits)
+        if limits is not None:
+            from skyproxy.pools.elastic_script import ElasticScript
+
+            ElasticScript(self, packed, timeout_seconds, self.spec.timeout_seconds).run()
+            return
         call: PendingCompute[None] = PendingCompute(
             run_script, (packed,), {}, CallOptions(timeout_seconds), script.name
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -13,12 +14,13 @@ from collections.abc import Mapping
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.all_or_none import run_all_or_none
-from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refuse_options
+from skyproxy.providers.base import Endpoint, Launched, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.container_engine import CONFINEMENT
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
 from skyproxy.providers.local import devices_of_node, until_it_listens
+from skyproxy.providers.single_nodes import OneByOne
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, POOL_VARIABLE, InstanceInfo, Peer
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
@@ -57,6 +59,7 @@ class Container:
         """
         self._cli = cli
         self._shared_memory = shared_memory
+        self._network: str | None = None
 
     def __repr__(self) -> str:
         return "Container()" if self._cli is None else f"Container(cli={self._cli!r})"
@@ -78,13 +81,36 @@ class Container:
             tag = await container_image(cli, image, gpus=gpus)
         for volume in spec.volumes:
             logger.info("skyproxy: a volume of %s has no limit; %s asks for %s", cli, volume.name, volume.storage)
-        containers = Containers(cli, spec, tag, image, self._shared_memory, gpus)
+        containers = Containers(cli, spec, tag, image, self._shared_memory, gpus, self._network)
         try:
             await containers.start(report)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(containers.close()))
             raise
         return containers
+
+    def single_nodes(self, spec: WorkerSpec) -> ContainerNodes:
+        """Return the source of an elastic pool's nodes, which share a network."""
+        return ContainerNodes(self, spec)
+
+    def on_network(self, network: str) -> Container:
+        """Return the same provider for containers on a network that is there."""
+        other = copy.copy(self)
+        other._network = network
+        return other
+
+    async def make_network(self, name: str) -> None:
+        """Make a network.
+
+        Raises:
+            ConfigurationError: there is no engine.
+            WorkerStartError: the engine refused.
+        """
+        await run_command([await self._checked_cli(), "network", "create", name], "make a network for the nodes")
+
+    async def remove_network(self, name: str) -> None:
+        """Remove a network; a failure is logged."""
+        await _remove_network(await self._checked_cli(), name)
 
     async def _checked_cli(self) -> str:
         cli = self._cli or next((name for name in ("docker", "podman") if shutil.which(name)), None)
@@ -105,7 +131,16 @@ class Container:
 class Containers:
     """The containers that `Container` launched."""
 
-    def __init__(self, cli: str, spec: WorkerSpec, tag: str, image: Image, shared_memory: str, gpus: bool) -> None:
+    def __init__(
+        self,
+        cli: str,
+        spec: WorkerSpec,
+        tag: str,
+        image: Image,
+        shared_memory: str,
+        gpus: bool,
+        network: str | None = None,
+    ) -> None:
         self._cli = cli
         self._spec = spec
         self._tag = tag
@@ -114,7 +149,8 @@ class Containers:
         self._gpus = gpus
         # Unique: pools of one name, or one that crashed, are in nobody's way.
         self._name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"skyproxy-{spec.name}-{secrets.token_hex(3)}")
-        self._network: str | None = None
+        self._network = network
+        self._owns_network = False
         self._workers: list[LocalWorker | None] = [None] * spec.world_size
         self._urls: list[str] = [""] * spec.world_size
         self._closed = False
@@ -124,7 +160,7 @@ class Containers:
         spec = self._spec
         if spec.nodes > 1:
             await run_command([self._cli, "network", "create", self._name], "make a network for the nodes")
-            self._network = self._name
+            self._network, self._owns_network = self._name, True
         report(Progress("bootstrapping", None, f"starting {spec.nodes} container(s) from {self._tag}"))
         procs = spec.procs_per_node
         # The others share the network and the memory of the first, and so must come after it.
@@ -169,7 +205,7 @@ class Containers:
         if "memory" in spec.resources:
             command += ["--memory", str(size_bytes(spec.resources["memory"], "memory") // spec.procs_per_node)]
         if self._gpus:
-            devices = devices_of_node(node, spec.nodes)
+            devices = devices_of_node(spec.first_node + node, spec.of_nodes or spec.nodes)
             if "podman" in os.path.basename(self._cli):
                 command += [part for device in devices or ["all"] for part in ("--device", f"nvidia.com/gpu={device}")]
             else:
@@ -191,7 +227,7 @@ class Containers:
             total_nodes=spec.nodes,
             head_addr=self._address(0),
             head_port=LOCAL_HEAD_PORT,
-            accelerators=len(devices_of_node(node, spec.nodes)) if self._gpus else 0,
+            accelerators=len(devices_of_node(spec.first_node + node, spec.of_nodes or spec.nodes)) if self._gpus else 0,
             peers=tuple(Peer(other, other // procs, self._address(other)) for other in range(spec.world_size)),
             rank=rank,
             world_size=spec.world_size,
@@ -257,9 +293,38 @@ class Containers:
             return
         self._closed = True
         await asyncio.gather(*(self._remove(rank) for rank in range(self._spec.world_size)))
-        network, self._network = self._network, None
-        if network is not None:
-            try:
-                await run_command([self._cli, "network", "rm", network], "remove the network")
-            except WorkerStartError as error:
-                logger.warning("skyproxy: %s", error)
+        if self._network is not None and self._owns_network:
+            await _remove_network(self._cli, self._network)
+            self._owns_network = False
+
+
+async def _remove_network(cli: str, name: str) -> None:
+    try:
+        await run_command([cli, "network", "rm", name], "remove the network")
+    except WorkerStartError as error:
+        logger.warning("skyproxy: %s", error)
+
+
+class ContainerNodes(OneByOne):
+    """Single containers of an elastic pool, on a network of their own."""
+
+    def __init__(self, provider: Container, spec: WorkerSpec) -> None:
+        super().__init__(provider, spec)
+        self._container = provider
+        self._name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"skyproxy-{spec.name}-{secrets.token_hex(3)}")
+        self._there: asyncio.Task[None] | None = None
+
+    async def add_node(self, number: int, report: Report) -> Launched:
+        """Start the containers of one node; the first one makes the network."""
+        if self._there is None or (self._there.done() and self._there.exception() is not None):
+            self._there = asyncio.create_task(self._container.make_network(self._name))
+        await asyncio.shield(self._there)
+        return await self._container.on_network(self._name).launch(self.spec_of(number), report)
+
+    async def close(self) -> None:
+        """Remove the network."""
+        there, self._there = self._there, None
+        if there is not None:
+            with contextlib.suppress(ConfigurationError, WorkerStartError):
+                await there
+                await self._container.remove_network(self._name)

@@ -37,13 +37,26 @@ NOT_FOR_USERS = {
             "Local.launch",
             "Remote.launch",
             "Remote.single_nodes",
+            "Container.single_nodes",
         ),
         *("Provider.launch", "Launched.close", "Launched.logs", "Launched.restart"),
     },
-    "providers call them": {"Image.content_hash", "Image.included_paths", "Image.index_of"},
+    "providers call them": {
+        *("Container.on_network", "Container.make_network", "Container.remove_network"),
+        "Image.content_hash",
+        "Image.included_paths",
+        "Image.index_of",
+    },
     "operators call them": {"PoolCalls.submit_call", "PoolCalls.broadcast_call", "PoolCalls.stream_call"},
     "this package calls them": {
-        *("Compute.provision", "Compute.enter_client_hooks", "Compute.add_actor", "PoolCalls.run_torchrun"),
+        *(
+            "Compute.provision",
+            "Compute.enter_client_hooks",
+            "Compute.add_actor",
+            "PoolCalls.run_torchrun",
+            "PoolCalls.script_endpoints",
+            "Compute.want_nodes",
+        ),
         *("InstanceInfo.to_json", "InstanceInfo.from_mapping", "NodeFunctions.submit_payload"),
     },
     "PyTorch documents them": {

@@ -30,6 +30,7 @@ from skyproxy.providers.aws import AWS, owner, reap
 from skyproxy.providers.aws_bootstrap import SecretStore, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
 from skyproxy.providers.local import free_port
+from tests.integration.programs import wait_for
 
 boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
@@ -193,6 +194,38 @@ def test_a_launch_that_is_cancelled_leaves_nothing(url: str, ami: str, ec2: Any)
     with pytest.raises(WorkerStartError, match="installs its software"):
         sky.Compute(name="slow", provider=provider, timeout=5).start()
     assert states(ec2, "slow") == ["terminated"]
+    assert groups(ec2) == []
+
+
+def test_an_elastic_pool_asks_for_single_instances_and_ends_each(url: str, ami: str, ec2: Any, tmp_path: Path) -> None:
+    provider = Here(ec2, tmp_path, endpoint_url=url, image_id=ami, **PACKAGE)
+    limits = sky.Nodes(0, 2, idle=0.1)
+    try:
+        with sky.Compute(name="elastic", provider=provider, nodes=limits, vcpus=8) as pool:
+            assert states(ec2, "elastic-0") == []
+            assert pool.run(pow, 2, 3) == 8
+            wait_for(lambda: states(ec2, "elastic-0") == ["terminated"], "the idle instance is terminated", 100.0)
+            assert pool.run(pow, 2, 4) == 16
+        assert states(ec2, "elastic-0") == ["terminated"] * 2
+        assert states(ec2, "elastic-1") == []
+        assert groups(ec2) == []
+    finally:
+        provider.end()
+
+
+def test_an_elastic_pool_that_is_closed_ends_instances_that_nobody_used(url: str, ami: str, ec2: Any) -> None:
+    class Never(AWS):
+        def reach(self, instance: Mapping[str, Any], local_rank: int) -> tuple[str, int]:
+            return "127.0.0.1", 1  # nobody listens there
+
+    provider = Never(
+        region=REGION, endpoint_url=url, image_id=ami, allow_from="203.0.113.7/32", poll_seconds=0.05, **PACKAGE
+    )
+    with sky.Compute(name="unused", provider=provider, nodes=sky.Nodes(0, 1)) as pool:
+        future = pool.submit(pow, 2, 3)
+        wait_for(lambda: states(ec2, "unused-0") == ["running"], "the instance runs", 100.0)
+    assert future.cancelled()
+    assert states(ec2, "unused-0") == ["terminated"]
     assert groups(ec2) == []
 
 

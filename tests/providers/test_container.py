@@ -117,6 +117,22 @@ def test_two_nodes_are_two_containers_in_a_network(engine: Engine) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+def test_the_nodes_of_an_elastic_pool_share_a_network(engine: Engine) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    provider = Container(cli=str(engine.path))
+    with sky.Compute(name="elastic", provider=provider, nodes=sky.Nodes(2, 2), image="worker:1") as pool:
+        results = where() @ pool
+        (network,) = [call[-1] for call in engine.named("network") if call[1] == "create"]
+        runs = engine.named("run")
+        assert [value_of(run, "--network") for run in runs] == [[network], [network]]
+        assert {rank for rank, _, _ in results} == {0, 1}
+        heads = {head for _, head, _ in results}
+        assert len(heads) == 1
+        assert heads <= {value_of(run, "--hostname")[0] for run in runs}
+    assert engine.calls[-1] == ["network", "rm", network]
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
 def test_containers_are_confined_as_pods_are(engine: Engine) -> None:
     provider = Container(cli=str(engine.path))
     with sky.Compute(name="tight", provider=provider, procs_per_node=2, image="worker:1", env={"HOME": "/x"}):
