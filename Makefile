@@ -21,12 +21,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun conformance matrix upstream gpu e2e e2e-real fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun firsthour conformance matrix upstream gpu e2e e2e-real fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun conformance matrix upstream gpu fuzz fuzz-layouts proof bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun firsthour conformance matrix upstream gpu fuzz fuzz-layouts proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -105,6 +105,10 @@ notebooks: $(READY)
 # Fresh environments with the built wheel, as the README and the tutorial say to make them.
 firstrun: $(READY)
 	$(BIN)/python -m pytest tests/firstrun -m firstrun $(ARGS)
+
+# The table of docs/howto/first-hour.md, measured anew. ARGS=--cluster measures its last row, too.
+firsthour: $(READY)
+	$(BIN)/python docs/write_first_hour.py $(ARGS)
 
 # SKYPROXY_E2E_KUBECONFIG names another cluster to run against; what needs the kubelet stand-in is skipped then.
 e2e: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

@@ -45,7 +45,8 @@ class _Layout:
         self.message_type: Callable[..., Message] = message_type
         self.has_buffers = "buffers" in names
         if self.has_buffers:
-            assert names.pop() == "buffers", "buffers travel behind the other fields"
+            last = names.pop()  # not inside of the assertion, which `python -O` leaves out
+            assert last == "buffers", "buffers travel behind the other fields"
         self.names = names
         self.count = len(names) + self.has_buffers
         # Fields at the end that have a default need not travel: they were added, and others may not know them.

@@ -1,7 +1,8 @@
 """Seconds and commands from nothing to the first number, for each way to a worker; see `docs/howto/first-hour.md`.
 
-Not a test that judges a machine, and not collected with the others: `pytest -s tests/firstrun/first_hour.py` prints the
-rows. Packages come from pip's cache or an index, whatever the machine has; torch is the version of this environment.
+Not a test that judges a machine, and not collected with the others: `make firsthour` runs this and writes the rows
+into the page. Packages come from pip's cache or an index, whatever the machine has; torch is the version of this
+environment.
 """
 
 from __future__ import annotations
