@@ -6,6 +6,7 @@ record of each worker, in a folder that only its owner can read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.contexts import MAX_NAME_LENGTH, checked_name, installation_id, state_folder, write_private
-from skyproxy.errors import ConfigurationError, ConnectError
-from skyproxy.providers.ssh_connection import SshTarget, Tunnel, call
+from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError
+from skyproxy.providers.ssh_connection import EnvironmentRemovedError, SshTarget, Tunnel, call
 from skyproxy.settings import SETTINGS
 
 DEFAULT_PYTHON = "python3"
@@ -92,8 +93,7 @@ class SshWorker:
     @property
     def url(self) -> str:
         """The host as `skyproxy up` takes it."""
-        port = f":{self.target.port}" if self.target.port else ""
-        return f"ssh://{self.target.shown}{port}"
+        return self.target.url
 
     def rotate_token(self) -> None:
         """Give it another token; it accepts the one before for a while."""
@@ -111,7 +111,7 @@ class SshWorker:
             ConnectError: the host cannot be reached.
             WorkerStartError: its process cannot be ended.
         """
-        there = bool(self.ask("stop", keep_environment=keep_environment)["there"])
+        there = bool(self.ask("stop", keep_environment=keep_environment, environment="")["there"])
         self.forget()
         self.target.leave()
         return there
@@ -189,22 +189,36 @@ def start(
         "env": dict(env or {}),
     }
     looked = worker.ask("look", **request)
-    # From here on there may be something on the host for `down` to remove.
-    write_private(worker.folder / "worker.json", json.dumps(asdict(worker), indent=2) + "\n")
-    token = secrets.token_urlsafe(32)
-    write_private(worker.folder / "token", token + "\n")
-    if not looked["ready"]:
-        say(f"Installing on {target.shown}" + ("" if looked["torch"] else ", torch too; this takes minutes"))
-        call(target, python, {"operation": "install", "name": worker.remote_name, **request}, wheel.content)
-    say(f"Starting {name} on {target.shown}")
-    worker.ask(
-        "start",
-        token=token,
-        environment=looked["environment"],
-        arguments=list(arguments),
-        env=request["env"],
-        timeout_seconds=SETTINGS.worker_start_timeout_seconds,
-    )
+    try:
+        # From here on there may be something on the host for `down` to remove.
+        write_private(worker.folder / "worker.json", json.dumps(asdict(worker), indent=2) + "\n")
+        token = secrets.token_urlsafe(32)
+        write_private(worker.folder / "token", token + "\n")
+        for is_last in (False, True):
+            if not looked["ready"] or is_last:
+                say(f"Installing on {target.shown}" + ("" if looked["torch"] else ", torch too; this takes minutes"))
+                call(target, python, {"operation": "install", "name": worker.remote_name, **request}, wheel.content)
+            say(f"Starting {name} on {target.shown}")
+            try:
+                worker.ask(
+                    "start",
+                    token=token,
+                    environment=looked["environment"],
+                    arguments=list(arguments),
+                    env=request["env"],
+                    timeout_seconds=SETTINGS.worker_start_timeout_seconds,
+                )
+                break
+            except EnvironmentRemovedError:  # by the `down` of another of our machines, which did not know of us yet
+                if is_last:
+                    raise
+    except KeyboardInterrupt:
+        say(f"Removing from {target.shown} what was begun")
+        with contextlib.suppress(SkyproxyError):  # else it stays in `skyproxy list`, for `skyproxy down`
+            worker.ask("stop", keep_environment=bool(looked["ready"]), environment=looked["environment"])
+            worker.forget()
+            target.leave()
+        raise
     return worker
 
 

@@ -29,6 +29,8 @@ logger = logging.getLogger("skyproxy")
 _CONNECT_SECONDS = 20
 _ANSWER_SECONDS = 180.0
 """Time that a host has for everything but installing, and what takes a time of its own on top."""
+_LONGEST_SOCKET_PATH = 80
+"""About a hundred characters are allowed, and ssh itself adds seventeen while it makes the socket."""
 _READY = b"skyproxy-tunnel-is-open\n"
 _TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
 _TOO_OLD = "skyproxy-python-too-old"
@@ -44,11 +46,14 @@ _FAILURES = (
     ),
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "ssh does not know the host's key, or it has changed. Log in by hand, and compare it: ssh {target}",
+        "ssh does not know the host's key, or it has changed. Log in by hand, and compare it: ssh {login}",
     ),
     (
         r"Permission denied|Too many authentication failures",
-        "the host accepts none of your keys, and no password is asked for here. Set up a key: ssh-copy-id {target}",
+        (
+            "the host accepts none of your keys, and no password is asked for here. Set one up: ssh-copy-id {login}; "
+            "or unlock yours: ssh-add"
+        ),
     ),
     (r"Connection refused", "no ssh server is listening there. Check the host and the port."),
     (r"timed out|No route to host|Network is unreachable", "the host does not answer. Check your network or VPN."),
@@ -65,8 +70,13 @@ _PROBLEMS = {
     "exists": "there is one already.",
     "stop": "an older one does not end.",
     "gone": "it is not there any more.",
+    "home": "its ~/.cache cannot be written, where a worker lives. Make that folder yours, or take another account.",
     "system": "its system refused something that a worker needs.",
 }
+
+
+class EnvironmentRemovedError(WorkerStartError):
+    """An environment on a host that another program removed before the worker started."""
 
 
 def is_host(text: str) -> bool:
@@ -98,16 +108,29 @@ class SshTarget:
             ConfigurationError: it is not of that form.
         """
         found = _TARGET.fullmatch(text)
-        if found is None or found[2].startswith("-") or (found[1] or "").startswith("-"):
+        port = int(found[3]) if found is not None and found[3] else None
+        is_bad = port is not None and not 0 < port < 1 << 16
+        if found is None or found[2].startswith("-") or (found[1] or "").startswith("-") or is_bad:
             raise ConfigurationError(
                 f"{text!r} is not a host to log in to. Example: ssh://me@gpu-box, or ssh://gpu-box:2222"
             )
-        return cls(found[2].strip("[]"), found[1], int(found[3]) if found[3] else None, config)
+        return cls(found[2].strip("[]"), found[1], port, config)
 
     @property
     def shown(self) -> str:
         """The host as a user writes it for ssh."""
         return f"{self.user}@{self.host}" if self.user else self.host
+
+    @property
+    def login(self) -> str:
+        """The arguments of ssh, as a user types them: "-p 2222 me@gpu-box"."""
+        return f"{f'-p {self.port} ' if self.port else ''}{self.shown}"
+
+    @property
+    def url(self) -> str:
+        """The host as `skyproxy up` takes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"ssh://{f'{self.user}@' if self.user else ''}{host}{f':{self.port}' if self.port else ''}"
 
     def command(self, *options: str, shared: bool = True) -> list[str]:
         """Return the beginning of a command line of ssh, up to the host.
@@ -130,9 +153,12 @@ class SshTarget:
             f"ConnectTimeout={_CONNECT_SECONDS}",
             "ServerAliveInterval=15",
             "ServerAliveCountMax=4",
+            "LogLevel=INFO",  # else its errors could not be told apart
+            "RemoteCommand=none",  # that of the user's configuration (tmux, say) would be in the way of ours
         ]
-        if shared and os.name == "posix":
-            wanted += ["ControlMaster=auto", "ControlPersist=20", f"ControlPath={self._control_path()}"]
+        path = self._control_path() if shared and os.name == "posix" else ""
+        if path and len(path) <= _LONGEST_SOCKET_PATH:
+            wanted += ["ControlMaster=auto", "ControlPersist=20", f"ControlPath={path}"]
         else:
             wanted += ["ControlMaster=no", "ControlPath=none"]
         for option in wanted:
@@ -192,7 +218,7 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         said = visible_output((error.stdout or b"").decode(errors="replace")[-500:])
         raise ConnectError(
             f"{target.shown} lets us in, and gives no answer within {limit:.0f} s. Does its login shell wait for "
-            f"something? Try: ssh {target.shown} true\n{said}".rstrip()
+            f"something? Try: ssh {target.login} true\n{said}".rstrip()
         ) from error
     if done.returncode != 0:
         told = done.stderr.strip() or done.stdout.strip()[-2000:]
@@ -202,6 +228,8 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         raise ConnectError(f"{target.shown} gave an unexpected answer: {done.stdout[-200:]!r}") from error
+    if answer.get("error") == "removed":
+        raise EnvironmentRemovedError(answer["text"])
     if "error" in answer:
         why = _PROBLEMS.get(answer["error"], "")
         raise WorkerStartError(f"cannot have a worker on {target.shown}: {why}\n{visible_output(answer['text'])}")
@@ -215,7 +243,7 @@ def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyE
         for pattern, text in _FAILURES:
             if re.search(pattern, told):
                 return ConnectError(
-                    f"cannot log in to {target.shown}: " + text.format(target=target.shown) + f"\n{told}"
+                    f"cannot log in to {target.shown}: " + text.format(login=target.login) + f"\n{told}"
                 )
         return ConnectError(f"cannot log in to {target.shown}: {told or 'ssh ended without a message'}")
     where = f"on {target.shown}"
@@ -269,7 +297,8 @@ class Tunnel:
 
     def _open(self) -> subprocess.Popen[bytes]:
         leads = f"127.0.0.1:{self.port}:127.0.0.1:{self._remote_port}"
-        options = ("-o", "ExitOnForwardFailure=yes", "-L", leads)
+        # Not ExitOnForwardFailure: forwards of the user's configuration that another login has already are no failure.
+        options = ("-o", "ExitOnForwardFailure=no", "-L", leads)
         # `cat` ends with its input, which is ours: no tunnel outlives this process, however that ends. The first `echo`
         # ends the line of a greeting that has no end.
         command = [*self._target.command(*options, shared=False), f"echo; echo {_READY.decode().strip()}; exec cat"]
@@ -282,10 +311,24 @@ class Tunnel:
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        for line in process.stdout:
-            if line == _READY:
-                return process
-        told = process.stderr.read().decode(errors="replace")
+        watchdog = threading.Timer(_ANSWER_SECONDS, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            for line in process.stdout:
+                if line == _READY:
+                    if not _is_refused(process, self.port):
+                        return process
+                    process.kill()  # by its word, somebody else has the port
+                    told = f"port {self.port} cannot be forwarded: it is taken"
+                    break
+            else:
+                told = process.stderr.read().decode(errors="replace")
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            watchdog.cancel()
         _end(process)
         error = failure(self._target, "sh", process.returncode, told)
         raise error if isinstance(error, ConnectError) else ConnectError(str(error))
@@ -325,6 +368,17 @@ class Tunnel:
             process.terminate()
         if threading.current_thread() is not self._keeper:
             self._keeper.join(_CONNECT_SECONDS * 2)
+
+
+def _is_refused(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Return whether ssh has said that it cannot listen on a port of ours; it says so before it logs in."""
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    try:
+        told = process.stderr.read() or b""
+    finally:
+        os.set_blocking(process.stderr.fileno(), True)
+    return f"cannot listen to port: {port}".encode() in told
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

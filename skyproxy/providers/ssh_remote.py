@@ -10,14 +10,17 @@ answer is a line of JSON on standard output.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ from typing import IO, Any
 ROOT = Path.home() / ".cache" / "skyproxy" / "ssh"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
+_OWN_END_SECONDS = 30.0
 _LOG_TAIL_BYTES = 4000
 _LEAST_FREE_BYTES = 8 << 20  # less than pip alone needs
 _LOOK = """
@@ -97,6 +101,8 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     """Start a worker, unless it runs, and wait until it listens."""
     folder = ROOT / "workers" / request["name"]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not (ROOT / "environments" / request["environment"] / "finished").exists():
+        raise RemoteError("removed", "what was installed was removed again")
     with _lock(folder / "lock"):
         if _is_alive(folder):
             raise RemoteError("exists", f"a worker {request['name']!r} is already running there")
@@ -119,15 +125,21 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
         os.close(log)
         row = {"pid": process.pid, "identity": _identity(process.pid), "environment": request["environment"]}
         _write(folder / "worker.json", json.dumps(row))
-        deadline = time.monotonic() + request["timeout_seconds"]
-        while not (folder / "port").exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                how = "did not listen in time" if process.returncode is None else f"ended with {process.returncode}"
-                text = f"the worker {how}. The end of its log:\n{_tail(folder)}"
-                _end(folder)
-                raise RemoteError("start", text)
-            time.sleep(_POLL_SECONDS)
+        try:
+            _await_port(process, folder, request["timeout_seconds"])
+        except BaseException:  # the client's interrupt among them
+            _end(folder)
+            raise
     return status(request, _)
+
+
+def _await_port(process: subprocess.Popen[bytes], folder: Path, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not (folder / "port").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            how = "did not listen in time" if process.returncode is None else f"ended with {process.returncode}"
+            raise RemoteError("start", f"the worker {how}. The end of its log:\n{_tail(folder)}")
+        time.sleep(_POLL_SECONDS)
 
 
 def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
@@ -170,13 +182,32 @@ def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
             shutil.rmtree(folder, ignore_errors=True)
     if not request["keep_environment"]:
         used = {_record(other).get("environment") for other in (ROOT / "workers").glob("*")}
-        for environment in (ROOT / "environments").glob("*"):
-            if environment.name.partition(".")[0] not in used:
-                shutil.rmtree(environment) if environment.is_dir() else environment.unlink(missing_ok=True)
+        for environment in {path.name.partition(".")[0] for path in (ROOT / "environments").glob("*")}:
+            if environment not in used:
+                # An installation that our own interrupt has just ended removes itself; others go on.
+                _remove_environment(environment, _OWN_END_SECONDS if environment == request["environment"] else 0.0)
     for empty in (ROOT / "workers", ROOT / "environments", ROOT, *ROOT.parents[:2]):
         with contextlib.suppress(OSError):
             empty.rmdir()
     return {"there": there}
+
+
+def _remove_environment(name: str, patience_seconds: float) -> None:
+    """Remove an environment, unless somebody is installing it for longer than that."""
+    folder = ROOT / "environments" / name
+    lock = folder.with_suffix(".lock")
+    deadline = time.monotonic() + patience_seconds
+    with lock.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_SECONDS)
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.unlink(missing_ok=True)
 
 
 def logs(request: dict[str, Any], stream: IO[bytes]) -> dict[str, object]:
@@ -235,9 +266,13 @@ def _is_disk_full(output: str) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                yield
+                return
+        # Whoever had it has removed it.
 
 
 def _write(path: Path, text: str) -> None:
@@ -305,18 +340,37 @@ _OPERATIONS = {
 }
 
 
+def _end_with_client() -> None:
+    """Interrupt this program where the client ends before it has the answer: sshd closes our standard output then."""
+    watched = select.poll()
+    watched.register(1, 0)  # an error, or that the other side is gone, is told in any case
+    watched.poll()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _kind_of(error: OSError) -> str:
+    """Return the word for what the system refused."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk"
+    below_home = str(error.filename or "").startswith(str(ROOT.parents[2]))
+    if below_home and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
+        return "home"
+    return "system"
+
+
 def main() -> None:
     """Read a request from standard input, and answer it."""
     os.umask(0o077)
     stream = sys.stdin.buffer
     request = json.loads(stream.readline())
+    if request["operation"] in ("install", "start"):
+        threading.Thread(target=_end_with_client, name="skyproxy-client", daemon=True).start()
     try:
         answer = _OPERATIONS[request["operation"]](request, stream)
     except RemoteError as error:
         answer = {"error": error.code, "text": str(error)}
     except OSError as error:
-        full = error.errno in (28, 122)  # no space left, or over the quota
-        answer = {"error": "disk" if full else "system", "text": str(error)}
+        answer = {"error": _kind_of(error), "text": str(error)}
     if request["operation"] != "logs":
         # On a line of its own: what a profile prints, a greeting for instance, may end without one.
         _write_out(b"\n" + json.dumps(answer).encode() + b"\n")

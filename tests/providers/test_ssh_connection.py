@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_what_a_profile_prints_is_no_answer(shell: Callable[[str], None], greeti
     tunnel.close()
 
 
+@pytest.mark.parametrize("program", ["dash", "bash", "zsh", "fish", "tcsh", "csh", "ksh", "busybox sh"])
+def test_any_login_shell_will_do(shell: Callable[[str], None], program: str) -> None:
+    if shutil.which(program.split()[0]) is None:
+        pytest.skip(f"{program} is not installed")
+    shell(f'exec {program} -c "$command"')
+    assert ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)["alive"] is False
+    Tunnel(SshTarget("gpu-box"), 1).close()
+
+
 def test_a_login_shell_that_refuses_says_so(shell: Callable[[str], None]) -> None:
     shell("echo 'This account is currently not available.'; exit 1")
     with pytest.raises(WorkerStartError, match=r"ended with 1\.\nThis account is currently not available"):
@@ -60,6 +70,6 @@ def test_a_login_shell_that_waits_for_something_is_given_up(
 
 def test_a_home_that_cannot_be_written_is_told(shell: Callable[[str], None]) -> None:
     shell('HOME=/dev/null; exec sh -c "$command"')
-    asked = {"operation": "start", "name": "x"}
-    with pytest.raises(WorkerStartError, match=r"its system refused something .*\n.*Not a directory: '/dev/null"):
+    asked = {"operation": "start", "name": "x", "environment": "y"}
+    with pytest.raises(WorkerStartError, match=r"its ~/\.cache cannot be written.*\n.*Not a directory: '/dev/null"):
         ssh_connection.call(SshTarget("gpu-box"), sys.executable, asked)
