@@ -36,15 +36,19 @@ async def end(
         say: told what is being waited for, whenever that changes.
 
     Returns:
-        Whether there was one.
+        Whether there was one, or Pods of one that is gone.
 
     Raises:
         ClusterError: it is not gone in time; says what it waits for and what to do.
     """
     before = await client.get(name)
-    if before is None or not await client.delete(name, wait=False):
+    if before is not None and await client.delete(name, wait=False):
+        uid: str | None = str(before["metadata"]["uid"])
+    else:
+        # Deleted before, and its Pods may still be there: those of a lost machine do not go by themselves.
+        uid = _owner(await _pods(client, name))
+    if uid is None:
         return False
-    uid = str(before["metadata"]["uid"])
     reasons: list[str] = []
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -80,15 +84,27 @@ async def _list_remaining(client: ClusterClient, name: str, uid: str) -> tuple[M
     compute = await client.get(name)
     if compute is not None and compute["metadata"].get("uid") != uid:
         compute = None
+    return compute, [
+        pod
+        for pod in await _pods(client, name)
+        if any(row.get("uid") == uid for row in pod["metadata"].get("ownerReferences") or ())
+    ]
+
+
+async def _pods(client: ClusterClient, name: str) -> list[PodObject]:
+    """Return the Pods of a Compute's name; none where we may not look at them."""
     try:
-        pods = await client.pods(name)
+        return await client.pods(name)
     except ClusterError as error:
         if error.status != 403:
             raise
-        pods = []
-    return compute, [
-        pod for pod in pods if any(row.get("uid") == uid for row in pod["metadata"].get("ownerReferences") or ())
-    ]
+        return []
+
+
+def _owner(pods: Sequence[PodObject]) -> str | None:
+    """Return the uid of the object that Pods belong to, of the first one that belongs to any."""
+    rows = (row for pod in pods for row in pod["metadata"].get("ownerReferences") or ())
+    return next((str(row["uid"]) for row in rows if row.get("uid")), None)
 
 
 async def _force(client: ClusterClient, pods: Sequence[PodObject]) -> None:

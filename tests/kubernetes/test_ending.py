@@ -133,3 +133,24 @@ def test_what_is_not_there_is_not_ended(server: Any, kubeconfig: Path) -> None:
     cluster = Deleting()
     cluster.compute = None
     assert ended(server, kubeconfig, cluster, [], timeout_seconds=1) is False
+
+
+def test_pods_of_a_compute_that_is_gone_are_waited_for_and_forced(server: Any, kubeconfig: Path) -> None:
+    # What `down` leaves when it gives up: a lost machine never confirms the end of its Pods.
+    cluster = Deleting(pod(conditions=SILENT))
+    said: list[str] = []
+    with pytest.raises(ClusterError, match="skyproxy down dev --force"):
+        ended(server, kubeconfig, cluster, said, timeout_seconds=0.2)
+    assert cluster.compute is None
+    with pytest.raises(ClusterError, match="node-7 of Pod dev-0 does not answer"):
+        ended(server, kubeconfig, cluster, said, timeout_seconds=0.2)
+    assert ended(server, kubeconfig, cluster, said, timeout_seconds=30.0, force=True)
+    assert cluster.forced == ["dev-0"]
+    assert not ended(server, kubeconfig, cluster, said, timeout_seconds=30.0, force=True)
+
+
+def test_pods_that_belong_to_nobody_are_nobodys_to_end(server: Any, kubeconfig: Path) -> None:
+    cluster = Deleting(pod(ownerReferences=[]))
+    cluster.compute = None
+    assert not ended(server, kubeconfig, cluster, [], timeout_seconds=30.0, force=True)
+    assert cluster.forced == []
