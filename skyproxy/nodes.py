@@ -212,7 +212,7 @@ class Node(NodeSaves, NodeMoves):
         if self._session.is_foreign:
             return
         self._finish_named()
-        self._session.unprotect()
+        self._session.unprotect(waits=False)
         if self._worker is None:
             on_close, self._on_close = self._on_close, None
             try:

@@ -120,8 +120,9 @@ def protect(
         steps: the optimizer steps between two, in place of a time or beside it.
         node: whose session; by default those of all nodes, and where there is none, that of what "sky:0" begins.
         new_worker: gives the address of a worker that takes the place of one that is gone, or its address and token.
-            It must see the same volume for snapshots. By default an embedded worker is started anew, and any other
-            is waited for at its old address, for SKYPROXY_RECONNECT_SECONDS.
+            It must see the same volume for snapshots. It is asked when nothing listens at the old address, or when
+            that has not answered for SKYPROXY_TAKEOVER_SECONDS. By default an embedded worker is started anew, and any
+            other is waited for at its old address, for SKYPROXY_RECONNECT_SECONDS.
 
     Raises:
         ConfigurationError: a worker keeps no snapshots, or an argument cannot be.
@@ -175,6 +176,9 @@ def _protect(node: Node, policy: Protected, new_worker: NewWorker | None) -> Non
     settings = session.settings
     log = BatchLog(settings.max_log_bytes, settings.max_frame_bytes)
     session.protect(log, secrets.token_hex(16), Successor(node, new_worker), policy.every_seconds, policy.every_steps)
+    made = node._session.protection
+    if new_worker is not None and made is not None:
+        made.patience_seconds = settings.takeover_seconds
 
 
 def _count_steps(protected: Protected) -> None:

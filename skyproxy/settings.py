@@ -109,6 +109,8 @@ class Settings:
     """True if a session with a worker elsewhere outlives its connections: they are made anew when they break."""
     reconnect_seconds: float = 600.0
     """The time for which a client tries to get a broken connection back."""
+    takeover_seconds: float = 30.0
+    """The time for which a protected session with `new_worker=` tries to reach its worker, before another one."""
     max_log_bytes: int = 256 << 20
     """Bytes of batches and uploads that a protected session keeps, to have another worker do them again; at three
     quarters, a snapshot is taken."""

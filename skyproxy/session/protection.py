@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from skyproxy.errors import ConfigurationError, ProtocolError, RemoteError, Sess
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import Batch, Buffer, Failure, NamedBatch, Repeat, Reply, Sequence, Welcome
+from skyproxy.protocol.messages import Batch, Buffer, Failure, NamedBatch, Repeat, Reply, Sequence, Warned, Welcome
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload
 from skyproxy.session.reconnecting import Fresh
 from skyproxy.session.recorder import Recorder
@@ -38,6 +39,8 @@ _LOG_SHARE = 0.75
 _FRUITLESS_RECOVERIES = 5
 """Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
 _CONNECTIONS = 2
+_TOLD_WARNINGS = 4096
+"""Warnings that are remembered, so that none is shown twice."""
 _LOOK_SECONDS = 0.005
 _ANSWER_SECONDS = 600.0
 """The longest wait for a worker to load a snapshot."""
@@ -97,6 +100,8 @@ class Protection:
         on_recovered: called when another worker has taken over.
         name: the name of the snapshots on the worker.
         is_moving: whether the session is about to leave its worker for another one.
+        patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
+        stall_seconds: how long recording waits, at the bound of the log, for a worker that does not answer.
     """
 
     def __init__(
@@ -144,6 +149,10 @@ class Protection:
         self._prepared: tuple[NewSession, int] | None = None
         self._moved = Waiter()
         self._parts = 0
+        self.patience_seconds = self.stall_seconds = math.inf
+        self._is_settled = threading.Event()  # no other worker is taking over now
+        self._is_settled.set()
+        self._told: dict[int, None] = {}
         self._on_moved: Callable[[], object] = lambda: None
 
     # --- the log -----------------------------------------------------------------------------------------------------
@@ -180,13 +189,16 @@ class Protection:
 
     def _make_room(self, byte_count: int) -> None:
         """Wait until the log has room for so many bytes more; go on without a log where that cannot be."""
-        begun = False
+        begun, until = False, time.monotonic() + self.stall_seconds
         while not self._is_off and self.log.byte_count + byte_count > self.log.max_bytes:
             if self._pending is None and not self.is_moving:
                 if begun and self.last_error is not None:
                     self._give_up_log()
                     return
                 begun = self.try_snapshot() or begun
+            elif time.monotonic() >= until:
+                self._give_up_log()
+                return
             # By looks: another thread may be recording, and an answer may be complete with a download only.
             waited_for = self._pending or Waiter()
             waited_for.done_within(_LOOK_SECONDS)
@@ -296,7 +308,22 @@ class Protection:
         """Take no more snapshots, and keep no log."""
         self._is_off = True
         self._moved.fail(SessionLostError("the session ended while it was moved"))
+        self._is_settled.set()
         self.log.forget()
+
+    def wait_until_settled(self) -> None:
+        """Wait until a worker that is taking over has done so; nothing else would be left of the session."""
+        self._is_settled.wait()
+
+    def is_news(self, warned: Warned) -> bool:
+        """Return whether a warning is told for the first time: operations that are executed again warn again."""
+        key = hash(repr((warned.category, warned.message, warned.place)))
+        if key in self._told:
+            return False
+        if len(self._told) >= _TOLD_WARNINGS:
+            self._told.pop(next(iter(self._told)))
+        self._told[key] = None
+        return True
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
@@ -335,6 +362,7 @@ class Protection:
         self._parts += 1
         if self._parts == _CONNECTIONS:
             self._moved.set(None)
+            self._is_settled.set()
 
     def _take_prepared(self) -> tuple[Fresh, Fresh] | None:
         """Return the connections of the worker that the session moves to, where all it needs is still logged."""
@@ -361,6 +389,15 @@ class Protection:
         prepared = self._take_prepared()
         if prepared is not None:
             return prepared
+        self._is_settled.clear()
+        self._parts = 0
+        try:
+            return self._recover(reason, stop)
+        except BaseException:
+            self._is_settled.set()
+            raise
+
+    def _recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
         self._look_for_progress(reason)
         while not stop.is_set():
             self._check_log(reason)

@@ -74,9 +74,11 @@ class Recovery(Protocol):
 
     Attributes:
         is_moving: whether the session leaves its worker, which lives.
+        patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
     """
 
     is_moving: bool
+    patience_seconds: float
 
     def recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
         """Return the operations and the bulk connection of a session that was restored.
@@ -262,7 +264,10 @@ class Reconnector:
             return fresh
 
     def _connect(self, role: str, received: int, recoveries: int, reason: str) -> Fresh:
-        until = time.monotonic() + self.patience_seconds
+        patience_seconds = self.patience_seconds
+        if self.recovery is not None:
+            patience_seconds = min(patience_seconds, self.recovery.patience_seconds)
+        until = time.monotonic() + patience_seconds
         pause, refusals = _FIRST_PAUSE_SECONDS, 0
         while not self._stop.is_set():
             if self.recoveries > recoveries or self.explain_end() is not None:
@@ -281,7 +286,7 @@ class Reconnector:
                     raise SessionLostError(f"{reason}; and then: {problem}") from problem
                 if time.monotonic() >= until:
                     raise SessionLostError(
-                        f"{reason}, and did not come back within {self.patience_seconds:g} s: {problem}"
+                        f"{reason}, and did not come back within {patience_seconds:g} s: {problem}"
                     ) from problem
                 logger.debug("skyproxy: the %s connection is not back yet: %s", role, problem)
             self._stop.wait(pause * random.uniform(*_SPREAD))

@@ -202,7 +202,7 @@ class Session(Requests):
             Ack: lambda message: self.recorder.ack(message.sequence),
             Reply: self._on_reply,
             Failure: self._on_failure,
-            Warned: self._failures.on_warned,
+            Warned: self._on_warned,
         }
         self._read(self._operations, handlers)
 
@@ -262,6 +262,10 @@ class Session(Requests):
         if waiter is not None:
             waiter.fail(error)
 
+    def _on_warned(self, warned: Warned) -> None:
+        if self.protection is None or self.protection.is_news(warned):
+            self._failures.on_warned(warned)
+
     # --- protection --------------------------------------------------------------------------------------------------
 
     def protect(self, log: BatchLog, name: str, open_anew: OpenAnew, every_seconds: float, every_steps: int) -> None:
@@ -292,6 +296,7 @@ class Session(Requests):
         assert isinstance(bulk, ReconnectingBulk)
         protection.cut_bulk, protection.cut_operations = bulk.cut_older, operations.cut_older
         protection.on_recovered = self._on_recovered
+        protection.stall_seconds = 2 * self.settings.snapshot_stall_seconds  # the worker gives up before
         self.protection = protection
         try:
             self._uploads.log = protection
@@ -326,11 +331,17 @@ class Session(Requests):
         self.protection.move(opened, on_moved, bring)
         return answers
 
-    def unprotect(self) -> None:
-        """Take no more snapshots, and have those that there are deleted: the session ends with its worker."""
+    def unprotect(self, *, waits: bool = True) -> None:
+        """Take no more snapshots, and have those that there are deleted: the session ends with its worker.
+
+        Args:
+            waits: whether to wait for a worker that is taking over now; the session ends otherwise.
+        """
         protection = self.protection
         if protection is None:
             return
+        if waits:
+            protection.wait_until_settled()
         if self._reconnector is not None:
             self._reconnector.recovery = None
         self.recorder.on_sent = None

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -104,8 +105,13 @@ def open_store(location: str | os.PathLike[str]) -> Store:
     return LocalStore(Path(location))
 
 
+SHARED_FOLDER = 0o2770
+"""The mode of a folder whose group writes in it, and hands itself on to what is made there."""
+SHARED_FILE = 0o660
+
+
 class LocalStore:
-    """A folder. What it makes is its user's alone, or also its group's where the folder above is.
+    """A folder. What it makes is its user's alone; below one that its group shares, its group's as well.
 
     Args:
         path: the folder.
@@ -130,6 +136,8 @@ class LocalStore:
 
     def prepare(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_shared(self.path.parent) and not _is_shared(self.path):
+            self.path.chmod(SHARED_FOLDER)
 
     def read(self, name: str) -> bytes:
         with contextlib.closing(self.open(name)) as source:
@@ -143,7 +151,7 @@ class LocalStore:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(draft, self.path / name)
+            self.publish(draft, name)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
@@ -156,6 +164,8 @@ class LocalStore:
         return self.path / f".{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
+        if _is_shared(self.path):
+            draft.chmod(SHARED_FILE)
         os.replace(draft, self.path / name)
 
     def settle(self) -> None:
@@ -175,6 +185,10 @@ class LocalStore:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def _is_shared(folder: Path) -> bool:
+    return os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) == SHARED_FOLDER
 
 
 class _File:

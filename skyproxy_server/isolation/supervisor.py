@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
@@ -31,6 +31,7 @@ from skyproxy_server.isolation.lent_connection import LentConnection
 from skyproxy_server.isolation.session_user import SessionUser
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
 from skyproxy_server.isolation.slots import Slots, mapped, new_memory
+from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
 from skyproxy_server.isolation.spawner import Template, TemplateSetup
 from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, Resume, SupervisedSession
 from skyproxy_server.isolation.uploads import UploadDesk
@@ -92,6 +93,7 @@ class ProcessHost:
         self._template = Template(setup)
         if users is not None:
             users.sweep = self._template.sweep
+        self._groups = SnapshotGroups(setup.snapshots)
         self._forking = threading.Lock()
         self._lock = threading.Lock()
         self._sessions: dict[str, SupervisedSession] = {}
@@ -248,8 +250,17 @@ class ProcessHost:
         )
 
     def _snapshots(self) -> str:
-        """The folder of snapshots that sessions can write to; empty for none: a user of its own cannot write there."""
-        return self._setup.snapshots if self._users is None else ""
+        """The place of snapshots that sessions can write to; empty for none."""
+        return self._setup.snapshots if self._users is None else self._groups.location()
+
+    def _with_group(self, user: SessionUser, client: Identity) -> SessionUser:
+        """Return a user who is in the group of its client's snapshots, too."""
+        try:
+            group = self._groups.group_of(client.name) if self._groups.location() else None
+        except OSError as error:
+            logger.warning("a session can keep no snapshots: %s", error)
+            return user
+        return user if group is None else replace(user, groups=(*user.groups, group))
 
     def _runs_functions(self, client: Identity) -> bool:
         return self._setup.functions and client.may(FUNCTIONS)
@@ -336,6 +347,7 @@ class ProcessHost:
             if self._users is not None:
                 user = self._users.claim(identity)
                 ours.callback(self._users.release, identity)
+                user = self._with_group(user, client)
             memory_bytes = _least(self._bounds.memory_bytes, client.bounds.memory_bytes)
             order = {
                 "session": identity,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -20,19 +18,12 @@ from skyproxy_server.reports import Deferred
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.capture import capture
 from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
+from skyproxy_server.snapshots.places import place_of
 from skyproxy_server.snapshots.restore import Adoptable, restore, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
 from skyproxy_server.snapshots.writing import CopyBudget, WritingJob, hangs
 
 _THREADS = 4
-_READABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-
-
-def place_of(root: Store, owner: str) -> Store:
-    """The place of all snapshots of a token, by the token's name."""
-    if _READABLE.fullmatch(owner):
-        return root.child(owner)
-    return root.child(f".{hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}")
 
 
 class SessionSnapshots:

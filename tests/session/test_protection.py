@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from skyproxy.errors import RemoteError, SessionLostError
+from skyproxy.errors import ConnectError, RemoteError, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import (
@@ -24,8 +25,10 @@ from skyproxy.protocol.messages import (
     Reply,
     RequestId,
     Sequence,
+    Warned,
     Welcome,
 )
+from skyproxy.session import protection as protection_module
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.protection import NewSession, Protection
 from skyproxy.session.reconnecting import ReconnectingOperations, Reconnector
@@ -298,63 +301,197 @@ def test_operations_that_end_one_worker_after_the_other_end_the_session() -> Non
     assert len(session.workers) < 10
 
 
+# --- the bound of the log --------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
-def log() -> BatchLog:
-    made = BatchLog(1 << 20, 1 << 20)
-    made.begin(5)
-    made.add(5, Batch(Sequence(5), [commands.DO, "save", []]))
-    made.commit(5)
-    return made
+def bounded() -> ProtectedSession:
+    """A session whose log holds little, and whose recorder asks for snapshots as a real one does."""
+    session = ProtectedSession()
+    session.begin()  # type: ignore[call-arg]
+    session.log.max_bytes = 10_000
+    session.recorder.on_sent = session.protection.on_sent
+    return session
 
 
-def add(log: BatchLog, *sequences: int) -> None:
-    for sequence in sequences:
-        log.add(sequence, Batch(Sequence(sequence), [commands.DO, "add", [sequence]]))
+def fill(session: ProtectedSession, share: float) -> None:
+    """Record until the log has reached a part of its bound."""
+    while session.log.byte_count < share * session.log.max_bytes:
+        session.recorder.append(commands.DO, "add", [1])
+        session.added.append(1)
+        session.recorder.flush()
 
 
-def test_the_log_has_what_follows_the_snapshot(log: BatchLog) -> None:
-    add(log, 6, 7, 7, 8)
-    assert [sequence for sequence, _, _ in log.since(5, 8)] == [6, 7, 8]
-    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]
+def through(session: ProtectedSession, until: threading.Event) -> None:
+    """Be the worker and the thread that reads, until something has happened."""
+    deadline = time.monotonic() + 60
+    while not until.wait(0.001):
+        session._let_all_through()
+        assert time.monotonic() < deadline
 
 
-def test_a_durable_snapshot_takes_the_place_of_the_log_before_it(log: BatchLog) -> None:
-    add(log, 6)
-    log.begin(7)
-    add(log, 7, 8)
-    assert log.starts() == [7, 5]
-    before = log.byte_count
-    log.commit(7)
-    assert log.starts() == [7]
-    assert log.byte_count < before
-    assert [sequence for sequence, _, _ in log.since(7, 8)] == [8]
+def test_at_three_quarters_of_the_bound_a_snapshot_is_asked_for(bounded: ProtectedSession) -> None:
+    fill(bounded, 0.7)
+    bounded._read()
+    assert bounded.protection._pending is None
+    fill(bounded, 0.75)
+    bounded.recorder.append(commands.DO, "add", [1])
+    bounded.added.append(1)
+    bounded.recorder.flush()
+    assert bounded.protection._pending is not None
+    bounded._let_all_through()
+    assert bounded.log.byte_count < 0.1 * bounded.log.max_bytes
+    assert bounded.protection.snapshots == 2
+    bounded.kill(0, True)
+    bounded.teardown()
 
 
-def test_what_cannot_be_repeated_is_mended_by_a_later_snapshot_only(log: BatchLog) -> None:
-    log.puncture(6, "a function ran")
-    log.begin(7)
-    assert log.hole_after(5) is not None
-    assert log.hole_after(7) is None
-    log.commit(7)
-    assert log.hole_after(7) is None
+def test_at_the_bound_recording_waits_for_the_snapshot(bounded: ProtectedSession) -> None:
+    over = threading.Event()
+    sizes: list[int] = []
+
+    def record() -> None:
+        for _ in range(200):
+            bounded.recorder.append(commands.DO, "add", [1])
+            bounded.added.append(1)
+            bounded.recorder.flush()
+            sizes.append(bounded.log.byte_count)
+        over.set()
+
+    thread = threading.Thread(target=record, daemon=True)
+    thread.start()
+    through(bounded, over)
+    thread.join()
+    assert max(sizes) <= bounded.log.max_bytes
+    assert bounded.protection.snapshots > 2
+    bounded.kill(0, True)
+    bounded.teardown()
 
 
-def test_a_snapshot_that_was_refused_changes_nothing(log: BatchLog) -> None:
-    add(log, 6)
-    log.begin(7)
-    add(log, 7)
-    log.fail(7)
-    assert log.starts() == [5]
-    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]
+@pytest.mark.parametrize("hangs", [False, True], ids=["refuses", "hangs"])
+def test_where_no_snapshot_can_be_taken_the_session_goes_on_unprotected_and_says_so(
+    bounded: ProtectedSession, capfd: pytest.CaptureFixture[str], hangs: bool
+) -> None:
+    bounded.worker.refuses = not hangs
+    over = threading.Event()
+    if hangs:
+        bounded.protection.stall_seconds = 0.01
+        bounded.worker.make_durable = lambda: None  # type: ignore[method-assign]
+
+    def record() -> None:
+        fill(bounded, 0.75)
+        for _ in range(40):
+            bounded.recorder.append(commands.DO, "add", [1])
+            bounded.added.append(1)
+            bounded.recorder.flush()
+        over.set()
+
+    thread = threading.Thread(target=record, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not over.wait(0.001):
+        bounded._read()
+        bounded.worker.execute(1000)
+        assert time.monotonic() < deadline
+    thread.join()
+    assert "is not protected until the next snapshot" in capfd.readouterr().err
+    bounded.worker.refuses = False
+    bounded.worker.__dict__.pop("make_durable", None)
+    bounded._let_all_through()
+    bounded.protection._retry_at = 0.0
+    bounded.protection.tick()
+    bounded._let_all_through()
+    assert bounded.log.starts()
+    bounded.kill(0, True)  # protected again
+    bounded.teardown()
 
 
-def test_an_upload_is_kept_until_a_snapshot_has_it(log: BatchLog) -> None:
-    kept = log.keep(1, b"x" * 1000)
-    kept.job = "job"
-    assert log.jobs_after(5) == ["job"]
-    log.announced(1, 6)
-    log.begin(7)
-    assert log.byte_count >= 1000
-    assert (log.jobs_after(5), log.jobs_after(7)) == (["job"], [])
-    log.commit(7)
-    assert log.byte_count < 1000
+def test_an_upload_that_is_larger_than_the_log_may_be_is_mended_by_a_snapshot(bounded: ProtectedSession) -> None:
+    assert bounded.protection.keep_upload(1, memoryview(bytes(10_001))) is None
+    bounded.recorder.append(commands.DO, "add", [1])
+    bounded.added.append(1)
+    bounded.protection.uploaded(1, None)
+    start = bounded.log.starts()[0]
+    hole = bounded.log.hole_after(start - 1)
+    assert hole is not None
+    assert "SKYPROXY_MAX_LOG_BYTES" in hole.reason
+    bounded.recorder.flush()
+    bounded._let_all_through()
+    assert bounded.protection.snapshots == 2
+    assert bounded.log.hole_after(bounded.log.starts()[0]) is None
+
+
+# --- what is told once -----------------------------------------------------------------------------------------------
+
+
+def test_a_warning_that_comes_again_is_no_news(bounded: ProtectedSession) -> None:
+    protection = bounded.protection
+    place: dict[str, int] = {"sequence": 7, "position": 3}
+    first = Warned("UserWarning", "careful", place)
+    assert [protection.is_news(first), protection.is_news(first)] == [True, False]
+    others = [
+        Warned("UserWarning", "careful", {**place, "sequence": 8}),
+        Warned("UserWarning", "careful", {**place, "graph": 1}),
+        Warned("UserWarning", "very careful", place),
+        Warned("UserWarning", "careful", None),  # type: ignore[arg-type]  # a worker may send anything
+    ]
+    assert all(map(protection.is_news, others))
+    for number in range(protection_module._TOLD_WARNINGS + 1):
+        protection.is_news(Warned("UserWarning", "careful", {"sequence": number, "position": 0}))
+    assert len(protection._told) <= protection_module._TOLD_WARNINGS
+
+
+# --- a worker that does not answer -----------------------------------------------------------------------------------
+
+
+def test_another_worker_goes_on_for_one_that_does_not_answer_and_does_not_refuse(bounded: ProtectedSession) -> None:
+    attempts: list[str] = []
+
+    def silence(role: str, received: int) -> tuple[Transport, Welcome]:
+        attempts.append(role)
+        raise ConnectError("no answer within 10 s")
+
+    reconnector = bounded.operations._reconnector
+    reconnector._reopen, reconnector.patience_seconds, reconnector.resumes = silence, 1e9, True
+    bounded.protection.patience_seconds = 0.0
+    bounded.recorder.append(commands.DO, "add", [1])
+    bounded.added.append(1)
+    bounded.recorder.flush()
+    bounded.kill(0, True)
+    reconnector.resumes = False
+    assert (attempts, len(bounded.workers)) == ([OPERATIONS], 2)
+    bounded.teardown()
+
+
+# --- an end while another worker takes over --------------------------------------------------------------------------
+
+
+def test_who_ends_the_protection_waits_for_a_worker_that_is_taking_over(bounded: ProtectedSession) -> None:
+    protection, opened, goes_on = bounded.protection, threading.Event(), threading.Event()
+    open_anew, settled = protection._open_anew, threading.Event()
+
+    def slow(reason: str, stop: threading.Event) -> NewSession:
+        opened.set()
+        assert goes_on.wait(60)
+        return open_anew(reason, stop)
+
+    protection._open_anew = slow
+    protection.wait_until_settled()  # at once: nothing happens
+
+    def wait() -> None:
+        protection.wait_until_settled()
+        settled.set()
+
+    bounded.worker.is_dead = True
+    reading = threading.Thread(target=bounded._read, daemon=True)
+    reading.start()
+    assert opened.wait(60)
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    goes_on.set()
+    reading.join(60)
+    assert not settled.is_set()  # the bulk connection is still missing
+    protection.note_part()
+    assert settled.wait(60)
+    waiting.join()
+    bounded.teardown()

@@ -1,0 +1,151 @@
+"""Snapshots of sessions that have users of their own: any session of the token finds them, and no other one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyproxy
+from skyproxy_server.isolation.limits import are_sessions_separable
+from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
+from tests.integration.programs import wait_for
+from tests.server.isolation.test_session_users import (
+    REFUSED,
+    may_give_users,
+    place,
+    python,
+    refusals,
+    some_numbers,
+    written,
+)
+from tests.server.isolation.workers import Worker
+
+__all__ = ["place", "python"]  # fixtures
+
+needs_root = pytest.mark.skipif(not may_give_users(), reason="only root gives sessions users of their own")
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux"),
+]
+
+
+@pytest.fixture(scope="module")
+def worker(place: Path, python: tuple[str, dict[str, str]]) -> Iterator[Worker]:
+    (folder := place / "worker-with-snapshots").mkdir(mode=0o755)
+    snapshots = ("--snapshots", str(place / "snapshots"))
+    made = Worker(folder, "--session-users", written(some_numbers(8)), *snapshots, python=python[0], **python[1])
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def sessions(worker: Worker) -> Iterator[Callable[[], skyproxy.Node]]:
+    made: list[skyproxy.Node] = []
+
+    def make() -> skyproxy.Node:
+        made.append(worker.connect())
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+    wait_for(lambda: worker.activity()["processes"] == 0, "all sessions end")
+
+
+@needs_root
+def test_a_session_goes_on_in_one_of_another_user(sky: str, worker: Worker, sessions) -> None:
+    node = sessions()
+    user = node.run(os.getuid)
+    with skyproxy.protect(node=node) as protected:
+        total = torch.full((3,), 2.0, device=node.devices[0])
+        protected.snapshot()
+        total += 1
+        killed = node.run(os.getpid)
+        protected.snapshot()
+        os.kill(killed, 9)
+        total += 1
+        assert total.tolist() == [4, 4, 4]
+        assert protected.recoveries == 1
+        protected.snapshot()  # in the folder that the user before has made
+        assert node.run(os.getuid) != 0
+        assert user != 0
+
+
+@needs_root
+def test_what_one_session_saved_another_one_restores(sky: str, place: Path, sessions) -> None:
+    first, second = sessions(), sessions()
+    assert first.run(os.getuid) != second.run(os.getuid)
+    first.save("worker:exp", x=torch.ones(3, device=first.devices[0]))
+    assert skyproxy.restore("worker:exp", second).get("x").tolist() == [1, 1, 1]
+    second.save("worker:exp", x=torch.zeros(3, device=second.devices[0]))
+    assert skyproxy.restore("worker:exp", first).get("x").tolist() == [0, 0, 0]
+    (token,) = (path for path in (place / "snapshots").iterdir())
+    status = token.stat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o2770)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in token.rglob("*") if path.is_file()} == {0o660}
+
+
+@needs_root
+def test_who_is_not_in_the_group_reaches_nothing(place: Path, tmp_path: Path) -> None:
+    groups = SnapshotGroups(str(place / "groups"))
+    assert groups.location() == str(place / "groups")
+    first, second = groups.group_of("one"), groups.group_of("two")
+    assert first != second
+    assert first is not None
+    assert groups.group_of("one") == first
+    (secret := place / "groups" / "one" / "secret").write_text("of one token alone")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:  # as a session of the other token is
+        os.setgroups([second])
+        os.setresgid(60001, 60001, 60001)
+        os.setresuid(60001, 60001, 60001)
+        found = refusals(
+            {
+                "list": lambda: os.listdir(secret.parent),
+                "read": lambda: secret.read_text(),
+                "make": lambda: (secret.parent / "own").write_text(""),
+                "all": lambda: os.listdir(place / "groups"),
+                "own": lambda: (place / "groups" / "two" / "own").write_text(""),
+            }
+        )
+        os.write(writing, repr(found).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        found = eval(answers.read())
+    os.waitpid(child, 0)
+    assert found.pop("own") == "done"
+    assert set(found.values()) <= REFUSED, found
+
+
+@needs_root
+def test_a_folder_that_was_roots_alone_is_given_to_the_group(place: Path) -> None:
+    (folder := place / "before" / "one" / "exp").mkdir(parents=True, mode=0o700)
+    (folder.parent).chmod(0o700)
+    (file := folder / "snapshot-00000001.msgpack").write_bytes(b"x")
+    (folder / "link").symlink_to("/etc/shadow")
+    before = os.stat("/etc/shadow").st_mode
+    group = SnapshotGroups(str(place / "before")).group_of("one")
+    assert {path.stat().st_gid for path in (folder.parent, folder, file)} == {group}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, file)] == [0o2770, 0o2770, 0o660]
+    assert os.stat("/etc/shadow").st_mode == before
+
+
+@needs_root
+def test_a_folder_that_others_cannot_reach_offers_no_snapshots(tmp_path: Path, place: Path) -> None:
+    (closed := place / "closed").mkdir(mode=0o700)
+    assert SnapshotGroups(str(closed / "snapshots")).location() == ""
+    assert SnapshotGroups("s3://bucket/x").location() == "s3://bucket/x"
+    assert SnapshotGroups("s3://bucket/x").group_of("one") is None
+    assert SnapshotGroups("").location() == ""
+    (place / "owned").mkdir()
+    (place / "owned" / "one").mkdir()
+    os.chown(place / "owned" / "one", 60001, 60001)
+    with pytest.raises(PermissionError, match="root's own"):
+        SnapshotGroups(str(place / "owned")).group_of("one")
