@@ -364,7 +364,7 @@ class Compute(PoolCalls):
     @property
     def nodes(self) -> list[Node]:
         """The connections to all processes, by rank; of an elastic pool, to those that are there at this moment."""
-        return list(self._running_workers().group.members.values())
+        return list(self._members().values())
 
     def want_nodes(self, count: int) -> None:
         """Have an elastic pool keep so many nodes, whatever its queue says; 0 leaves that to the queue again."""
@@ -375,7 +375,7 @@ class Compute(PoolCalls):
     @property
     def ranks(self) -> list[int]:
         """The ranks that are there. Those of an elastic pool may have gaps: a process keeps its own while it lives."""
-        return list(self._running_workers().group.members)
+        return list(self._members())
 
     def rank_of(self, node: Node) -> int:
         """Return the rank of one of the pool's nodes.
@@ -388,7 +388,7 @@ class Compute(PoolCalls):
             assert pool.rank_of(pool.nodes[1]) == 1
             ```
         """
-        for rank, other in self._running_workers().group.members.items():
+        for rank, other in self._members().items():
             if other is node:
                 return rank
         raise ConfigurationError(f"{node!r} is not a node of this pool.")
@@ -401,7 +401,7 @@ class Compute(PoolCalls):
     @property
     def world_size(self) -> int:
         """Processes: nodes times procs_per_node; of an elastic pool, those that are there at this moment."""
-        return len(self._running_workers().group.members)
+        return len(self._members())
 
     def logs(self, rank: int = 0) -> str:
         """The end of what a worker process itself wrote, apart from the output of functions.
@@ -423,15 +423,18 @@ class Compute(PoolCalls):
         """
         busy, waiting = self._running_scheduler().load()
         ranks = [
-            {
-                "rank": rank,
-                "worker": node.url,
-                "state": "connected" if node.alive else "lost",
-                "busy": busy.get(rank, 0),
-            }
-            for rank, node in self._running_workers().group.members.items()
+            {"rank": rank, "worker": n.url, "state": "connected" if n.alive else "lost", "busy": busy.get(rank, 0)}
+            for rank, n in self._members().items()
         ]
         return {"name": self.spec.name, "waiting": waiting, "ranks": ranks}
+
+    def _members(self) -> Mapping[int, Node]:
+        """The processes that calls can run on, by rank."""
+        members = self._running_workers().group.members
+        if self.limits is None:
+            return members
+        busy, _ = self._running_scheduler().load()  # a process that has just come is in the group first
+        return {rank: members[rank] for rank in busy if rank in members}
 
     def _running_workers(self) -> Workers | ElasticWorkers:
         if self._workers is None:
