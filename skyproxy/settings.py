@@ -82,6 +82,10 @@ class Settings:
     isolate: bool = False
     """True if functions that a program runs on a node get a process of their own there, where the worker can do that;
     `skyproxy run` sets it for its script."""
+    debug: bool = False
+    """True if breakpoints and exceptions in functions that a program runs wait for `skyproxy debug`."""
+    breakpoint_seconds: float = 600.0
+    """The time for which a function waits there for somebody; then it ends."""
     max_kept_calls: int = 1024
     """Calls that have ended and that a worker keeps until their caller has taken the result; the oldest go first."""
     max_kept_result_bytes: int = 1 << 30

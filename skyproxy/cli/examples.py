@@ -20,6 +20,7 @@ EXAMPLES = {
         "skyproxy run -m package.train",
         "skyproxy run --on dev --nproc-per-node gpu train.py",
     ),
+    "skyproxy debug": ("skyproxy debug", "skyproxy debug --list", "skyproxy debug 1f3a90bc"),
     "skyproxy port-forward": ("skyproxy port-forward dev --local-port 8765",),
     "skyproxy gpus": ("skyproxy gpus --context production",),
     "skyproxy install": ("skyproxy install --namespace team --dry-run",),

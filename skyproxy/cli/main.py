@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from skyproxy.cli import (
     connecting,
+    debugger,
     doctor,
     inspecting,
     installing,
@@ -63,6 +64,7 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
     "Using one": [
         ("connect", connecting.connect),
         ("run", running.run),
+        ("debug", debugger.debug),
         ("port-forward", connecting.port_forward),
     ],
     "Cluster": [

@@ -26,6 +26,7 @@ from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.protocol import commands
+from skyproxy.runtime import breakpoints
 
 if TYPE_CHECKING:
     from skyproxy.functions.adoption import Adopter
@@ -77,6 +78,7 @@ class Call:
     Attributes:
         id: names the call on its worker, see `Node.reattach`. It is a secret: whoever knows it can fetch the result.
         name: the function's name.
+        on_wait: called where the function waits at a breakpoint.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Call:
         self.task: dict[str, Any] = {}
         self.received = 0
         self.attempts = 0
+        self.on_wait: Callable[[Call, breakpoints.Place], None] | None = None
         self._channel = channel
         self._adopter = adopter
         self._on_output = on_output or _Streams()
@@ -339,6 +342,8 @@ class Call:
             self._context.run(self._on_output, came.value["stream"], text)
         except Exception:
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
+        if self.on_wait is not None and not self._ended and type(came.value.get("waits")) is dict:
+            self.on_wait(self, came.value["waits"])
         self._shown = came.number
         self._unacked += len(text) + _EVENT_CHARACTERS
         if self._unacked >= _ACK_OUTPUT_CHARACTERS:

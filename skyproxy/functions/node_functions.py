@@ -33,6 +33,7 @@ class NodeFunctions:
         context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
         isolate: bool | None = None,
+        debug: bool | None = None,
         **kwargs: object,
     ) -> Call:
         """Begins to run a function on the worker; does not wait for it.
@@ -58,6 +59,9 @@ class NodeFunctions:
                 or a leak harms nothing of the session. Its remote tensors are there by shared memory. By default as
                 SKYPROXY_ISOLATE says, which `skyproxy run` sets.
 
+            debug: whether `breakpoint()` and exceptions in the function wait for whoever looks, by `skyproxy debug`,
+                for SKYPROXY_BREAKPOINT_SECONDS. By default as SKYPROXY_DEBUG says.
+
         Raises:
             FunctionCrashedError: from `result()`, if that process ended before the function had.
             ConfigurationError: the worker runs no functions, or these arguments cannot be sent.
@@ -78,9 +82,11 @@ class NodeFunctions:
             "context": context,
             "trust_worker": trust_worker,
             "isolate": isolate,
+            "debug": debug,
         }
         defaults = {"results": "remote"}
         _check_options(fn, args, frozenset(key for key, value in options.items() if value != defaults.get(key)))
+        options["debug"] = self._runner.debugs(fn, debug)
         options["isolate"] = self._runner.isolates(fn, isolate)
         return self.submit_payload(Payload.of(fn, args, kwargs), **options)
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import platform
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import cloudpickle
@@ -18,6 +19,7 @@ from skyproxy.functions.call import Call, OnOutput
 from skyproxy.functions.channel import Channel
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.project_sync import ProjectSync
+from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.payloads.pickling import PICKLE, PLAIN
 from skyproxy.protocol import commands
 from skyproxy.runtime.project_code import OWN_PACKAGES
@@ -73,6 +75,7 @@ class Runner:
         context: Mapping[str, object] | None = None,
         trust_worker: bool | None = None,
         isolate: bool = False,
+        debug: bool | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`."""
         self._check()
@@ -92,7 +95,7 @@ class Runner:
             "skyproxy.function", function=name or payload.name, session=self.session.welcome.session[:8]
         )
         try:
-            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate)
+            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate, debug)
         except BaseException as error:
             telemetry.end(span, type(error).__name__)
             raise
@@ -113,8 +116,11 @@ class Runner:
         """
         if asked is not None:
             return asked
-        wanted = self.session.settings.isolate and self._can_isolate
-        return wanted and str(getattr(fn, "__module__", "")).partition(".")[0] not in OWN_PACKAGES
+        return self.session.settings.isolate and self._can_isolate and not _is_ours(fn)
+
+    def debugs(self, fn: Callable[..., object], asked: bool | None = None) -> bool:
+        """Return whether the breakpoints of a call wait; `asked` is as for `isolates`."""
+        return (self.session.settings.debug and not _is_ours(fn)) if asked is None else asked
 
     def _run_own(self, function: Callable[..., object], *args: object) -> object:
         """Run a function of this package on the worker, which needs nothing of the program for it."""
@@ -130,6 +136,7 @@ class Runner:
         context: Mapping[str, object] | None,
         trusted: bool,
         isolate: bool = False,
+        debug: bool | None = False,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
@@ -141,6 +148,8 @@ class Runner:
             "timeout": None if timeout is None else float(timeout),
             **payload.tables,
         }
+        if self.session.settings.debug if debug is None else debug:
+            call.task["debug"] = float(self.session.settings.breakpoint_seconds)
         if isolate:
             call.task["isolate"] = True
         self._channel.open()  # before anything is recorded, so that nothing waits there for a call that never comes
@@ -172,7 +181,9 @@ class Runner:
     ) -> Call:
         identity = identity or secrets.token_hex(16)
         adopter = Adopter(identity, self.session, self.devices, tensors, trusted)
-        return Call(identity, name, self._channel, adopter, on_output)
+        call = Call(identity, name, self._channel, adopter, on_output)
+        call.on_wait = partial(WAITING_CALLS.note, self)
+        return call
 
     def _check(self) -> None:
         self.session.check()
@@ -183,9 +194,12 @@ class Runner:
                 "that option and use a token that has the scope."
             )
 
+    def _submit_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+        return self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn), debug=self.debugs(fn))
+
     def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits; see `Node.run`."""
-        call = self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn))
+        call = self._submit_plainly(fn, args, kwargs)
         try:
             return call.result()
         except BaseException:
@@ -199,7 +213,7 @@ class Runner:
         def begin() -> None:
             if begun.set_running_or_notify_cancel():
                 try:
-                    begun.set_result(self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn)))
+                    begun.set_result(self._submit_plainly(fn, args, kwargs))
                 except BaseException as error:
                     begun.set_exception(error)
 
@@ -210,6 +224,10 @@ class Runner:
                 begun.add_done_callback(_cancel_begun)  # the thread cannot be stopped, but its call can
             raise
         return await begun.result()
+
+
+def _is_ours(fn: Callable[..., object]) -> bool:
+    return str(getattr(fn, "__module__", "")).partition(".")[0] in OWN_PACKAGES
 
 
 def _cancel_begun(begun: concurrent.futures.Future[Call]) -> None:

@@ -18,6 +18,7 @@ import torch
 from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, RemoteFunctionError
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, dressed
+from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
@@ -49,6 +50,7 @@ class FunctionCall:
         running: whether its thread runs; it may, after the caller was told the end.
         has_tensors: whether it was given tensors of a session, which it may change.
         began_at: when that began, on the clock of `time.monotonic`.
+        debugger: what its breakpoints wait in; None where nobody asked for that.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class FunctionCall:
         self._settings = settings
         self._nursery = nursery
         self._loan: Loan | None = None
+        self.debugger: Debugger | None = None
         self.events = Events(identity, settings)
         self._activity = activity
-        self._task: dict[str, Any] | None = None
+        self._task: Said | None = None
         self._pieces: Sequence[object] = ()
         self._function: KnownFunction | None = None
         self._arguments: list[object] | None = None
@@ -107,7 +110,7 @@ class FunctionCall:
 
     def start(
         self,
-        task: dict[str, Any],
+        task: Said,
         pieces: Sequence[object],
         count: Callable[[bool], None],
         on_end: Callable[[], None],
@@ -180,7 +183,7 @@ class FunctionCall:
                         self._execute_apart(task, pieces)
                         return
                     stack.enter_context(output.printing_to(self))
-                    self._execute(task, pieces, arguments)
+                    self._execute_debugged(task, pieces, arguments)
             except BaseException as error:
                 if not self.ended:
                     self._flush()
@@ -210,6 +213,29 @@ class FunctionCall:
             if self._timer is not None:
                 self._timer.cancel()
             self.events.changed.notify_all()
+
+    def _execute_debugged(self, task: Said, pieces: Sequence[object], arguments: list[Any]) -> None:
+        seconds = task.get("debug")
+        if seconds is None:
+            self._execute(task, pieces, arguments)
+            return
+        debugger = DEBUGGERS.begin(self.identity, seconds, self._tell_where_it_waits)
+        self.debugger = debugger
+        try:
+            self._execute(task, pieces, arguments)
+        except Exception as error:
+            if is_quit(error):
+                error.args = (debugger.explain(),)
+            elif not self.ended:
+                debugger.look_at(error)
+            raise
+        finally:
+            stop_tracing()
+            DEBUGGERS.end(debugger)
+
+    def _tell_where_it_waits(self, place: Place) -> None:
+        self._flush()
+        self.events.add("output", {"stream": "stderr", "text": describe(place), "waits": place})
 
     def _execute(self, task: dict[str, object], pieces: Sequence[object], arguments: list[Any]) -> None:
         given: dict[int, torch.Tensor] = {}
@@ -316,7 +342,7 @@ class FunctionCall:
                 "Return a value, or raise an exception."
             )
             error = RemoteFunctionError(text).with_traceback(error.__traceback__)
-        words, pickled = describe_error(error, hidden_frames=2, plain=self._plain)
+        words, pickled = describe_error(error, hidden_frames=3, plain=self._plain)
         if pickled is not None:
             words.update(pickled.tables)
         self.events.add("error", words, pickled)

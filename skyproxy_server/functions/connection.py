@@ -65,7 +65,7 @@ class FunctionsConnection:
         task = message.task
         fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
         fits = fits and _names_function(task, len(message.sizes))
-        fits = fits and type(task.get("isolate", False)) is bool
+        fits = fits and type(task.get("isolate", False)) is bool and type(task.get("debug")) in (float, NoneType)
         if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
         if len(self._coming) >= self._settings.max_calls:

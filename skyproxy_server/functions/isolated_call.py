@@ -145,7 +145,7 @@ class IsolatedCall:
             "identity": call.identity,
             "session": call.session,
             "devices": self._devices,
-            "task": {**task, "timeout": None, "isolate": False},
+            "task": {**task, "timeout": None, "isolate": False, "debug": None},
             "sizes": [bytes_of(piece).nbytes for piece in pieces],
             "function": function.content if function is not None else None,
             "lent": (storages, rows),

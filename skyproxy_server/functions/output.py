@@ -103,6 +103,11 @@ class OutputRouter(io.TextIOBase):
             sink.flush(self._name)
 
 
+def current_sink() -> Sink | None:
+    """Return where this thread prints; None outside of a call."""
+    return _SINK.get()
+
+
 @contextlib.contextmanager
 def printing_to(sink: Sink) -> Iterator[None]:
     """Send to `sink` what this thread prints inside the `with` block, and the threads and tasks that it starts."""

@@ -10,10 +10,16 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from skyproxy import patching
+from skyproxy.runtime.breakpoints import Debugger
 from skyproxy.runtime.calls import current_call
+from skyproxy_server.functions.output import current_sink
 
 _installing = threading.Lock()
 _TEST = "tests/pools/test_unusual_ends.py::test_who_asks_for_a_terminal_is_told_at_once"
+_DEBUG_TEXT = (
+    " To debug it there: call it with debug=True, or set SKYPROXY_DEBUG=1 for the program, without isolate=True; then "
+    "it waits, and `skyproxy debug` attaches."
+)
 _TEXT = (
     "a function on a worker has no standard input: nobody can answer {what} there. Pass what it needs as arguments, or "
     "call the function here, with f.local(...), where there is a terminal."
@@ -83,5 +89,9 @@ class _Breakpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if current_call() is not None:
-            raise RuntimeError(_TEXT.format(what="breakpoint()"))
+            debugger: Debugger | None = getattr(current_sink(), "debugger", None)
+            if debugger is None:
+                raise RuntimeError(_TEXT.format(what="breakpoint()") + _DEBUG_TEXT)
+            debugger.stop(sys._getframe(1))
+            return None
         return self._original(*args, **kwargs)

@@ -1,0 +1,131 @@
+"""The calls of this program that wait at breakpoints, and the socket by which `skyproxy debug` gets to them.
+
+What is typed there goes to the worker on the connection that the program has to it anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from skyproxy.errors import ConfigurationError, visible
+from skyproxy.functions.payload import Payload
+from skyproxy.runtime import breakpoints, debug_rooms
+from skyproxy.runtime.debug_rooms import Line
+
+if TYPE_CHECKING:
+    from skyproxy.functions.call import Call
+
+logger = logging.getLogger("skyproxy")
+
+Row = dict[str, Any]
+"""A call that waits, as `skyproxy debug` shows it."""
+_MAX_CONNECTIONS = 16
+
+
+class Submits(Protocol):
+    """Runs functions on a worker; see `runner.Runner`."""
+
+    def submit(
+        self, payload: Payload, *, results: Literal["remote", "value"] = "remote", debug: bool | None = None
+    ) -> Call: ...
+
+
+class WaitingCalls:
+    """All of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[Row, Submits]] = {}
+        self._process = 0
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def note(self, runner: Submits, call: Call, place: Row) -> None:
+        """Take note of a call that waits."""
+        row = {
+            "id": call.id[:8],
+            "name": call.name,
+            "since": time.time(),
+            **{key: visible(place.get(key) or "") for key in ("kind", "file", "function", "pool")},
+            **{key: _number(place.get(key)) for key in ("line", "rank", "world_size")},
+        }
+        with self._lock:
+            is_new = call.id not in self._known
+            self._known[call.id] = row, runner
+            self._listen()
+        if is_new:
+            call.add_done_callback(self._forget)
+
+    def _forget(self, call: Call) -> None:
+        with self._lock:
+            self._known.pop(call.id, None)
+
+    def _listen(self) -> None:
+        """Open the socket, once in each process."""
+        if self._process != os.getpid():
+            try:
+                listener, _ = debug_rooms.listen()
+            except (ConfigurationError, OSError) as error:
+                logger.warning("skyproxy: what waits at a breakpoint cannot be attached to: %s", error)
+                return
+            self._process = os.getpid()
+            threading.Thread(target=self._accept, args=(listener,), name="skyproxy-debug", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            self._connections.acquire()
+            sock, _ = listener.accept()
+            threading.Thread(target=self._serve, args=(Line(sock),), name="skyproxy-debug-one", daemon=True).start()
+
+    def _serve(self, line: Line) -> None:
+        try:
+            while True:
+                message = line.receive()
+                if "list" in message:
+                    line.send({"waiting": [{**row, "process": os.getpid()} for row, _ in self._rows()]})
+                else:
+                    self._attach(line, str(message.get("attach")))
+        except OSError:
+            pass  # they have left
+        finally:
+            line.close()
+            self._connections.release()
+
+    def _rows(self) -> list[tuple[Row, Submits]]:
+        with self._lock:
+            return list(self._known.values())
+
+    def _attach(self, line: Line, wanted: str) -> None:
+        with self._lock:
+            found = [(name, runner) for name, (row, runner) in self._known.items() if row["id"] == wanted]
+        if not found:
+            line.send({"kind": "end", "text": "it does not wait any more"})
+            return
+        identity, runner = found[0]
+        following = runner.submit(Payload.of(breakpoints.attach, (identity,)), results="value", debug=False)
+        try:
+            for kind, text in following:
+                line.send({"kind": str(kind), "text": visible(text) if kind == "end" else str(text)})
+                if kind == "prompt":
+                    said = line.receive()
+                    told = Payload.of(breakpoints.tell, (identity, str(said.get("line"))))
+                    runner.submit(told, results="value", debug=False).result()
+        except OSError:
+            raise
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                line.send({"kind": "end", "text": str(error)})
+        finally:
+            following.cancel()
+
+
+def _number(value: object) -> int:
+    return value if type(value) is int else 0
+
+
+WAITING_CALLS = WaitingCalls()
