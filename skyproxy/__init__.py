@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from skyproxy.debugging import SyncWarning as SyncWarning
     from skyproxy.debugging import debug_syncs as debug_syncs
     from skyproxy.early_start import start_early as start_early
+    from skyproxy.jobs.job import Job as Job
+    from skyproxy.jobs.job import JobStatus as JobStatus
     from skyproxy.nodes import DeviceInfo as DeviceInfo
     from skyproxy.nodes import Node as Node
     from skyproxy.nodes import connect as connect
@@ -57,7 +59,9 @@ if TYPE_CHECKING:
     from skyproxy.providers.remote import Remote as Remote
     from skyproxy.restoring import restore as restore
     from skyproxy.runtime import InstanceInfo as InstanceInfo
+    from skyproxy.runtime import checkpoint_dir as checkpoint_dir
     from skyproxy.runtime import instance_info as instance_info
+    from skyproxy.runtime import restart_count as restart_count
     from skyproxy.runtime import shard as shard
     from skyproxy.runtime import silent as silent
     from skyproxy.runtime import stderr as stderr
@@ -80,6 +84,8 @@ _PUBLIC = {
     "DeviceInfo": "skyproxy.nodes",
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",
+    "Job": "skyproxy.jobs.job",
+    "JobStatus": "skyproxy.jobs.job",
     "Kubernetes": "skyproxy.providers.kubernetes_provider",
     "Local": "skyproxy.providers.local",
     "Node": "skyproxy.nodes",
@@ -95,6 +101,7 @@ _PUBLIC = {
     "SyncWarning": "skyproxy.debugging",
     "Volume": "skyproxy.providers.base",
     "actor": "skyproxy.pools",
+    "checkpoint_dir": "skyproxy.runtime",
     "compute": "skyproxy.pools",
     "connect": "skyproxy.nodes",
     "connect_async": "skyproxy.nodes",
@@ -112,6 +119,7 @@ _PUBLIC = {
     "profile": "skyproxy.profiling.profiles",
     "protect": "skyproxy.protecting",
     "reset": "skyproxy.nodes",
+    "restart_count": "skyproxy.runtime",
     "restore": "skyproxy.restoring",
     "shard": "skyproxy.runtime",
     "silent": "skyproxy.runtime",
@@ -123,7 +131,7 @@ _PUBLIC = {
 }
 _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
-_WITHOUT_DEVICE = ("early_start", "integrations", "notebook", "plugins", "pools", "providers", "runtime")
+_WITHOUT_DEVICE = ("early_start", "integrations", "jobs", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
 __all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
 

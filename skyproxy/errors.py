@@ -14,6 +14,8 @@ SkyproxyError
 ├── RankErrors (ExceptionGroup)           a task that ran on several ranks failed; those that differ
 ├── ScriptError (RuntimeError)            a script that torchrun started failed; names the processes
 ├── UnknownNameError (LookupError)        nothing was put under a name
+├── UnknownJobError (LookupError)         there is no job of a name
+├── JobFailedError (RuntimeError)         a job ended otherwise than with exit code 0
 ├── ProtocolError                         the peer broke the rules; that connection is closed
 ├── UntrustedResultError (TypeError)      a function returned more than plain data, and its worker is not trusted
 ├── RemoteTraceback                       a worker's traceback, as the cause of what a function raised there
@@ -76,6 +78,14 @@ class SessionHeldError(ConnectError):
 
 class UnknownNameError(SkyproxyError, LookupError):
     """Nothing was put under this name in the session; says what was."""
+
+
+class UnknownJobError(SkyproxyError, LookupError):
+    """There is no job of this name on the worker, or it is another token's; says which there are."""
+
+
+class JobFailedError(SkyproxyError, RuntimeError):
+    """A job ended otherwise than with exit code 0; says how, with the end of its log."""
 
 
 class ClusterError(SkyproxyError, RuntimeError):

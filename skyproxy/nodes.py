@@ -21,6 +21,7 @@ import torch
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.functions.runner import Runner
+from skyproxy.jobs.node_jobs import NodeJobs
 from skyproxy.loading.node_saving import NodeSaves
 from skyproxy.protocol.messages import Welcome
 from skyproxy.session.early_worker import EARLY_WORKER
@@ -66,7 +67,7 @@ class DeviceInfo(NamedTuple):
     alive: bool
 
 
-class Node(NodeSaves, NodeMoves):
+class Node(NodeSaves, NodeMoves, NodeJobs):
     """A worker that this process is connected to.
 
     Use it as a context manager, synchronous or not, or call `close`. Whatever still lives when the process ends is

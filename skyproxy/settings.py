@@ -100,6 +100,23 @@ class Settings:
     """Items that a generator function may yield ahead of its caller before it waits."""
     call_grace_seconds: float = 300.0
     """The time for which a worker keeps the calls of a client that is gone, running or ended."""
+    max_jobs: int = 100
+    """Jobs of one token that a worker keeps, those that have ended included; the oldest ended ones go first."""
+    max_running_jobs: int = 16
+    """Jobs of one token that run at a time on one worker."""
+    max_job_bytes: int = 1 << 30
+    """The bytes that one job may send: its files, or its function and arguments."""
+    max_job_log_bytes: int = 16 << 20
+    """The bytes that a worker keeps of what a job prints, the newest."""
+    max_kept_job_bytes: int = 8 << 30
+    """The bytes that the ended jobs of one token may take on a worker's disk, checkpoints included; the oldest go
+    first."""
+    kept_job_seconds: float = 2_592_000.0
+    """The time for which a worker keeps a job that has ended: its status, log, result and checkpoints."""
+    job_grace_seconds: float = 5.0
+    """The time that a job has after SIGTERM, for example to write a checkpoint, before it is killed."""
+    job_restart_seconds: float = 1.0
+    """The pause before a job that died is started again; twice as long each further time, up to a minute."""
     connect_timeout_seconds: float = 10.0
     handshake_timeout_seconds: float = 10.0
     worker_start_timeout_seconds: float = 60.0

@@ -16,6 +16,7 @@ OTHER_VARIABLES = {
     "SKYPROXY_CERTIFICATE": "the certificate to trust: the path of a PEM file, PEM text, or a fingerprint",
     "SKYPROXY_SERVER_NAME": "the name in that certificate, where it is not the host's",
     "SKYPROXY_SNAPSHOTS": "the folder in which a worker keeps snapshots of sessions",
+    "SKYPROXY_JOBS": "the folder in which a worker keeps jobs: their records, logs, results and checkpoints",
     "SKYPROXY_CONTEXT": "the saved context that `sky:0` is; empty: none",
     "SKYPROXY_PROVIDER": "the provider of `skyproxy up` and of pools that name none",
     "SKYPROXY_CACHE": "the folder for environments that are made once and found again",
@@ -23,8 +24,18 @@ OTHER_VARIABLES = {
     "SKYPROXY_TEST_DEVICE": "the device for the test suites of Hugging Face",
 }
 """The variables of users that are no settings, and what they say."""
-_MARKS = frozenset({"SKYPROXY_WORKER_MARK", "SKYPROXY_SCRIPT_MARK"})
-"""Variables that skyproxy sets itself, to find again the processes that it started."""
+_MARKS = frozenset(
+    {
+        "SKYPROXY_WORKER_MARK",
+        "SKYPROXY_SCRIPT_MARK",
+        "SKYPROXY_JOB_MARK",
+        "SKYPROXY_JOB",
+        "SKYPROXY_JOB_FOLDER",
+        "SKYPROXY_RESTART_COUNT",
+        "SKYPROXY_CHECKPOINT_DIR",
+    }
+)
+"""Variables that skyproxy sets itself: to find again the processes that it started, and to tell jobs who they are."""
 _COMPONENTS = ("SKYPROXY_OPERATOR_", "SKYPROXY_E2E_", "SKYPROXY_TEST_", "SKYPROXY_SWEEP_")
 """Beginnings of the variables of the operator, and of the project's own tests."""
 # Kubernetes sets these in every Pod beside a service that is called skyproxy or skyproxy-something.

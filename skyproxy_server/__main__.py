@@ -33,6 +33,8 @@ from skyproxy_server.isolation import options
 from skyproxy_server.isolation.spawner import TemplateSetup
 from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend
+from skyproxy_server.jobs.choosing import choose_jobs
+from skyproxy_server.jobs.store import Jobs
 from skyproxy_server.limits import are_sessions_separable, hide_memory
 from skyproxy_server.listener import Listener, SessionHost, serve
 from skyproxy_server.processes import run_processes, wait_for_ports
@@ -109,6 +111,14 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get("SKYPROXY_SNAPSHOTS") or None,
         help="keep snapshots of sessions in this folder, or at this address of fsspec (s3://bucket/snapshots), for "
         "clients that protect or save theirs (default: SKYPROXY_SNAPSHOTS)",
+    )
+    add(
+        "--jobs",
+        type=Path,
+        metavar="PATH",
+        default=os.environ.get("SKYPROXY_JOBS") or None,
+        help="keep jobs in this folder, where the next worker finds them again (default: SKYPROXY_JOBS; without, they "
+        "go with the worker)",
     )
     add("--no-functions", action="store_true", help="accept tensor operations only; run no client code")
     add(
@@ -202,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made: Path | None = None
     blobs: BlobStore | None = None
     processes: ProcessHost | None = None
+    jobs: Jobs | str = ""
     try:
         stop = _stop_event(arguments.embedded)
         certificate = _ssl_context(arguments.tls_cert, arguments.tls_key)
@@ -228,6 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.info("devices: %s", ", ".join(_name(row) for row in devices))
         if not wait_for_ports(arguments.host, arguments.after_port, stop):
             return 0
+        apart = options.asks_for_processes(arguments) or (processes is not None and processes.has_users)
+        jobs = choose_jobs(arguments.jobs, functions=not arguments.no_functions, bounds_sessions=apart)
+        if processes is not None and not isinstance(jobs, str):
+            processes.spared = jobs.spared
         listener = serve(
             arguments.host,
             arguments.port,
@@ -238,12 +253,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             insecure=arguments.insecure,
             allowed_origins=arguments.allow_origin,
             has_page=arguments.ui,
+            jobs=jobs,
         )
-        _wait(listener, stop, arguments.drain_seconds)
+        _wait(listener, stop, arguments.drain_seconds, jobs)
     except ConfigurationError as exc:
         print(f"skyproxy_server: {exc}", file=sys.stderr)
         return 2
     finally:
+        if not isinstance(jobs, str):
+            jobs.close()
         if processes is not None:
             processes.close()
         if blobs is not None:
@@ -470,11 +488,13 @@ def _announce(arguments: argparse.Namespace, port: int) -> None:
             raise ConfigurationError(f"The port file {port_file} cannot be written: {exc.strerror}.") from exc
 
 
-def _wait(listener: Listener, stop: threading.Event, drain_seconds: float) -> None:
+def _wait(listener: Listener, stop: threading.Event, drain_seconds: float, jobs: Jobs | str) -> None:
     # In slices, for on Windows a signal does not end a wait.
     while not stop.wait(1.0):
         pass
     logger.info("shutting down")
+    if not isinstance(jobs, str):
+        jobs.preempt()  # first: each has its grace from now on
     listener.close(drain_seconds)
 
 

@@ -21,7 +21,7 @@ from skyproxy.errors import (
     SessionLostError,
     VersionMismatchError,
 )
-from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Hello, Welcome
+from skyproxy.protocol.messages import BULK, JOBS, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.protocol.versions import choose_version
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
@@ -31,11 +31,14 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
 from skyproxy_server.addresses import check_encrypted, listen
 from skyproxy_server.auth import Authenticator, Identity, TokenCheck
+from skyproxy_server.jobs.connection import JobsConnection
+from skyproxy_server.jobs.store import Jobs
 from skyproxy_server.status import status_report
 from skyproxy_server.upgrade import Upgrader
 
 logger = logging.getLogger("skyproxy.server")
 
+NO_JOBS = "this worker runs no jobs"
 _SPARE_CONNECTIONS = 16
 """Beyond `max_connections`, so that a full worker still answers health questions and says that it is full."""
 
@@ -113,6 +116,7 @@ class Listener:
         allowed_origins: Sequence[str],
         settings: Settings,
         has_page: bool = False,
+        jobs: Jobs | str = NO_JOBS,
     ) -> None:
         self.port: int = listening[0].getsockname()[1]
         self._listening = listening
@@ -121,12 +125,13 @@ class Listener:
         self._settings = settings
         self._stopping = threading.Event()
         self._tokens: Authenticator = TokenCheck(token) if isinstance(token, str) else token
+        self._jobs = jobs
         self._upgrader = Upgrader(
             self._tokens,
             allowed_origins,
             is_ready=self._is_ready,
-            activity=host.activity,
-            status=lambda client: status_report(client, host.activity, host.session_rows),
+            activity=self._activity,
+            status=lambda client: status_report(client, self._activity, host.session_rows, self._job_rows),
             has_page=has_page,
             pause=self._stopping.wait,
         )
@@ -152,6 +157,13 @@ class Listener:
 
     def _is_ready(self) -> bool:
         return not self._draining and len(self._transports) < self._settings.max_connections
+
+    def _activity(self) -> Mapping[str, object]:
+        activity = self._host.activity()
+        return activity if isinstance(self._jobs, str) else self._jobs.counted(activity)
+
+    def _job_rows(self, client: Identity | None) -> list[dict[str, object]]:
+        return [] if isinstance(self._jobs, str) else self._jobs.rows(client, tails=True)
 
     # --- accepting ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +236,8 @@ class Listener:
                     with self._lock:
                         self._transports.discard(transport)
             self._host.end_refused(self._tokens.refusal)
+            if not isinstance(self._jobs, str):
+                self._jobs.end_refused(self._tokens.refusal)
 
     # --- one connection ----------------------------------------------------------------------------------------------
 
@@ -291,6 +305,7 @@ class Listener:
     def _greet(self, transport: WebSocketTransport, peer: str, deadline: float) -> None:
         hello = transport.recv(remaining(deadline))
         assert isinstance(hello, Hello), "the rules allow nothing else here"
+        served: ConnectionHandler
         try:
             version = choose_version(hello.versions)
             if self._draining:
@@ -300,6 +315,8 @@ class Listener:
                 served = self._host.resume_session(hello, transport)
             elif hello.role == OPERATIONS:
                 served = self._host.open_session(hello, transport)
+            elif hello.role == JOBS:
+                served = JobsConnection(self._jobs, transport, self._settings)
             elif hello.role == BULK:
                 served = self._host.join_bulk(hello.session, transport)
             else:
@@ -399,6 +416,7 @@ def serve(
     allowed_origins: Sequence[str] = (),
     settings: Settings = SETTINGS,
     has_page: bool = False,
+    jobs: Jobs | str = NO_JOBS,
 ) -> Listener:
     """Starts to listen; the work happens on the listener's threads.
 
@@ -413,6 +431,7 @@ def serve(
         allowed_origins: web pages that may connect; without, no browser may.
         settings: limits and timeouts.
         has_page: serves the page of the web view, which shows nothing without a token.
+        jobs: those of this worker; a text says why there are none.
 
     Raises:
         ConfigurationError: other machines could connect without encryption, or the address cannot be used.
@@ -427,6 +446,7 @@ def serve(
         allowed_origins=allowed_origins,
         settings=settings,
         has_page=has_page,
+        jobs=jobs,
     )
     logger.info("listening on %s port %d", host, listener.port)
     if on_ready is not None:

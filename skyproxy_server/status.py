@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from skyproxy_server.auth import ADMIN, Identity
+from skyproxy_server.auth import ADMIN, FUNCTIONS, Identity
 from skyproxy_server.program_log import LOG_TAIL
 
 MAX_SESSIONS = 100
@@ -32,6 +32,7 @@ def status_report(
     client: Identity,
     activity: Callable[[], Mapping[str, object]],
     session_rows: Callable[[Identity | None], list[dict[str, object]]],
+    job_rows: Callable[[Identity | None], list[dict[str, object]]] = lambda client: [],
 ) -> dict[str, object]:
     """Return what a client may know.
 
@@ -39,14 +40,17 @@ def status_report(
         client: who asks. Without the scope `ADMIN` it is told of the sessions of its own token, and of nothing else.
         activity: the worker's report of itself.
         session_rows: the rows of a client's sessions; of all for None.
+        job_rows: the same of its jobs, with the ends of their logs.
     """
     if not client.may(ADMIN):
-        return {"client": client.name, "is_admin": False, "worker": {}, "sessions": session_rows(client), "log": []}
+        own = {"sessions": session_rows(client), "jobs": job_rows(client) if client.may(FUNCTIONS) else []}
+        return {"client": client.name, "is_admin": False, "worker": {}, **own, "log": []}
     return {
         "client": client.name,
         "is_admin": True,
         "worker": dict(activity()),
         "sessions": session_rows(None),
+        "jobs": job_rows(None),
         "log": list(LOG_TAIL),
     }
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from skyproxy.errors import ClusterError, ConfigurationError, ConnectError, SkyproxyError, WorkerStartError
+from skyproxy.errors import (
+    ClusterError,
+    ConfigurationError,
+    ConnectError,
+    SkyproxyError,
+    UnknownJobError,
+    WorkerStartError,
+)
 
 
 class ExitCode(IntEnum):
@@ -24,7 +31,7 @@ MEANINGS = {
     ExitCode.OK: "it worked",
     ExitCode.FAILED: "it failed; or `doctor` found something broken, or `status` a worker that is not ready",
     ExitCode.USAGE: "the arguments or the configuration are invalid",
-    ExitCode.NOT_FOUND: "there is no worker or context of that name",
+    ExitCode.NOT_FOUND: "there is no worker, context or job of that name",
     ExitCode.NOT_STARTED: "the worker did not start, or not in time",
     ExitCode.UNREACHABLE: "the worker could not be reached",
     ExitCode.CLUSTER: "the Kubernetes cluster refused, or could not be asked",
@@ -46,6 +53,6 @@ class NotFoundError(SkyproxyError):
 
 def code_of(error: BaseException) -> ExitCode:
     """The status that an error ends a command with."""
-    if isinstance(error, NotFoundError):
+    if isinstance(error, NotFoundError | UnknownJobError):
         return ExitCode.NOT_FOUND
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)

@@ -23,9 +23,11 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleet import Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
+from skyproxy.cli.jobs import connection, show_logs
 from skyproxy.cli.output import age_text, bytes_text, console, note, show_json, show_table, warn
 from skyproxy.contexts import ContextStore
 from skyproxy.errors import ClusterError, ConfigurationError, visible_output
+from skyproxy.jobs.job import Job
 from skyproxy.kubernetes.address import ClusterAddress
 
 _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices", "idle", "age")
@@ -156,14 +158,19 @@ def logs(
     ] = False,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines.")] = None,
     node: Annotated[int | None, typer.Option(min=0, help="Only this node's log.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="The output of this job instead.")] = None,
     provider: Provider = None,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Show a worker's log; with --json, one object per line."""
+    """Show a worker's log, or the output of a job on it; with --json, one object per line."""
     address = address_of(namespace, context, kubeconfig)
+    if job is not None:
+        with connection(name, provider, address) as open_connection:
+            show_logs(Job(job, [open_connection]), follow=follow, tail=tail, as_json=as_json)
+        return
 
     async def work() -> None:
         worker, fleet = await locate(name, provider, address)

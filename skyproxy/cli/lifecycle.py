@@ -23,6 +23,7 @@ from skyproxy.cli.arguments import (
 )
 from skyproxy.cli.fleet import Ending, Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
+from skyproxy.cli.jobs import tell_of_jobs
 from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
@@ -187,6 +188,7 @@ def down(
             raise ConfigurationError(
                 f"--keep-environment is for workers over ssh; {worker} is one of {fleet.provider}."
             )
+        await tell_of_jobs(worker, fleet)
         with progress(f"Ending {worker}") as say:
             there = await fleet.down(worker, Ending(wait, seconds, force, keep_environment, say))
         forgotten = _forget(worker, await fleet.context(worker))

@@ -15,6 +15,7 @@ from skyproxy.cli import (
     doctor,
     inspecting,
     installing,
+    jobs,
     lifecycle,
     running,
     saved_contexts,
@@ -65,6 +66,8 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
         ("connect", connecting.connect),
         ("run", running.run),
         ("debug", debugger.debug),
+        ("attach", jobs.attach),
+        ("cancel", jobs.cancel),
         ("port-forward", connecting.port_forward),
     ],
     "Cluster": [
@@ -90,6 +93,7 @@ for panel, commands in _PANELS.items():
             epilog=examples_text(f"skyproxy {command_name}"),
         )(command)
 app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")
+app.add_typer(jobs.app, name="jobs", rich_help_panel="Using one")
 app.add_typer(sessions.app, name="sessions", rich_help_panel="Using one")
 app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,12 @@ import typer
 from skyproxy.cli.arguments import Kubeconfig, KubeContext, Namespace, address_of, complete_worker
 from skyproxy.cli.fleet import Fleet
 from skyproxy.cli.fleets import locate
+from skyproxy.cli.jobs import cluster_pool, run_detached
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name
 from skyproxy.errors import ConfigurationError
+from skyproxy.jobs.options import JobOptions
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.units import duration_seconds
 
 if TYPE_CHECKING:
     from skyproxy.functions.scripts import Script
@@ -43,12 +47,23 @@ def run(
         typer.Option(help="The same, with this many processes on each node: a number, gpu, cpu or auto. Default: 1"),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Under torchrun: how often to restart all processes when one fails.")
+        int,
+        typer.Option(
+            min=0, help="Under torchrun, or with --detach: how often to start all processes again when one fails."
+        ),
     ] = 0,
     isolate: Annotated[
         bool,
         typer.Option(help="Give each function that the script runs on a node a process of its own, where it can."),
     ] = True,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Run the script on the worker itself, as a job, and do not wait.")
+    ] = False,
+    name: Annotated[str | None, typer.Option("--name", help="With --detach: the name of the job.")] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(help="With --detach: the time that the job has after SIGTERM, to save its state. Example: 30s"),
+    ] = None,
     namespace: Namespace = None,
     context: KubeContext = None,
     kubeconfig: Kubeconfig = None,
@@ -57,9 +72,18 @@ def run(
 
     With --nnodes or --nproc-per-node, the script itself runs on the worker's nodes, as torchrun would run it there.
     Where no worker is named and no context is chosen, it gets a pool of its own, which ends with it.
+
+    With --detach, the script runs on the worker as a job, which goes on when this command, the connection and this
+    machine are gone: skyproxy jobs, attach, cancel.
     """
     address = address_of(namespace, context, kubeconfig)
     saved = _context(on, address)
+    if detach:
+        job = JobOptions(name, max_restarts, None if grace is None else duration_seconds(grace, "--grace"))
+        _detach(script, ctx.args, saved, job, is_module=module, nodes=nnodes, processes=nproc_per_node)
+        return
+    if name is not None or grace is not None:
+        raise ConfigurationError("--name and --grace are for jobs. Add --detach.")
     if nnodes is not None or nproc_per_node is not None:
         from skyproxy.functions.scripts import describe_script
 
@@ -108,6 +132,34 @@ def _context(on: str | None, address: ClusterAddress) -> Context | None:
     return saved
 
 
+def _detach(
+    script: str,
+    args: list[str],
+    saved: Context | None,
+    options: JobOptions,
+    *,
+    is_module: bool,
+    nodes: str | None,
+    processes: str | None,
+) -> None:
+    if saved is None:
+        raise ConfigurationError(
+            "--detach needs a worker that outlives this command. Start one: skyproxy up dev; then: skyproxy run --on "
+            "dev --detach SCRIPT"
+        )
+    from skyproxy.functions.scripts import describe_script
+
+    count = processes or "1"
+    described = describe_script(
+        script, args, is_module=is_module, procs_per_node=int(count) if count.isdecimal() else count, nodes=nodes
+    )
+    least, most = described.nodes or (1, 1)
+    if least != most:
+        raise ConfigurationError(f"--nnodes {nodes}: a job has one number of nodes.")
+    torchrun = processes is not None or nodes is not None
+    run_detached(replace(described, nodes=None), saved, most, options, torchrun=torchrun)
+
+
 def _run_there(script: Script, saved: Context | None) -> None:
     # Late, because they import torch.
     from skyproxy.functions.scripts import packed_for, run_script
@@ -117,11 +169,7 @@ def _run_there(script: Script, saved: Context | None) -> None:
     if saved is None:
         pool = Compute(nodes=nodes if least == nodes else Nodes(least, nodes))
     elif saved.provider == "kubernetes":
-        from skyproxy.providers.kubernetes_provider import Kubernetes
-
-        found = ClusterAddress.of_options(saved.options)
-        provider = Kubernetes(found.namespace, found.context, found.kubeconfig)
-        pool = Compute(name=saved.name, provider=provider, nodes=nodes, keep=True)
+        pool = cluster_pool(saved, nodes)
     else:
         if nodes > 1:
             raise ConfigurationError(

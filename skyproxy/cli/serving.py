@@ -102,6 +102,13 @@ def serve_command(
     snapshots: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep snapshots of sessions in this folder.")
     ] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Keep jobs in this folder, where the next worker finds them; else they go with this one.",
+        ),
+    ] = None,
     share_uploads: Annotated[
         bool, typer.Option("--share-uploads", help="Share kept uploads between the clients of all tokens.")
     ] = False,
@@ -195,6 +202,7 @@ def serve_command(
         "--tls-key": tls_key,
         "--blob-dir": blob_dir,
         "--snapshots": snapshots,
+        "--jobs": jobs,
     }
     bounds = {
         "--session-memory": session_memory,

@@ -54,6 +54,7 @@ class Runner:
         trusted: bool = False,
     ) -> None:
         self.trusted = trusted
+        self.shares_files = shares_files
         self.session = session
         self.devices = devices
         self._channel = Channel(session, open_connection)

@@ -33,6 +33,8 @@ PURPOSE = "torchrun"
 """Of the port where the agents meet; see `port_for`."""
 STOP_SECONDS = 10.0
 """The time that a script has to end, for example to save its state, after it was sent SIGTERM."""
+REPORT = "failures.json"
+"""The file in which the agent says which processes failed, the first failure first."""
 _MARK_VARIABLE = "SKYPROXY_SCRIPT_MARK"
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
@@ -193,16 +195,29 @@ def run_script(script: Script) -> None:
             unpack_files(copies, script.files)
             folder = str(copies / "0")
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-torchrun-")))
-        report = own / "failures.json"
-        agent = [sys.executable, "-m", "skyproxy.functions.script_agent", str(report), str(os.getpid())]
-        # Through files, so that the lines of two processes never mix.
-        options = [*_options(script, info), "--tee=3", f"--log-dir={own}"]
-        kind = ["--module"] if script.is_module else []
-        target = script.target if script.is_module else str(Path(folder, Path(script.target).name))
-        command = [*agent, *options, *kind, target, *script.args]
-        exit_code = _run(command, _environment(script, folder, info), script.directory)
+        report = own / REPORT
+        command = agent_command(script, info, folder, own, os.getpid())
+        exit_code = _run(command, agent_environment(script, folder, info), script.directory)
         if exit_code:
             raise ScriptError(_failure(script, exit_code, report))
+
+
+def agent_command(script: Script, info: InstanceInfo, folder: str, own: Path, parent: int) -> list[str]:
+    """Return the command that starts the script's processes of this node.
+
+    Args:
+        script: the script.
+        info: who the nodes are.
+        folder: where the script lies on this one.
+        own: a folder for the agent: what the processes print, and `REPORT`.
+        parent: the process that it ends with.
+    """
+    agent = [sys.executable, "-m", "skyproxy.functions.script_agent", str(own / REPORT), str(parent)]
+    # Through files, so that the lines of two processes never mix.
+    options = [*_options(script, info), "--tee=3", f"--log-dir={own}"]
+    kind = ["--module"] if script.is_module else []
+    target = script.target if script.is_module else str(Path(folder, Path(script.target).name))
+    return [*agent, *options, *kind, target, *script.args]
 
 
 def _options(script: Script, info: InstanceInfo) -> list[str]:
@@ -242,7 +257,8 @@ def _elastic_options(script: Script, meeting: Meeting, nodes: tuple[int, int], i
     ]
 
 
-def _environment(script: Script, folder: str, info: InstanceInfo) -> dict[str, str]:
+def agent_environment(script: Script, folder: str, info: InstanceInfo) -> dict[str, str]:
+    """Return the variables of the agent and its processes; see `agent_command`."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     env.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     env.pop(POOL_VARIABLE, None)  # of the agents; torchrun tells the processes their own place

@@ -18,6 +18,7 @@ from skyproxy.pools.growth import Nodes
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.pools.pool_calls import OnNode, PoolCalls
+from skyproxy.pools.pool_jobs import PoolJobs
 from skyproxy.pools.progress_view import ProgressView
 from skyproxy.pools.running import RUNNING
 from skyproxy.pools.scheduler import Scheduler
@@ -26,6 +27,7 @@ from skyproxy.pools.workers import Workers
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Launched, Progress, Provider, Volume, WorkerSpec
 from skyproxy.providers.image import Image
+from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ logger = logging.getLogger("skyproxy")
 _DEFAULT_TIMEOUT_SECONDS = 900.0
 
 
-class Compute(PoolCalls):
+class Compute(PoolCalls, PoolJobs):
     """Workers, from the moment when somebody asks for them until they are gone. `ComputePool` is another name for it.
 
     `with Compute(...) as pool` gives the pool itself: `f(x) >> pool`, `f(x) @ pool`, `pool.map(f, xs)`.
@@ -397,6 +399,17 @@ class Compute(PoolCalls):
     def node_or_pool(self) -> Node | Compute:
         """The node of a pool that has a single process for all its life; else the pool."""
         return self.nodes[0] if self.limits is None and self.world_size == 1 else self
+
+    def rank_info(self, rank: int) -> InstanceInfo:
+        """Return the place of a rank, as `instance_info()` tells it there.
+
+        Example:
+            ```python
+            print(pool.rank_info(0).head_addr)
+            ```
+        """
+        place: Any = self._running_workers().group.context(rank)["pool"]
+        return InstanceInfo.from_mapping(place)
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,9 @@ from skyproxy.protocol.messages import (
     CALL_EVENTS,
     CLIENT,
     FUNCTIONS,
+    JOB_ACTIONS,
+    JOB_PROBLEMS,
+    JOBS,
     MAX_ELEMENT_BYTES,
     MAX_PACKED_BYTES,
     MESSAGES,
@@ -29,6 +32,8 @@ from skyproxy.protocol.messages import (
     Chunk,
     Goodbye,
     Hello,
+    JobAnswer,
+    JobRequest,
     Landed,
     Message,
     Offer,
@@ -38,7 +43,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 
-ROLES = (OPERATIONS, BULK, FUNCTIONS)
+ROLES = (OPERATIONS, BULK, FUNCTIONS, JOBS)
 MAX_SECRET_BYTES = 64
 MAX_TRANSFER_BYTES = 1 << 62
 """The most bytes that a transfer may announce: what is more does not fit into the sizes of tensors."""
@@ -378,8 +383,10 @@ class Connection:
 def _check_hello(connection: Connection, message: Hello) -> None:
     if message.role not in ROLES:
         raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {', '.join(ROLES)} exist.")
-    if not message.session and message.role != OPERATIONS:
-        raise ProtocolError(f"Hello for {message.role} names no session; all but {OPERATIONS} must name one.")
+    if message.role == JOBS and (message.session or message.secret):
+        raise ProtocolError(f"Hello for {JOBS} names the session {message.session!r:.80}; jobs belong to none.")
+    if not message.session and message.role not in (OPERATIONS, JOBS):
+        raise ProtocolError(f"Hello for {message.role} names no session; only {OPERATIONS} and {JOBS} may do so.")
     if message.role == OPERATIONS and bool(message.session) != bool(message.secret):
         raise ProtocolError(
             f"Hello for {OPERATIONS} names the session {message.session!r:.80}: a secret takes one up again, "
@@ -467,6 +474,16 @@ def _check_call_event(connection: Connection, message: CallEvent) -> None:
         raise ProtocolError(f"CallEvent {message.number} cannot be of the kind {message.kind!r:.40}.")
 
 
+def _check_job_request(connection: Connection, message: JobRequest) -> None:
+    if message.action not in JOB_ACTIONS or len(message.buffers) != (message.action == "data"):
+        raise ProtocolError(f"JobRequest asks for {message.action!r:.40} with {len(message.buffers)} buffers.")
+
+
+def _check_job_answer(connection: Connection, message: JobAnswer) -> None:
+    if (message.problem and message.problem not in JOB_PROBLEMS) or len(message.buffers) > 1:
+        raise ProtocolError(f"JobAnswer has the problem {message.problem!r:.40} and {len(message.buffers)} buffers.")
+
+
 def _check_goodbye(connection: Connection, message: Goodbye) -> None:
     if message.code_name not in CLOSE_CODES:
         raise ProtocolError(f"Goodbye has the code {message.code_name!r:.40}; known are {sorted(CLOSE_CODES)}.")
@@ -484,5 +501,7 @@ _CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Offer: _check_offer,
     CallData: _check_call_data,
     CallEvent: _check_call_event,
+    JobRequest: _check_job_request,
+    JobAnswer: _check_job_answer,
     Goodbye: _check_goodbye,
 }

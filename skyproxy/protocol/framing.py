@@ -60,7 +60,7 @@ class _Layout:
 def _check_for(annotation: object) -> Callable[[Any], bool] | None:
     """The test that a decoded value has the type that `annotation` asks for; None where anything goes."""
     annotation = getattr(annotation, "__supertype__", annotation)
-    if annotation is Any:
+    if annotation is Any or annotation is object:
         return None
     origin = get_origin(annotation)
     if origin is None:

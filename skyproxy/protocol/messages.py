@@ -30,6 +30,7 @@ WORKER = "worker"
 OPERATIONS = "operations"
 BULK = "bulk"
 FUNCTIONS = "functions"
+JOBS = "jobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,16 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
     """The first message on a connection. `session` names the session that a bulk or functions connection joins, or that
-    an operations connection takes up again after it broke; it is empty on one that opens a session.
+    an operations connection takes up again after it broke; it is empty on one that opens a session, and on one for
+    jobs, which belong to no session.
     """
 
     code: ClassVar[int] = 1
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS, JOBS})
     versions: list[int]
     role: str
-    """`OPERATIONS`, `BULK` or `FUNCTIONS`."""
+    """`OPERATIONS`, `BULK`, `FUNCTIONS` or `JOBS`."""
     session: str
     software: dict[str, str]
     """Names and versions for people and for checks: "skyproxy", "python", "torch"."""
@@ -76,7 +78,7 @@ class Welcome(Message):
 
     code: ClassVar[int] = 2
     senders: ClassVar[frozenset[str]] = frozenset({WORKER})
-    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS, JOBS})
     version: int
     session: str
     software: dict[str, str]
@@ -95,7 +97,7 @@ class Goodbye(Message):
 
     code: ClassVar[int] = 3
     senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS})
+    roles: ClassVar[frozenset[str]] = frozenset({OPERATIONS, BULK, FUNCTIONS, JOBS})
     code_name: str
     reason: str
 
@@ -465,6 +467,43 @@ class CallAttach(Message):
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class JobRequest(Message):
+    """A question about jobs, or an order: the one message of a client on its connection for jobs.
+
+    One is answered after the other, each by a `JobAnswer` with its number. `action` is one of `JOB_ACTIONS`.
+    """
+
+    code: ClassVar[int] = 31
+    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
+    roles: ClassVar[frozenset[str]] = frozenset({JOBS})
+    request: RequestId
+    action: str
+    value: dict[str, object]
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswer(Message):
+    """The answer to a `JobRequest`.
+
+    `problem` is empty, or one of `JOB_PROBLEMS`: then `value` has "message", for people.
+    """
+
+    code: ClassVar[int] = 32
+    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
+    roles: ClassVar[frozenset[str]] = frozenset({JOBS})
+    request: RequestId
+    problem: str
+    value: dict[str, object]
+    buffers: tuple[Buffer, ...] = ()
+
+
+JOB_ACTIONS = frozenset({"begin", "data", "start", "list", "status", "log", "wait", "result", "cancel", "remove"})
+"""The actions of a `JobRequest`. "begin", "data" and "start" belong together: a job, its bytes, and its start."""
+JOB_PROBLEMS = frozenset({"invalid", "limit", "refused", "unknown"})
+"""The problems of a `JobAnswer`. "unknown": there is no job of that name, or it is another client's."""
+
 CALL_EVENTS = frozenset({"started", "output", "stream", "item", "result", "error", "unknown"})
 """The events of a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
 last."""
@@ -502,5 +541,7 @@ MESSAGES: dict[int, type[Message]] = {
         CallAck,
         CallCancel,
         CallAttach,
+        JobRequest,
+        JobAnswer,
     )
 }

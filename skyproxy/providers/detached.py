@@ -153,7 +153,7 @@ def start_detached(
         write_private(folder / "token", secrets.token_urlsafe(32) + "\n")
         command = [sys.executable, "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
         command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
-        command += ["--device", device, "--log-level", log_level]
+        command += ["--jobs", str(folder / "jobs"), "--device", device, "--log-level", log_level]
         process = _spawn(command, {**worker_environment(), **(env or {})}, worker.log)
         identity = identity_of(process.pid) or ""
         worker = DetachedWorker(name, process.pid, identity, device, worker.started)

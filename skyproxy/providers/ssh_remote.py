@@ -111,7 +111,8 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
         _write(folder / "token", request["token"] + "\n")
         python = ROOT / "environments" / request["environment"] / "bin" / "python"
         command = [str(python), "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
-        command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token"), *request["arguments"]]
+        command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
+        command += ["--jobs", str(folder / "jobs"), *request["arguments"]]
         log = os.open(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         process = subprocess.Popen(
             command,

@@ -7,6 +7,7 @@ The same names work in a program that never saw a pool: there they describe a po
 from __future__ import annotations
 
 from skyproxy.runtime.calls import CallContext, current_call, entered_call
+from skyproxy.runtime.checkpoints import checkpoint_dir, restart_count
 from skyproxy.runtime.instance import InstanceInfo, Peer, instance_info
 from skyproxy.runtime.output import silent, stderr, stdout
 from skyproxy.runtime.sharding import shard
@@ -15,9 +16,11 @@ __all__ = [
     "CallContext",
     "InstanceInfo",
     "Peer",
+    "checkpoint_dir",
     "current_call",
     "entered_call",
     "instance_info",
+    "restart_count",
     "shard",
     "silent",
     "stderr",

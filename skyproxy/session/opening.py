@@ -84,6 +84,10 @@ class Opener:
         """Open a functions connection of the session."""
         return self._open(FUNCTIONS, self.welcome.session)[0]
 
+    def open_apart(self, role: str) -> Transport:
+        """Open a connection that belongs to no session: for jobs."""
+        return self._open(role, "")[0]
+
     def reopen(self, role: str, received: int) -> tuple[Transport, Welcome]:
         """Open a connection of the session in place of one that broke; see `reconnecting.Reopen`."""
         welcome = self.welcome

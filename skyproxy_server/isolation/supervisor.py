@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,9 @@ class ProcessHost:
         blobs: where uploads are kept, in a backend of `isolation.uploads`; None keeps none.
         cgroups: where each session's cgroup is made, ours from now on; None makes none.
         users: whom sessions run as, one each; None: as the worker's own user.
+
+    Attributes:
+        spared: gives, inside a `with` block, what tells children of ours that belong to no session.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class ProcessHost:
         self._devices: list[DeviceRow] = []
         self._software: dict[str, str] = {}
         self._closing = False
+        self.spared: Callable[[], AbstractContextManager[Callable[[int], bool]]] = lambda: nullcontext(_is_nobody)
 
     def start(self, stop: threading.Event | None = None) -> list[DeviceRow]:
         """Get ready to take sessions; the devices of this worker.
@@ -122,6 +126,11 @@ class ProcessHost:
             self._users = None
         self._devices, self._software = found["devices"], found["software"]
         return self._devices
+
+    @property
+    def has_users(self) -> bool:
+        """True if each session runs as a user of its own."""
+        return self._users is not None
 
     # --- what the listener asks for --------------------------------------------------------------------------------
 
@@ -433,9 +442,11 @@ class ProcessHost:
 
     def _kill_orphans(self) -> None:
         """End what sessions that are over have started and not ended: such processes are our children now."""
-        with self._forking, self._lock:  # no session's process is on its way to us
+        with self._forking, self._lock, self.spared() as is_spared:  # no process that stays is on its way to us
             known = {self._template.pid, *(session.pid for session in self._sessions.values())}
             for pid in set(limits.children_of_this_process()) - known:
+                if is_spared(pid):
+                    continue
                 logger.warning("process %d, which a session left behind, is ended", pid)
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -457,6 +468,10 @@ class ProcessHost:
             self._users.close()
         if self._cgroups is not None:
             self._cgroups.close()
+
+
+def _is_nobody(pid: int) -> bool:
+    return False
 
 
 def _least(first: int, second: int | None) -> int:

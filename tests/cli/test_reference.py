@@ -52,7 +52,7 @@ def test_every_command_has_an_example_that_its_parser_accepts() -> None:
 
 def test_commands_that_read_print_json() -> None:
     reading = {"list", "logs", "status", "top", "gpus", "doctor", "version", "context list", "context current", "up"}
-    reading |= {"sessions list", "debug"}
+    reading |= {"sessions list", "debug", "jobs list", "jobs logs"}
     with_json = {
         path.removeprefix("skyproxy ")
         for path, command in reference.commands(typer.main.get_command(app))

@@ -35,6 +35,8 @@ main()
         (("down", "nobody", "--provider", "local"), 3),
         (("ui", "--help"), 0),
         (("ui", "nobody"), 3),
+        (("jobs",), 2),
+        (("attach", "nothing"), 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -36,6 +36,7 @@ RUN: dict[str, Needs] = {
     "docs/howto/frameworks-on-pools.md": Needs(("scikit-learn",)),
     "docs/howto/functions-on-a-node.md": Needs(),
     "docs/howto/graphs-and-compile.md": Needs(),
+    "docs/howto/jobs.md": Needs(),
     "docs/howto/load-weights.md": Needs(),
     "docs/howto/model-round-trip.md": Needs(("scikit-learn",)),
     "docs/howto/named-sessions.md": Needs(worker="wss://gpu.example.com"),

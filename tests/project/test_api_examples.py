@@ -19,12 +19,17 @@ MODULES = ("skyproxy", "skyproxy.plugins", "skyproxy.providers", "skyproxy.runti
 NAMES = [name for name in skyproxy.__all__ if not inspect.ismodule(getattr(skyproxy, name)) and name != "__version__"]
 ELSEWHERE = {"AWS", "Container", "Kubernetes", "Remote", "connect", "connect_async"}
 """What these show needs another machine, or an engine."""
-PARTS = {"PendingCompute", "Profile", "RemoteStateDict", "gather", "load_ipython_extension", "unload_ipython_extension"}
+PARTS = {
+    *("Job", "JobStatus", "checkpoint_dir", "PendingCompute", "Profile", "RemoteStateDict", "gather"),
+    *("load_ipython_extension", "unload_ipython_extension"),
+}
 """What these show needs a model, a pool or a notebook that the reader has."""
 MORE_ELSEWHERE = {
     *("NodeModels.from_pretrained", "NodeModels.from_config", "NodeModels.generate"),
     *("NodeNames.put", "NodeNames.get", "NodeNames.named", "NodeNames.forget", "NodeMoves.move_to"),
     *("plugins.joblib", "JoblibPlugin.register", "plugins.sklearn", "plugins.torch", "PoolCalls.torchrun"),
+    *("NodeJobs.submit_job", "NodeJobs.job", "NodeJobs.jobs", "PoolJobs.submit_job", "PoolJobs.job"),
+    *("Job.status", "Job.wait", "Job.logs", "Job.result", "Job.cancel", "Job.remove"),
 }
 """What these show needs a model, a script, another worker, or packages to be installed."""
 NOT_FOR_USERS = {

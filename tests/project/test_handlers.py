@@ -11,6 +11,7 @@ from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
+    JOBS,
     MESSAGES,
     OPERATIONS,
     WORKER,
@@ -27,9 +28,11 @@ READERS = {
     (CLIENT, OPERATIONS): [("skyproxy/session/session.py", "_read_operations")],
     (CLIENT, BULK): [("skyproxy/session/session.py", "_read_bulk")],
     (CLIENT, FUNCTIONS): [("skyproxy/functions/channel.py", "_read")],
+    (CLIENT, JOBS): [("skyproxy/jobs/link.py", "order")],
     (WORKER, OPERATIONS): [("skyproxy_server/named_batches.py", "resolve")],
     (WORKER, BULK): [("skyproxy_server/transfers.py", "receive")],
     (WORKER, FUNCTIONS): [("skyproxy_server/functions/connection.py", "run")],
+    (WORKER, JOBS): [("skyproxy_server/jobs/connection.py", "run")],
 }
 """By the side that reads and the kind of connection: the functions that choose what a message is handled by."""
 

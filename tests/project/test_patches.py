@@ -35,6 +35,7 @@ EXCEPTIONS = {
     ("skyproxy/integrations/huggingface.py", "os.environ[_VARIABLE]"): "what accelerate offers for the choice",
     ("skyproxy/runtime/lifecycle.py", "os.environ[name]"): "what plugins ask for in a worker",
     ("skyproxy/runtime/project_code.py", "sys.path_importer_cache[place]"): "a cache that Python fills again",
+    ("skyproxy/jobs/function_process.py", "sys.path"): "the process of a job, which imports what its program does",
     ("skyproxy/notebook/cells.py", "linecache.cache[filename]"): "the sources of cells, where tracebacks look",
     ("skyproxy/torch_modes.py", "torch.backends.quantized.engine"): "a setting of PyTorch's, set as users set it",
     ("skyproxy/payloads/rebuilding.py", "object.__setattr__"): "attributes of a value that is rebuilt",

@@ -10,6 +10,7 @@ from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
+    JOBS,
     MESSAGES,
     OPERATIONS,
     WORKER,
@@ -29,6 +30,8 @@ from skyproxy.protocol.messages import (
     Failure,
     Goodbye,
     Hello,
+    JobAnswer,
+    JobRequest,
     Known,
     Landed,
     Message,
@@ -49,7 +52,7 @@ from skyproxy.protocol.messages import (
 
 
 def hello(kind: str = OPERATIONS) -> Hello:
-    return Hello([1], kind, "" if kind == OPERATIONS else "s1", {})
+    return Hello([1], kind, "" if kind in (OPERATIONS, JOBS) else "s1", {})
 
 
 WELCOME = Welcome(1, "s1", {}, [], {})
@@ -84,6 +87,8 @@ SAMPLES: list[Message] = [
     CallAck("c", 1, 0),
     CallCancel("c", ""),
     CallAttach("c", 0),
+    JobRequest(RequestId(1), "list", {}),
+    JobAnswer(RequestId(1), "", {}),
 ]
 LEGAL = {
     (CLIENT, OPERATIONS): {Batch, NamedBatch, Repeat, Received, Goodbye},
@@ -104,6 +109,8 @@ LEGAL = {
     (WORKER, BULK): {Chunk, PackedChunk, CancelTransfer, Landed, Known, Challenge, Ping, Pong, Goodbye},
     (CLIENT, FUNCTIONS): {CallStart, CallData, CallAck, CallCancel, CallAttach, Goodbye},
     (WORKER, FUNCTIONS): {CallData, CallEvent, Goodbye},
+    (CLIENT, JOBS): {JobRequest, Goodbye},
+    (WORKER, JOBS): {JobAnswer, Goodbye},
 }
 
 
@@ -129,7 +136,7 @@ def test_every_message_has_a_sample() -> None:
     assert {type(message) for message in SAMPLES} == set(MESSAGES.values())
 
 
-@pytest.mark.parametrize("kind", [OPERATIONS, BULK, FUNCTIONS])
+@pytest.mark.parametrize("kind", [OPERATIONS, BULK, FUNCTIONS, JOBS])
 @pytest.mark.parametrize("role", [CLIENT, WORKER])
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
 def test_legality_while_open(role: str, kind: str, message: Message) -> None:
@@ -174,6 +181,8 @@ def test_handshake_states() -> None:
         Hello([1], OPERATIONS, "s1", {}),
         Hello([1], BULK, "", {}),
         Hello([1], FUNCTIONS, "", {}),
+        Hello([1], JOBS, "s1", {}),
+        Hello([1], JOBS, "", {}, 0, b"secret"),
     ],
 )
 def test_bad_hello(bad: Hello) -> None:
@@ -359,3 +368,22 @@ def test_only_an_open_operations_connection_counts_from_elsewhere() -> None:
             connection.jump_to(3)
     with pytest.raises(ProtocolError):
         opened(WORKER).jump_to(-1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        JobRequest(RequestId(1), "other", {}),
+        JobRequest(RequestId(1), "data", {}),
+        JobRequest(RequestId(1), "list", {}, (b"x",)),
+    ],
+)
+def test_bad_job_request(bad: JobRequest) -> None:
+    with pytest.raises(ProtocolError, match="JobRequest"):
+        opened(WORKER, JOBS).on_receive(bad)
+
+
+@pytest.mark.parametrize("bad", [JobAnswer(RequestId(1), "other", {}), JobAnswer(RequestId(1), "", {}, (b"x", b"y"))])
+def test_bad_job_answer(bad: JobAnswer) -> None:
+    with pytest.raises(ProtocolError, match="JobAnswer"):
+        opened(CLIENT, JOBS).on_receive(bad)

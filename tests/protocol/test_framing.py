@@ -32,6 +32,8 @@ from skyproxy.protocol.messages import (
     Failure,
     Goodbye,
     Hello,
+    JobAnswer,
+    JobRequest,
     Known,
     Landed,
     Message,
@@ -114,6 +116,8 @@ CASES: list[tuple[Message, bytes]] = [
     (CallAck("c", 4, 0), raw_frame(18, b"\x93\xa1c\x04\x00")),
     (CallCancel("c", "no"), raw_frame(19, b"\x92\xa1c\xa2no")),
     (CallAttach("c", 7), raw_frame(22, b"\x92\xa1c\x07")),
+    (JobRequest(RequestId(1), "data", {}, (b"ab",)), raw_frame(31, b"\x94\x01\xa4data\x80\x91\x02", b"ab")),
+    (JobAnswer(RequestId(1), "limit", {}), raw_frame(32, b"\x94\x01\xa5limit\x80\x90")),
 ]
 
 

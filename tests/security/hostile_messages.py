@@ -25,6 +25,7 @@ from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
+    JOBS,
     MESSAGES,
     OPERATIONS,
     Batch,
@@ -307,11 +308,14 @@ class Attack:
             self._join(BULK)
         if chance.random() < (0.8 if self.place.task is not None else 0.1):
             self._join(FUNCTIONS)
+        if chance.random() < 0.3:
+            self._join(JOBS)
         return True
 
     def _join(self, role: str, secret: bytes = b"") -> None:
         link = self._connect()
-        if link.greet(hello(role, self.place.session, 0, secret)):
+        session = "" if role == JOBS else self.place.session
+        if link.greet(hello(role, session, 0, secret)):
             self._retire(role)
             self._links[role] = link
         else:
@@ -334,7 +338,7 @@ class Attack:
             case 1:
                 return self._take_up()
             case 2:
-                self._join(chance.choice((BULK, FUNCTIONS)), chance.choice((b"", link.secret, bytes(32))))
+                self._join(chance.choice((BULK, FUNCTIONS, JOBS)), chance.choice((b"", link.secret, bytes(32))))
             case 3:
                 link.send_raw(self._websocket_nonsense())
             case _:

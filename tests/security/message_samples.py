@@ -16,6 +16,8 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import (
     BULK,
     FUNCTIONS,
+    JOB_ACTIONS,
+    JOBS,
     OPERATIONS,
     Batch,
     CallAck,
@@ -29,6 +31,7 @@ from skyproxy.protocol.messages import (
     Continue,
     Goodbye,
     Hello,
+    JobRequest,
     Landed,
     Message,
     NamedBatch,
@@ -301,8 +304,26 @@ def _call_start(place: Place) -> Message:
     return CallStart(place.next_call(), place.task.task, place.task.sizes, place.task.buffers)
 
 
+def _job_request(place: Place) -> Message:
+    action = place.chance.choice(sorted(JOB_ACTIONS))
+    value = {
+        "name": "job",
+        "kind": "script",
+        "title": "a job",
+        "max_restarts": 0,
+        "grace_seconds": 0.1,
+        "env": {},
+        "part": [0, 1],
+        "payload_bytes": 1,
+        "offset": 0,
+        "limit": 100,
+        "wait_seconds": 0.0,
+    }
+    return JobRequest(place.next_request(), action, value, (b"x",) if action == "data" else ())
+
+
 MESSAGE_SAMPLES: dict[type[Message], Callable[[Place], Message]] = {
-    Hello: lambda place: hello(place.chance.choice((OPERATIONS, BULK, FUNCTIONS)), place.session),
+    Hello: lambda place: hello(place.chance.choice((OPERATIONS, BULK, FUNCTIONS, JOBS)), place.session),
     Goodbye: lambda place: Goodbye("done", "enough"),
     Batch: _batch,
     NamedBatch: _named_batch,
@@ -323,5 +344,6 @@ MESSAGE_SAMPLES: dict[type[Message], Callable[[Place], Message]] = {
     CallAck: lambda place: CallAck(place.call, 1, 1),
     CallCancel: lambda place: CallCancel(place.call, "no need"),
     CallAttach: lambda place: CallAttach(place.call, 0),
+    JobRequest: _job_request,
 }
 """A message of each class that a client may send."""

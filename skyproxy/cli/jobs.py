@@ -1,0 +1,300 @@
+"""`skyproxy jobs`, `attach`, `cancel` and `run --detach`: what runs on a worker when its program has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from skyproxy.cli.arguments import (
+    Json,
+    Kubeconfig,
+    KubeContext,
+    Namespace,
+    Provider,
+    ProviderName,
+    address_of,
+    complete_worker,
+)
+from skyproxy.cli.examples import examples_text
+from skyproxy.cli.fleet import Access, Fleet
+from skyproxy.cli.fleets import access_of_environment, locate
+from skyproxy.cli.output import age_text, note, show_json, show_table, warn
+from skyproxy.contexts import Context
+from skyproxy.errors import ConfigurationError, SkyproxyError, visible_output
+from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
+from skyproxy.jobs.link import JobLink, OpenConnection, jobs_hello
+from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.transport.base import Transport
+from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.trust import client_context
+
+if TYPE_CHECKING:
+    from skyproxy.functions.scripts import Script
+    from skyproxy.jobs.options import JobOptions
+    from skyproxy.pools import Compute
+
+app = typer.Typer(help="List the jobs on a worker, show their output, remove them.", invoke_without_command=True)
+_On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        help="Name of the worker; default: the one of SKYPROXY_URL, else the current context's.",
+        autocompletion=complete_worker,
+    ),
+]
+_JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
+_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the job ends.")]
+_COLUMNS = ("name", "state", "exit", "restarts", "age", "kind", "title", "node")
+_BYTES_A_LINE = 200
+_SIGNAL_STATUS = 128
+_ASK_SECONDS = 5.0
+
+
+@app.callback()
+def jobs(ctx: typer.Context) -> None:
+    """List the jobs on a worker, show their output, remove them."""
+    if ctx.invoked_subcommand is None:
+        list_jobs()
+
+
+@app.command("list", epilog=examples_text("skyproxy jobs list"))
+def list_jobs(
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """List the jobs of your token, the newest first: state, age, exit status, node."""
+    with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
+        with JobLink(open_connection) as link:
+            rows: list[dict[str, Any]] = link.ask("list")[0].get("jobs", [])
+        statuses = [(status_of(row), row.get("part")) for row in rows]
+    if as_json:
+        show_json([{**status._asdict(), "part": part} for status, part in statuses])
+        return
+    shown = [_row(status, part) for status, part in statuses]
+    show_table(_COLUMNS, shown, "There are no jobs. Start one: skyproxy run --detach train.py", shorten=("title",))
+
+
+def _row(status: JobStatus, part: object) -> dict[str, object]:
+    index, count = part if isinstance(part, list) and len(part) == 2 else (0, 1)
+    return {
+        "name": status.name,
+        "state": status.state,
+        "exit": _exit_text(status),
+        "restarts": status.restarts + status.preemptions or "",
+        "age": age_text(status.age_seconds),
+        "kind": status.kind,
+        "title": status.title,
+        "node": f"{index} of {count}" if count != 1 else "",
+    }
+
+
+def _exit_text(status: JobStatus) -> str:
+    if status.signal is not None:
+        return ending_of(status._replace(state="failed")).removeprefix("was ended by ")
+    return "" if status.exit_code is None else str(status.exit_code)
+
+
+@app.command("logs", epilog=examples_text("skyproxy jobs logs"))
+def logs(
+    job: _JobName,
+    follow: _Follow = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines.")] = None,
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a job has printed; with --json, one object per line."""
+    with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
+        show_logs(Job(job, [open_connection]), follow=follow, tail=tail, as_json=as_json)
+
+
+def show_logs(job: Job, *, follow: bool, tail: int | None, as_json: bool = False) -> None:
+    """Print the lines of a job."""
+    lines = job.logs(follow=follow) if tail is None else _tail(job, tail, follow=follow)
+    for line in lines:
+        typer.echo(json.dumps({"name": job.name, "line": line}) if as_json else visible_output(line))
+
+
+def _tail(job: Job, count: int, *, follow: bool) -> Iterator[str]:
+    if follow:
+        yield from job.logs(follow=True, tail_bytes=count * _BYTES_A_LINE)
+        return
+    lines = list(job.logs())
+    yield from lines[len(lines) - min(count, len(lines)) :]
+
+
+@app.command("remove", epilog=examples_text("skyproxy jobs remove"))
+def remove(
+    job: _JobName,
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Forget a job that has ended, with its output, its result and its checkpoints."""
+    with _jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+        found.remove()
+    note(f"The job {job} is removed.")
+
+
+def attach(
+    job: _JobName,
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Follow a job's output until it ends, and exit with its status. Ctrl-C detaches; the job runs on."""
+    with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
+        follow(Job(job, [open_connection]))
+
+
+def follow(job: Job) -> NoReturn:
+    """Print a job's output until it ends, and exit as it did."""
+    try:
+        show_logs(job, follow=True, tail=None)
+        status = job.wait()
+    except KeyboardInterrupt:
+        note(f"Detached; the job {job.name} runs on. Follow it again: skyproxy attach {job.name}")
+        raise typer.Exit(0) from None
+    note(f"The job {job.name} {ending_of(status)}.")
+    if status.signal is not None:
+        raise typer.Exit(_SIGNAL_STATUS + status.signal)
+    raise typer.Exit(status.exit_code or int(status.state != "succeeded"))
+
+
+def cancel(
+    job: _JobName,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has ended.")] = True,
+    on: _On = None,
+    provider: Provider = None,
+    namespace: Namespace = None,
+    context: KubeContext = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """End a job: its processes get SIGTERM, and SIGKILL when its grace is over."""
+    with _jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+        before = found.status()
+        if before.has_ended:
+            note(f"The job {job} has ended already: it {ending_of(before)}.")
+            return
+        found.cancel(wait=wait)
+    note(f"The job {job} {'was cancelled' if wait else 'is being cancelled'}.")
+
+
+def run_detached(script: Script, saved: Context, nodes: int, options: JobOptions, *, torchrun: bool) -> None:
+    """Start a script as a job on a saved worker, and say how to find it again.
+
+    Raises:
+        ConfigurationError: the worker has fewer nodes, or runs no jobs for us.
+    """
+    from skyproxy.jobs.submitting import Place, submit_script  # late: they load torch
+
+    if nodes > 1:
+        from skyproxy.pools.pool_jobs import job_places
+
+        if saved.provider != "kubernetes":
+            raise ConfigurationError(f"--nnodes {nodes}: the worker {saved.name!r} is a single node. Leave it out.")
+        with cluster_pool(saved, nodes) as pool:
+            job = submit_script(script, job_places(pool), options, torchrun=True)
+    else:
+        with connection(saved.name, None, ClusterAddress()) as open_connection:
+            job = submit_script(script, [Place(open_connection)], options, torchrun=torchrun)
+    typer.echo(job.name)
+    note(f"The job {job.name} runs on {saved.name}. Its output: skyproxy attach {job.name} --on {saved.name}")
+
+
+async def tell_of_jobs(worker: str, fleet: Fleet) -> None:
+    """Say how many jobs end with a worker that is about to be ended; nothing where it cannot be asked."""
+    with suppress(SkyproxyError, OSError):
+        row = await fleet.row(worker)
+        if row is None or not row.ready:
+            return
+        async with asyncio.timeout(_ASK_SECONDS):
+            access = await fleet.access(worker)
+        try:
+            count = (await asyncio.to_thread(access.report)).get("jobs_running")
+        finally:
+            access.close()
+        if isinstance(count, int) and count > 0:
+            warn(f"{count} job{'s run' if count > 1 else ' runs'} on {worker}, and end{'s' * (count == 1)} with it.")
+
+
+# --- the worker of a command -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connection(on: str | None, provider: ProviderName | None, address: ClusterAddress) -> Iterator[OpenConnection]:
+    """Give what opens connections for jobs to the worker that a command means."""
+
+    async def find() -> Access:
+        chosen = access_of_environment() if on is None and provider is None and not address.options else None
+        if chosen is not None:
+            return chosen
+        worker, fleet = await locate(on, provider, address)
+        return await fleet.access(worker)
+
+    access = asyncio.run(find())
+    try:
+        yield opener_of(access)
+    finally:
+        access.close()
+
+
+def opener_of(access: Access) -> OpenConnection:
+    """Return what opens connections for jobs to a worker."""
+    url, certificate = access.url, access.certificate
+    if is_link(url):
+        url, certificate = read_url(url, certificate)
+    trusted = client_context(certificate) if certificate is not None else None
+
+    from skyproxy.transport.websocket import connect_websocket  # late: most commands open no connection
+
+    def open_connection() -> Transport:
+        return connect_websocket(url, access.token, jobs_hello(), ssl_context=trusted, server_name=access.server_name)[
+            0
+        ]
+
+    return open_connection
+
+
+@contextmanager
+def _jobs_on(on: str | None, provider: ProviderName | None, address: ClusterAddress, name: str) -> Iterator[Job]:
+    """Give a job of the worker that a command means, with all its parts."""
+    with connection(on, provider, address) as open_connection:
+        with JobLink(open_connection) as link:
+            row: Mapping[str, Any] = link.ask("status", name=name)[0]
+        part = row.get("part")
+        count = part[1] if isinstance(part, list) and len(part) == 2 else 1
+        if count == 1:
+            yield Job(name, [open_connection])
+            return
+        worker, fleet = asyncio.run(locate(on, provider, address))
+        saved = asyncio.run(fleet.context(worker))
+    with cluster_pool(saved, int(count)) as pool:
+        yield pool.job(name)
+
+
+def cluster_pool(saved: Context, nodes: int) -> Compute:
+    """Return the pool that a saved worker of several nodes is."""
+    # Late, because they load torch.
+    from skyproxy.pools import Compute
+    from skyproxy.providers.kubernetes_provider import Kubernetes
+
+    found = ClusterAddress.of_options(saved.options)
+    provider = Kubernetes(found.namespace, found.context, found.kubeconfig)
+    return Compute(name=saved.name, provider=provider, nodes=nodes, keep=True)

@@ -1,0 +1,286 @@
+"""A job as its client sees it: its status, its log, its result, its end. Found again by its name."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from skyproxy.errors import JobFailedError, ProtocolError, visible
+from skyproxy.jobs.link import WAIT_SECONDS, JobLink, OpenConnection, Row, log_pieces, result_bytes
+from skyproxy.settings import SETTINGS
+
+_TAIL_BYTES = 4000
+_TAIL_LINES = 20
+_ENDED = ("succeeded", "failed", "cancelled", "lost")
+_WORST_FIRST = ("failed", "lost", "cancelled", "running", "restarting", "preempted", "succeeded")
+"""States, by which of them a job of several nodes is in when its parts differ."""
+
+
+class JobStatus(NamedTuple):
+    """The state of a job; `Job.status` gives it.
+
+    Attributes:
+        name: of the job.
+        kind: "script", "function" or "torchrun".
+        title: what runs.
+        state: "running"; "restarting": it died, and is started again; "preempted": its worker was taken away, and it is
+            started again when that comes back; then "succeeded", "failed", "cancelled", or "lost", with its worker.
+        exit_code: of its process; None while it runs, or where a signal ended it.
+        signal: the number of the signal that ended it; None for others.
+        restarts: how often it was started again because it died.
+        preemptions: how often because its worker was taken away.
+        age_seconds: since it was submitted.
+        seconds: since its latest start, up to its end.
+
+    Example:
+        ```python
+        status = node.submit_job("train.py").status()
+        print(status.state, status.exit_code)
+        ```
+    """
+
+    name: str
+    kind: str
+    title: str
+    state: str
+    exit_code: int | None
+    signal: int | None
+    restarts: int
+    preemptions: int
+    age_seconds: float
+    seconds: float
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it will not run again."""
+        return self.state in _ENDED
+
+
+class Job:
+    """A script or a function that runs on a worker, or on several, whether this program runs or not.
+
+    Attributes:
+        name: by which any program with the same token finds it again: `node.job(name)`, `pool.job(name)`.
+
+    Example:
+        ```python
+        job = node.submit_job("train.py", "--epochs", 3, name="night-run")
+        for line in job.logs(follow=True):
+            print(line)
+        print(job.status().exit_code)
+        ```
+    """
+
+    def __init__(self, name: str, nodes: Sequence[OpenConnection], *, trusted: bool = False) -> None:
+        """Args:
+        name: of the job.
+        nodes: for each of its workers, how to open a connection for jobs.
+        trusted: whether its result may be any object; else plain data.
+        """
+        self.name = name
+        self._nodes = list(nodes)
+        self._trusted = trusted
+
+    def status(self) -> JobStatus:
+        """Ask for its state; of a job on several nodes, the one that matters most: a failed part is a failed job.
+
+        Raises:
+            UnknownJobError: it was removed.
+            ConnectError: its worker cannot be reached.
+
+        Example:
+            ```python
+            job = node.submit_job(pow, 2, 10)
+            print(job.status().state)
+            ```
+        """
+        rows = []
+        for open_connection in self._nodes:
+            with JobLink(open_connection) as link:
+                rows.append(status_of(link.ask("status", name=self.name)[0]))
+        return _worst(rows)
+
+    def wait(self, timeout: float | None = None) -> JobStatus:
+        """Wait until it has ended, and return its status; one that is preempted has not.
+
+        Args:
+            timeout: seconds; None for ever.
+
+        Raises:
+            TimeoutError: it still runs.
+
+        Example:
+            ```python
+            print(node.submit_job("train.py").wait(timeout=3600).state)
+            ```
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        rows = []
+        for open_connection in self._nodes:
+            with JobLink(open_connection, SETTINGS.reconnect_seconds) as link:
+                rows.append(_wait_on(link, self.name, deadline))
+        return _worst(rows)
+
+    def logs(self, follow: bool = False, tail_bytes: int | None = None) -> Iterator[str]:
+        """Yield the lines that it has printed, standard output and standard error together.
+
+        Of a job on several nodes, one node after the other. What a worker no longer keeps is left out:
+        SKYPROXY_MAX_JOB_LOG_BYTES.
+
+        Args:
+            follow: go on until the job has ended; of several nodes, on the first one.
+            tail_bytes: only about this many bytes of the end.
+
+        Example:
+            ```python
+            for line in node.job("night-run").logs():
+                print(line)
+            ```
+        """
+        offset = 0 if tail_bytes is None else -max(tail_bytes, 0)
+        patience = SETTINGS.reconnect_seconds if follow else 0.0
+        for number, open_connection in enumerate(self._nodes[:1] if follow else self._nodes):
+            if len(self._nodes) > 1 and not follow:
+                yield f"--- node {number}"
+            with JobLink(open_connection, patience) as link:
+                yield from _lines(log_pieces(link, self.name, offset, follow=follow))
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for its end and return what its function returned; None for a script that ended with exit code 0.
+
+        The rules are those of functions: plain data, and any object only from a worker that is trusted. The worker
+        keeps the result, so that it can be asked for again, until the job is removed.
+
+        Args:
+            timeout: seconds; None for ever.
+
+        Raises:
+            TimeoutError: it still runs.
+            JobFailedError: it ended in another way than with exit code 0; says how, with the end of its log.
+            UntrustedResultError: the function returned more than plain data, and the worker is not trusted.
+            Exception: what the function raised.
+
+        Example:
+            ```python
+            print(node.submit_job(pow, 2, 10).result())  # 1024
+            ```
+        """
+        status = self.wait(timeout)
+        if status.state not in ("succeeded", "failed"):
+            raise self._failure(status)
+        with JobLink(self._nodes[0], SETTINGS.reconnect_seconds) as link:
+            content = result_bytes(link, self.name) if status.kind == "function" else None
+        if content is not None:
+            from skyproxy.jobs.results import read_result
+
+            return read_result(content, self.name, trusted=self._trusted)
+        if status.state == "failed":
+            raise self._failure(status)
+        return None
+
+    def _failure(self, status: JobStatus) -> JobFailedError:
+        end = "\n".join(list(self.logs(tail_bytes=_TAIL_BYTES))[-_TAIL_LINES:])
+        text = f"the job {self.name} {ending_of(status)}"
+        return JobFailedError(f"{text}. The end of its log:\n{visible(end)}" if end else text)
+
+    def cancel(self, wait: bool = True) -> None:
+        """End it: its processes get SIGTERM, and SIGKILL when its grace is over. Nothing happens to one that has ended.
+
+        Args:
+            wait: until it has ended.
+
+        Example:
+            ```python
+            job = node.submit_job("train.py")
+            job.cancel()
+            ```
+        """
+        for open_connection in self._nodes:
+            with JobLink(open_connection) as link:
+                link.ask("cancel", name=self.name)
+        if wait:
+            self.wait()
+
+    def remove(self) -> None:
+        """Forget a job that has ended, with its log, its result and its checkpoints.
+
+        Example:
+            ```python
+            job = node.submit_job(pow, 2, 10)
+            job.wait()
+            job.remove()
+            ```
+        """
+        for open_connection in self._nodes:
+            with JobLink(open_connection) as link:
+                link.order("remove", {"name": self.name})
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}, on {len(self._nodes)} node{'s' * (len(self._nodes) != 1)}>"
+
+
+def status_of(row: Row) -> JobStatus:
+    """Return the status that a worker's row tells, of which nothing is trusted.
+
+    Raises:
+        ProtocolError: it is no row.
+    """
+    try:
+        return JobStatus(
+            visible(row["name"]),
+            visible(row["kind"]),
+            visible(row["title"]),
+            visible(row["state"]),
+            None if row["exit_code"] is None else int(row["exit_code"]),
+            None if row["signal"] is None else int(row["signal"]),
+            int(row["restarts"]),
+            int(row["preemptions"]),
+            float(row["age_seconds"]),
+            float(row["seconds"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"the worker sent no job: {error!r:.200}") from error
+
+
+def ending_of(status: JobStatus) -> str:
+    """Return how a job ended, in words that follow its name."""
+    if status.state in ("cancelled", "lost"):
+        return {"cancelled": "was cancelled", "lost": "was lost with its worker"}[status.state]
+    if status.signal is not None:
+        import signal
+        from contextlib import suppress
+
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(status.signal).name}"
+        return f"was ended by signal {status.signal}"
+    return f"ended with exit code {status.exit_code}" if status.has_ended else f"is {status.state}"
+
+
+def _wait_on(link: JobLink, name: str, deadline: float | None) -> JobStatus:
+    while True:
+        left = WAIT_SECONDS if deadline is None else min(max(deadline - time.monotonic(), 0.0), WAIT_SECONDS)
+        status = status_of(link.ask("wait", name=name, wait_seconds=left)[0])
+        if status.has_ended:
+            return status
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"the job {name} {ending_of(status)}")
+        if status.state == "preempted":
+            time.sleep(min(left, 1.0))  # its worker is shutting down: the next one has it
+
+
+def _worst(rows: list[JobStatus]) -> JobStatus:
+    known = [row for row in rows if row.state in _WORST_FIRST] or rows
+    return min(known, key=lambda row: _WORST_FIRST.index(row.state) if row.state in _WORST_FIRST else 0)
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + decoder.decode(piece)).split("\n")
+        yield from lines
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield rest

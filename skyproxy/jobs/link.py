@@ -1,0 +1,181 @@
+"""Requests to a worker about its jobs, over a connection of their own. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from skyproxy.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    LimitExceededError,
+    ProtocolError,
+    SessionLostError,
+    UnknownJobError,
+    visible,
+)
+from skyproxy.protocol.messages import JOBS, Buffer, Hello, JobAnswer, JobRequest, RequestId
+from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.settings import SETTINGS
+from skyproxy.transport.base import Transport
+
+OpenConnection = Callable[[], Transport]
+Row = dict[str, Any]
+"""An answer of a worker, of which nothing is trusted."""
+
+WAIT_SECONDS = 15.0
+"""The longest that one request asks the worker to wait for news."""
+_ANSWER_SECONDS = 30.0
+_PAUSE_SECONDS = 1.0
+
+
+class JobLink:
+    """A connection to one worker for its jobs, made at the first request, and again where it broke.
+
+    Args:
+        open_connection: makes it.
+        patience_seconds: for how long a request is made again where the worker cannot be reached.
+    """
+
+    def __init__(self, open_connection: OpenConnection, patience_seconds: float = 0.0) -> None:
+        self._open = open_connection
+        self._patience_seconds = patience_seconds
+        self._transport: Transport | None = None
+        self._numbers = itertools.count(1)
+
+    def ask(self, action: str, **value: object) -> tuple[Row, bytes]:
+        """Ask once, or again where a connection breaks: for what may be asked twice.
+
+        Returns:
+            The answer, and the bytes that came with it.
+
+        Raises:
+            UnknownJobError: there is no such job.
+            ConfigurationError: the worker runs no jobs for us, or this cannot be meant.
+            LimitExceededError: one of its bounds was hit.
+            ConnectError: it cannot be reached.
+        """
+        deadline = time.monotonic() + self._patience_seconds
+        is_first = True
+        while True:
+            try:
+                return self.order(action, value)
+            except AuthenticationError:
+                raise
+            except (SessionLostError, ConnectError) as error:
+                if not is_first and time.monotonic() >= deadline:
+                    raise error if isinstance(error, ConnectError) else ConnectError(str(error)) from error
+            if not is_first:
+                time.sleep(min(_PAUSE_SECONDS, self._patience_seconds))
+            is_first = False
+
+    def order(self, action: str, value: Mapping[str, object], data: Buffer | None = None) -> tuple[Row, bytes]:
+        """Ask once, for what must not be done twice; errors are those of `ask`, and `SessionLostError`."""
+        if self._transport is None:
+            self._transport = self._open()
+        number = RequestId(next(self._numbers))
+        try:
+            self._transport.send(JobRequest(number, action, dict(value), () if data is None else (data,)))
+            answer = self._transport.recv(WAIT_SECONDS + _ANSWER_SECONDS)
+            if not isinstance(answer, JobAnswer) or answer.request != number:
+                raise ProtocolError("the worker answered another question")
+        except TimeoutError as error:
+            self.close()
+            raise SessionLostError("the worker does not answer") from error
+        except BaseException:
+            self.close()
+            raise
+        if answer.problem:
+            raise _error_of(answer)
+        return answer.value, bytes(answer.buffers[0]) if answer.buffers else b""
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def __enter__(self) -> JobLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _error_of(answer: JobAnswer) -> Exception:
+    text = visible(answer.value.get("message") or "the worker could not do it")
+    if answer.problem == "unknown":
+        return UnknownJobError(text)
+    return LimitExceededError(text) if answer.problem == "limit" else ConfigurationError(text)
+
+
+def send_job(link: JobLink, asked: Mapping[str, object], payload: bytes) -> Row:
+    """Send a job and start it; return its row.
+
+    Args:
+        link: to its worker.
+        asked: what `skyproxy_server.jobs.records.asked_record` takes.
+        payload: what its process reads.
+    """
+    link.order("begin", {**asked, "payload_bytes": len(payload)})
+    view = memoryview(payload)
+    for offset in range(0, len(view), SETTINGS.chunk_bytes):
+        link.order("data", {}, view[offset : offset + SETTINGS.chunk_bytes])
+    return link.order("start", {})[0]
+
+
+def result_bytes(link: JobLink, name: str) -> bytes | None:
+    """Return the file in which a job has left its result; None where it has left none.
+
+    Raises:
+        LimitExceededError: it is larger than this program takes.
+    """
+    pieces: list[bytes] = []
+    offset = 0
+    while True:
+        answer, data = link.ask("result", name=name, offset=offset, limit=SETTINGS.chunk_bytes)
+        total = _whole(answer.get("total_bytes"))
+        if total < 0:
+            return None
+        if total > SETTINGS.max_payload_bytes:
+            raise LimitExceededError(
+                f"the result of job {name} has {total} bytes; SKYPROXY_MAX_PAYLOAD_BYTES bounds it"
+            )
+        pieces.append(data)
+        offset += len(data)
+        if not data or offset >= total:
+            return b"".join(pieces)
+
+
+def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterator[bytes]:
+    """Yield what a job has printed, and while it runs, what it prints.
+
+    Args:
+        link: to its worker.
+        name: of the job.
+        offset: where to begin; a negative one counts from the end.
+        follow: until it stands still.
+    """
+    seconds = WAIT_SECONDS if follow else 0.0
+    while True:
+        answer, data = link.ask("log", name=name, offset=offset, limit=SETTINGS.chunk_bytes, wait_seconds=seconds)
+        if data:
+            yield data
+        offset = max(_whole(answer.get("offset")), 0) + len(data)
+        if not answer.get("more") or (not data and not follow):
+            return
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise ProtocolError("the worker sent no number of bytes")
+    return value
+
+
+def jobs_hello() -> Hello:
+    """Return what a connection for jobs begins with."""
+    return Hello(list(SUPPORTED), JOBS, "", {})

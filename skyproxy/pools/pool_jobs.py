@@ -1,0 +1,117 @@
+"""The part of a pool that runs jobs: on one of its nodes, or under torchrun on all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from skyproxy.errors import ConfigurationError, UnknownJobError
+from skyproxy.runtime.instance import InstanceInfo
+from skyproxy.runtime.lifecycle import free_ports
+
+if TYPE_CHECKING:
+    from skyproxy.jobs.job import Job
+    from skyproxy.jobs.submitting import Place
+    from skyproxy.nodes import Node
+
+
+class PoolJobs:
+    """Runs jobs on the workers of a pool that runs."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def nodes(self) -> Sequence[Node]:
+            """The connections to all processes, by rank."""
+
+        def rank_info(self, rank: int) -> InstanceInfo:
+            """The place of a rank."""
+
+    def submit_job(
+        self,
+        target: str | os.PathLike[str] | Callable[..., object],
+        /,
+        *args: object,
+        name: str | None = None,
+        nproc_per_node: int | str | None = None,
+        max_restarts: int = 0,
+        grace_seconds: float | None = None,
+        env: Mapping[str, object] | None = None,
+        module: bool = False,
+        rank: int = 0,
+        **kwargs: object,
+    ) -> Job:
+        """Start a script or a function that runs on when this program has ended; see `Node.submit_job`.
+
+        A script with `nproc_per_node` runs under torchrun on all nodes of the pool; everything else on one rank. The
+        workers must outlive the program, too: those of `Compute(keep=True)`, `Remote`, `skyproxy up`.
+
+        Args:
+            target, args, name, nproc_per_node, max_restarts, grace_seconds, env, module, kwargs: as of
+                `Node.submit_job`.
+            rank: where a function, or a script without `nproc_per_node`, runs.
+
+        Example:
+            ```python
+            job = pool.submit_job("train.py", nproc_per_node="gpu", max_restarts=3, name="night-run")
+            print(job.wait().state)
+            ```
+        """
+        if nproc_per_node is None or not isinstance(target, str | os.PathLike):
+            return self.nodes[rank].submit_job(
+                target,
+                *args,
+                name=name,
+                nproc_per_node=nproc_per_node,
+                max_restarts=max_restarts,
+                grace_seconds=grace_seconds,
+                env=env,
+                module=module,
+                **kwargs,
+            )
+        if kwargs:
+            raise ConfigurationError(f"a script takes no {', '.join(kwargs)}=; arguments follow its name.")
+        from skyproxy.jobs.options import JobOptions
+        from skyproxy.jobs.submitting import described, submit_script
+
+        script = described(target, args, module=module, nproc_per_node=nproc_per_node, env=env)
+        options = JobOptions(name, max_restarts, grace_seconds, env or {})
+        return submit_script(script, job_places(self), options, torchrun=True)
+
+    def job(self, name: str) -> Job:
+        """Find a job of this token's again by its name, on whichever nodes it runs.
+
+        Raises:
+            UnknownJobError: there is none of that name.
+
+        Example:
+            ```python
+            print(pool.job("night-run").status().state)
+            ```
+        """
+        from skyproxy.jobs.job import Job
+
+        found = []
+        for node in self.nodes:
+            try:
+                node.job(name)
+            except UnknownJobError:
+                continue
+            found.append(node)
+        if not found:
+            raise UnknownJobError(f"there is no job {name!r} on the workers of this pool")
+        place = found[0]._job_place()
+        return Job(name, [node._job_place().open_connection for node in found], trusted=place.trusted)
+
+
+def job_places(pool: PoolJobs) -> list[Place]:
+    """Return the first process of each node, with its place for torchrun and a port of this job's own."""
+    infos = [pool.rank_info(rank) for rank in range(len(pool.nodes))]
+    (port,) = pool.nodes[0].submit(free_ports, 1, results="value").result()
+    return [
+        replace(node._job_place(), info=replace(info, head_port=port, job=""))
+        for node, info in zip(pool.nodes, infos, strict=True)
+        if info.local_rank == 0
+    ]

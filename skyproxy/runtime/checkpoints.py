@@ -1,0 +1,60 @@
+"""The folder for checkpoints of what runs here: of a job, or of a call that is started again when a rank dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from skyproxy.errors import ConfigurationError
+from skyproxy.runtime.calls import current_call
+
+CHECKPOINT_VARIABLE = "SKYPROXY_CHECKPOINT_DIR"
+RESTARTS_VARIABLE = "SKYPROXY_RESTART_COUNT"
+
+
+def checkpoint_dir() -> Path:
+    """Return the folder in which a job, or a call with restarts, finds what it has saved before it was started again.
+
+    Raises:
+        ConfigurationError: this is neither.
+
+    Example:
+        ```python
+        def train() -> int:
+            place = skyproxy.checkpoint_dir() / "state.pt"
+            step = torch.load(place)["step"] if place.exists() else 0
+            torch.save({"step": step + 1}, place)
+            return step
+
+
+        print(node.submit_job(train, max_restarts=3).result())
+        ```
+    """
+    call = current_call()
+    place = call.values.get("checkpoint_dir") if call is not None else None
+    place = place or os.environ.get(CHECKPOINT_VARIABLE)
+    if not place:
+        raise ConfigurationError(
+            "this is no job, and no call that is started again: there is no folder for checkpoints. Use "
+            "node.submit_job(...), skyproxy run --detach, or call.with_restarts(...) @ pool"
+        )
+    folder = Path(str(place))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def restart_count() -> int:
+    """Return how often this job, or this call, was started again.
+
+    Example:
+        ```python
+        if skyproxy.restart_count():
+            print("going on from the last checkpoint")
+        ```
+    """
+    call = current_call()
+    count = call.values.get("restart_count") if call is not None else None
+    if isinstance(count, int):
+        return count
+    text = os.environ.get(RESTARTS_VARIABLE, "0")
+    return int(text) if text.isdecimal() else 0

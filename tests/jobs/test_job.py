@@ -1,0 +1,167 @@
+"""A job as its client sees it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyproxy.errors import ConnectError, JobFailedError, ProtocolError, UnknownJobError
+from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
+from skyproxy.jobs.link import JobLink, send_job
+from skyproxy.transport.base import Transport
+from skyproxy_server.jobs.records import RUNNING
+from tests.jobs.workers import opener, worker_with_jobs
+from tests.server.jobs.programs import LONG, PATIENCE_SECONDS, limits, payload_of
+
+ROW: dict[str, Any] = {
+    "name": "a",
+    "kind": "script",
+    "title": "a.py",
+    "state": "running",
+    "exit_code": None,
+    "signal": None,
+    "restarts": 0,
+    "preemptions": 0,
+    "age_seconds": 1.0,
+    "seconds": 1.0,
+}
+
+
+def start(open_connection: Any, payload: bytes, name: str = "mine", **asked: object) -> Job:
+    with JobLink(open_connection) as link:
+        send_job(link, {"name": name, "kind": "script", "title": "t", **asked}, payload)
+    return Job(name, [open_connection])
+
+
+def test_the_output_is_followed_to_the_end_in_whole_lines(tmp_path: Path) -> None:
+    text = "for n in range(300): print('línea', n, end='\\n' if n % 2 else '; ', flush=True)\nprint('end', end='')\n"
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        job = start(opener(worker), payload_of(tmp_path, text))
+        lines = list(job.logs(follow=True))
+        assert lines == [f"línea {n}; línea {n + 1}" for n in range(0, 300, 2)] + ["end"]
+        assert list(job.logs()) == lines
+        assert job.wait(PATIENCE_SECONDS).exit_code == 0
+        assert job.result(PATIENCE_SECONDS) is None
+
+
+def test_a_failure_says_how_with_the_end_of_the_log(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        job = start(opener(worker), payload_of(tmp_path, "print('why')\nraise SystemExit(3)\n"))
+        with pytest.raises(JobFailedError, match=r"(?s)the job mine ended with exit code 3.*why"):
+            job.result(PATIENCE_SECONDS)
+        other = start(opener(worker), payload_of(tmp_path, "import os\nos.abort()\n"), "other")
+        with pytest.raises(JobFailedError, match="was ended by SIGABRT"):
+            other.result(PATIENCE_SECONDS)
+
+
+def test_a_wait_has_an_end(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        job = start(opener(worker), payload_of(tmp_path, LONG))
+        with pytest.raises(TimeoutError, match="the job mine is running"):
+            job.wait(0.01)
+        with pytest.raises(TimeoutError):
+            job.result(0.01)
+        job.cancel()
+        assert job.status().state == "cancelled"
+        with pytest.raises(JobFailedError, match="was cancelled"):
+            job.result()
+        job.cancel()
+        job.remove()
+        with pytest.raises(UnknownJobError):
+            job.status()
+
+
+def test_who_follows_goes_on_with_the_next_worker(tmp_path: Path) -> None:
+    """The worker of a job is taken away and comes back, at another address here; the job says so to who follows it."""
+    text = """
+import os, signal, sys, time
+if os.environ["SKYPROXY_RESTART_COUNT"] != "0":
+    print("second", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+print("first", flush=True)
+time.sleep(600)
+"""
+    openers: list[Any] = []
+    moved = threading.Event()
+
+    def open_connection() -> Transport:
+        if len(openers) > 1:
+            moved.set()
+        return openers[-1]()  # type: ignore[no-any-return]
+
+    seen: list[str] = []
+    with worker_with_jobs(tmp_path / "jobs", limits()) as (worker, _):
+        openers.append(opener(worker))
+        job = start(open_connection, payload_of(tmp_path, text))
+        lines = job.logs(follow=True)
+        seen.append(next(lines))
+    with worker_with_jobs(tmp_path / "jobs", limits()) as (worker, store):
+        openers.append(opener(worker))
+        seen += list(lines)
+        assert job.wait(PATIENCE_SECONDS).state == "succeeded"
+        assert job.status().preemptions == 1
+    assert moved.is_set()
+    assert (seen[0], seen[-1]) == ("first", "second")
+    assert RUNNING not in [row["state"] for row in store.rows(None)]
+
+
+def test_a_worker_that_is_gone_is_told_at_once_to_who_asks_for_the_state(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        job = start(opener(worker), payload_of(tmp_path, ""))
+        job.wait(PATIENCE_SECONDS)
+    with pytest.raises(ConnectError):
+        job.status()
+
+
+def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "one") as (first, _), worker_with_jobs(tmp_path / "two") as (second, _):
+        start(opener(first), payload_of(tmp_path, "print('one')\n"))
+        start(opener(second), payload_of(tmp_path, "print('two')\nraise SystemExit(5)\n"))
+        job = Job("mine", [opener(first), opener(second)])
+        assert (job.wait(PATIENCE_SECONDS).state, job.wait().exit_code) == ("failed", 5)
+        assert list(job.logs()) == ["--- node 0", "one", "--- node 1", "two"]
+        job.remove()
+        with pytest.raises(UnknownJobError):
+            job.status()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": None}, {"exit_code": "x"}, {"restarts": None}, {"age_seconds": []}, {"seconds": float("inf")}],
+)
+def test_a_row_of_a_hostile_worker_is_harmless(change: dict[str, object]) -> None:
+    try:
+        status = status_of({**ROW, **change})
+    except ProtocolError:
+        return
+    assert isinstance(status, JobStatus)
+
+
+def test_a_row_without_a_field_is_none() -> None:
+    for name in ROW:
+        with pytest.raises(ProtocolError):
+            status_of({key: value for key, value in ROW.items() if key != name})
+
+
+def test_controls_in_a_row_are_shown_and_not_obeyed() -> None:
+    assert "\x1b" not in "".join(map(str, status_of({**ROW, "name": "\x1b]0;x\x07", "title": "\x1b[2J"})))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"state": "running"}, "is running"),
+        ({"state": "preempted"}, "is preempted"),
+        ({"state": "succeeded", "exit_code": 0}, "ended with exit code 0"),
+        ({"state": "failed", "signal": 9}, "was ended by SIGKILL"),
+        ({"state": "failed", "signal": 200}, "was ended by signal 200"),
+        ({"state": "lost"}, "was lost with its worker"),
+        ({"state": "cancelled", "signal": 9}, "was cancelled"),
+    ],
+)
+def test_how_a_job_ended_is_said_in_words(change: dict[str, object], words: str) -> None:
+    assert ending_of(status_of({**ROW, **change})) == words
