@@ -203,6 +203,16 @@ class WorkerSession:
         if self._ended:  # after the assignment, so that `end` cannot miss it
             connection.close()
 
+    def bind_call(self, call: str) -> None:
+        """A call without tensor arguments may begin, for its client knows that every operation before it was done.
+
+        On the thread of the functions connection, which so need not wait for this one.
+        """
+        state = self._executor.state
+        state.random.take_over()
+        if self.calls is not None:
+            self.calls.bind(self.identity, call, [], state.streams)
+
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
         transport, executor, state = self._transport, self._executor, self._executor.state
@@ -585,7 +595,7 @@ class WorkerHost:
             session = self._own_session(session_id, transport)
         if session is None or session.calls is None:
             raise LookupError("no session of this name, or no functions")
-        connection = FunctionsConnection(session.calls, session_id, transport, self._settings)
+        connection = FunctionsConnection(session.calls, session_id, transport, self._settings, session.bind_call)
         session.take_functions(connection)
         return _Functions(self._welcome(session), connection)
 
@@ -598,7 +608,7 @@ class WorkerHost:
         return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(session.calls is not None), "cancels": 1}
+        limits = {"functions": int(session.calls is not None), "cancels": 1, "direct_calls": 1}
         if session.calls is not None and session.calls.can_isolate:
             limits["isolates"] = 1
         if self._snapshots is not None:

@@ -9,7 +9,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UntrustedResultError, visible
-from skyproxy.payloads.pickling import PLAIN, Unpickler
+from skyproxy.payloads.pickling import PLAIN, Unpickler, unpickle_simple
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, dressed
@@ -75,6 +75,8 @@ class Adopter:
             except (LookupError, TypeError, ValueError) as error:
                 raise ProtocolError(f"the worker sent impossible tensors: {error!r:.200}") from error
             tensors = self._adopted[1]
+            if not plain and tables.get("simple") is True and pieces:
+                return unpickle_simple(pieces[0])
             if not plain:
                 return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
             try:

@@ -25,7 +25,6 @@ from skyproxy.functions.items import Items
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
-from skyproxy.protocol import commands
 from skyproxy.runtime import breakpoints
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ _ACK_OUTPUT_CHARACTERS = 128 << 10
 _EVENT_CHARACTERS = 64
 """Characters that each piece of output counts beside its text, as the worker counts it."""
 _CANCELLED = "cancelled"
+LIGHT_BYTES = 64 << 10
+"""Bytes of a result, up to which it may wait on the worker for a moment until it is said that it came."""
 
 
 class ReceivedEvent(NamedTuple):
@@ -65,6 +66,8 @@ class CallChannel(Protocol):
 
     def remove(self, call: Call) -> None: ...
 
+    def forget(self, call: Call) -> None: ...
+
 
 class Call:
     """A function that runs on a worker, or ran.
@@ -79,6 +82,8 @@ class Call:
         id: names the call on its worker, see `Node.reattach`. It is a secret: whoever knows it can fetch the result.
         name: the function's name.
         on_wait: called where the function waits at a breakpoint.
+        is_light: whether it has a result, of a few bytes of plain data: taking it takes no time and runs no code of
+            the user's.
     """
 
     def __init__(
@@ -99,7 +104,11 @@ class Call:
         self._future: concurrent.futures.Future[ReceivedEvent] = concurrent.futures.Future()
         self._begun: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._items = Items()
+        self.queued = self.delivered = 0
+        """Events that went to the delivering thread, and those that came from there; counted by one thread each."""
+        self.is_light = False
         self._ended = False
+        self._conclusion = threading.Lock()  # held from the last event on: several threads may have one
         self._forgotten = False
         self._unacked = self._shown = 0
         self._value: object = None
@@ -295,7 +304,9 @@ class Call:
     # --- what comes, on the channel's delivering thread --------------------------------------------------------------
 
     def deliver(self, came: ReceivedEvent) -> None:
-        """Takes note of an event."""
+        """Takes note of an event: on the delivering thread, or on the reading one where nothing waits for that."""
+        if came.kind in ("result", "error") and not self._conclusion.acquire(blocking=False):
+            return
         if came.kind in ("started", "result", "error") and not self._begun.done():
             self._begun.set_result(None)
         if came.kind == "started":
@@ -310,6 +321,7 @@ class Call:
             self._items.put(came)
         else:
             self._ended = True
+            self.is_light = came.kind == "result" and _is_light(came)
             self._channel.remove(self)  # before anybody learns of it, who may make the next call in the same breath
             if not self._settle(came):
                 self._items.put(came)
@@ -425,9 +437,7 @@ class Call:
         """The worker need not keep anything of this call. Safe in a destructor: appends to a list, and does no more."""
         if not self._forgotten:
             self._forgotten = True
-            session = self._channel.session
-            if session.lost is None:
-                session.recorder.emit((commands.DO, "forget_call", [self.id]))
+            self._channel.forget(self)
 
     def __del__(self) -> None:
         # An interrupt may have struck before all attributes were there.
@@ -437,6 +447,14 @@ class Call:
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled() else "done" if self.done() else "running"
         return f"<Call {self.id[:8]} of {self.name}: {state}>"
+
+
+def _is_light(came: ReceivedEvent) -> bool:
+    """Return whether a result is plain data of a few bytes, without a tensor."""
+    words = came.value
+    if (words.get("form") != PLAIN and words.get("simple") is not True) or words.get("tensors") or words.get("changed"):
+        return False
+    return sum(map(len, came.pieces)) <= LIGHT_BYTES
 
 
 def _no_reference(row: object, number: int) -> Any:

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from skyproxy.errors import ConnectError, ProtocolError, SessionLostError
 from skyproxy.functions.call import Call, ReceivedEvent
 from skyproxy.functions.function_code import Digests
-from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
+from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
+from skyproxy.protocol import commands
 from skyproxy.protocol.messages import (
     Buffer,
     CallAck,
@@ -34,6 +36,7 @@ logger = logging.getLogger("skyproxy")
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _MAX_ATTEMPTS = 3
+_MAX_TO_FORGET = 256
 _NEVER_BEGUN = "never begun"
 _NO_FUNCTION = "no function"
 
@@ -57,6 +60,9 @@ class Channel:
         self._coming: dict[str, tuple[CallEvent, Assembly[object]]] = {}
         self._transport: Transport | None = None
         self._functions = Digests()
+        self._to_forget: deque[str] = deque()
+        self._forgotten_before = 0
+        """The number of ended calls in the queue when it was looked at last."""
         self._lost_bytes = [0, 0]
         self._to_deliver: queue.SimpleQueue[tuple[Call, ReceivedEvent] | None] = queue.SimpleQueue()
         self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -89,9 +95,47 @@ class Channel:
             # What is sent again brings everything: it was not there, or nobody knows how far it came.
             with_code = code is not None and (call.attempts > 0 or code.digest not in self._functions)
             pieces = payload.pieces(with_code=with_code)
+            if self._to_forget:
+                call.task["forget"] = self._take_forgotten(MAX_FORGOTTEN)
             send_payload(transport.send, head, call.id, 0, pieces, self._settings.chunk_bytes)
             if code is not None and with_code:
                 self._functions.add(code.digest)  # not before: what overtakes it would name what is not there
+
+    def forget(self, call: Call) -> None:
+        """The worker need not keep anything of a call any more. Safe in a destructor.
+
+        The next call brings the word of it, where what the worker keeps is small; else it leaves with the operations.
+        """
+        if self.session.lost is not None:
+            return
+        if call.is_light and self.session.welcome.limits.get("direct_calls"):
+            self._to_forget.append(call.id)
+            if len(self._to_forget) <= _MAX_TO_FORGET:
+                return
+            self._emit_forgotten()
+        else:
+            self.session.recorder.emit((commands.DO, "forget_call", [call.id]))
+
+    def _take_forgotten(self, count: int) -> list[str]:
+        taken: list[str] = []
+        try:
+            while len(taken) < count:
+                taken.append(self._to_forget.popleft())
+        except IndexError:  # that were all
+            pass
+        return taken
+
+    def _emit_forgotten(self) -> None:
+        for identity in self._take_forgotten(len(self._to_forget)):
+            self.session.recorder.emit((commands.DO, "forget_call", [identity]))
+
+    def settle(self) -> None:
+        """Have ended calls forgotten that no other call has brought the word of; called about twenty times a second."""
+        waiting = len(self._to_forget)
+        if waiting and waiting <= self._forgotten_before:
+            self._emit_forgotten()
+            waiting = 0
+        self._forgotten_before = waiting
 
     @property
     def is_busy(self) -> bool:
@@ -145,6 +189,7 @@ class Channel:
             if self._transport is not None:
                 return
             self._use(self._open_connection())
+            self.session.often.append(self.settle)
             for name, body in (("calls", self._read), ("output", self._deliver), ("acks", self._do)):
                 thread = threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True)
                 self._threads.append(thread)
@@ -240,7 +285,20 @@ class Channel:
 
     def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[object]) -> None:
         call.received = event.number
-        self._to_deliver.put((call, ReceivedEvent(event.kind, event.number, event.value, assembly.pieces)))
+        came = ReceivedEvent(event.kind, event.number, event.value, assembly.pieces)
+        if event.kind == "output" or call.queued != call.delivered:
+            call.queued += 1
+            self._to_deliver.put((call, came))
+        else:
+            # Nothing of it can take long: no thread need be woken for that.
+            self._deliver_one(call, came)
+
+    @staticmethod
+    def _deliver_one(call: Call, came: ReceivedEvent) -> None:
+        try:
+            call.deliver(came)
+        except Exception:
+            logger.exception("skyproxy: an event of %s could not be delivered", call.name)
 
     def _on_unknown(self, call: Call, reason: str) -> None:
         if reason == _NO_FUNCTION and call.payload is not None and call.payload.code is not None:
@@ -267,10 +325,9 @@ class Channel:
         heard: dict[str, Call] = {}
         while (entry := self._to_deliver.get()) is not None:
             call, came = entry
-            try:
-                call.deliver(came)
-            except Exception:
-                logger.exception("skyproxy: an event of %s could not be delivered", call.name)
+            self._deliver_one(call, came)
+            if came.number:
+                call.delivered += 1
             heard[call.id] = call
             del call, entry, came  # else the last call would live until the next event
             if self._to_deliver.empty():

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from skyproxy.functions import code_cache
+from skyproxy.functions.code_cache import CONSTANTS, is_installed
 from skyproxy.payloads.pickling import Pickled, Pickler
-from skyproxy.payloads.projects import is_project_module
 
 MAX_CODE_BYTES = 8 << 20
 """A larger function travels with its arguments, each time."""
 _MAX_DIGESTS = 4096
 _MAX_WRAPPERS = 4
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+_CONSTANTS = tuple(CONSTANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,22 @@ class FunctionCode:
             Exception: as `Pickler.pickle`.
         """
         inner = _unwrap(fn)
-        if not isinstance(inner, types.FunctionType) or _is_installed(inner):
+        if not isinstance(inner, types.FunctionType) or is_installed(inner):
             return None
+        parts = code_cache.look(inner, _wrappers(fn))
+        if parts is None:
+            return cls._pickle(fn, inner, make_pickler)
+        code: FunctionCode | None
+        is_known, code = code_cache.find(inner, parts)
+        if not is_known:
+            code = cls._pickle(fn, inner, make_pickler)
+            code_cache.keep(inner, parts, code)
+        return code
+
+    @classmethod
+    def _pickle(
+        cls, fn: Callable[..., object], inner: types.FunctionType, make_pickler: Callable[[], Pickler]
+    ) -> FunctionCode | None:
         pickled: Pickled = make_pickler().pickle(fn)
         content = pickled.pieces[0]
         if not pickled.by_value or pickled.tensors or len(pickled.pieces) > 1 or len(content) > MAX_CODE_BYTES:
@@ -85,15 +99,13 @@ def _unwrap(fn: Any) -> object:
     return fn
 
 
-def _is_installed(fn: types.FunctionType) -> bool:
-    """Return whether a worker imports the function from a library, which is found out faster here than by pickling."""
-    module = sys.modules.get(fn.__module__ or "")
-    return (
-        module is not None
-        and fn.__module__ not in ("__main__", "__mp_main__")
-        and not is_project_module(module)
-        and getattr(module, fn.__qualname__, None) is fn
-    )
+def _wrappers(fn: Any) -> list[object]:
+    """The classes of the wrappers around a function."""
+    found: list[object] = []
+    while len(found) < _MAX_WRAPPERS and getattr(type(fn), "wraps_function", False):
+        found.append(type(fn))
+        fn = fn.function
+    return found
 
 
 def _closes_over_code_only(fn: types.FunctionType, depth: int) -> bool:

@@ -9,11 +9,17 @@ import torch
 
 from skyproxy.errors import ConfigurationError, VersionMismatchError
 from skyproxy.functions.function_code import FunctionCode
-from skyproxy.payloads.pickling import Pickled, Pickler
+from skyproxy.payloads.pickling import Pickled, Pickler, pickle_simple
+from skyproxy.payloads.pieces import flat_size
 from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime.call_groups import is_simple
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+
+_SMALL_BYTES = 64 << 10
+_MAX_CALLS = 64
+"""Of a group."""
 
 
 class Payload:
@@ -75,10 +81,14 @@ class Payload:
         def make_pickler() -> Pickler:
             return Pickler(refer, refer_device, sends_projects=True)
 
+        pickled: Pickled | None = None
         try:
             code = FunctionCode.of(fn, make_pickler)
-            sent = fn if code is None else None
-            pickled = make_pickler().pickle((sent, tuple(args), dict(kwargs or {})))
+            if code is not None and _are_simple(args, kwargs):
+                pickled = pickle_simple((None, tuple(args), dict(kwargs or {})))
+            if pickled is None:
+                sent = fn if code is None else None
+                pickled = make_pickler().pickle((sent, tuple(args), dict(kwargs or {})))
         except ConfigurationError:
             raise
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
@@ -103,6 +113,11 @@ class Payload:
         return [first, self.code.content if with_code else b"", *rest]
 
     @property
+    def is_small(self) -> bool:
+        """True if keeping it until the end of its call costs next to nothing."""
+        return sum(map(flat_size, self.pickled.pieces)) <= _SMALL_BYTES
+
+    @property
     def tensors(self) -> list[RemoteTensor]:
         """The remote tensors among the arguments."""
         return self.pickled.references  # type: ignore[return-value]
@@ -125,3 +140,14 @@ class Payload:
                 f"{own_python}. Use the same Python on both sides (3.{theirs.split('.')[1]} here, or another image "
                 "there), or a function that the worker can import from an installed package."
             )
+
+
+def _are_simple(args: Sequence[object], kwargs: Mapping[str, object] | None) -> bool:
+    """Return whether the arguments are simple, or those of each call of a group."""
+    return all(map(_is_simple, args)) and (not kwargs or all(map(is_simple, kwargs.values())))
+
+
+def _is_simple(argument: object) -> bool:
+    return is_simple(argument) or (
+        type(argument) is list and len(argument) <= _MAX_CALLS and all(map(is_simple, argument))
+    )

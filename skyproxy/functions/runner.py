@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 Results = Literal["remote", "value"]
 
 
+class SentContext:
+    """The context that goes beside many calls, pickled once."""
+
+    def __init__(self, context: Mapping[str, object]) -> None:
+        self.content: bytes = cloudpickle.dumps(dict(context))
+
+
 class Runner:
     """Runs functions on the worker of one session.
 
@@ -73,12 +80,17 @@ class Runner:
         timeout: float | None = None,
         name: str | None = None,
         results: Results = "remote",
-        context: Mapping[str, object] | None = None,
+        context: Mapping[str, object] | SentContext | None = None,
         trust_worker: bool | None = None,
         isolate: bool = False,
         debug: bool | None = None,
+        quiet: bool = False,
     ) -> Call:
-        """Begins a call; see `Node.submit_payload`."""
+        """Begins a call; see `Node.submit_payload`.
+
+        Args:
+            quiet: whether nobody asks when the function begins, and the worker need not say so.
+        """
         self._check()
         if isolate and not self._can_isolate:
             raise ConfigurationError(
@@ -96,7 +108,7 @@ class Runner:
             "skyproxy.function", function=name or payload.name, session=self.session.welcome.session[:8]
         )
         try:
-            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate, debug)
+            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate, debug, quiet)
         except BaseException as error:
             telemetry.end(span, type(error).__name__)
             raise
@@ -134,10 +146,11 @@ class Runner:
         timeout: float | None,
         name: str | None,
         results: Results,
-        context: Mapping[str, object] | None,
+        context: Mapping[str, object] | SentContext | None,
         trusted: bool,
         isolate: bool = False,
         debug: bool | None = False,
+        quiet: bool = False,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
@@ -145,7 +158,7 @@ class Runner:
             "name": call.name,
             "results": results,
             "wants": PICKLE if trusted else PLAIN,
-            "context": cloudpickle.dumps(dict(context)) if context else b"",
+            "context": self._context_bytes(context),
             "timeout": None if timeout is None else float(timeout),
             **payload.tables,
         }
@@ -153,14 +166,33 @@ class Runner:
             call.task["debug"] = float(self.session.settings.breakpoint_seconds)
         if isolate:
             call.task["isolate"] = True
+        if quiet and payload.is_small:
+            call.task["quiet"] = True
         self._channel.open()  # before anything is recorded, so that nothing waits there for a call that never comes
-        # Without tensors too: the function begins after everything recorded before it, a new seed for example.
-        slots = [tensor._sky.slot for tensor in payload.tensors]
-        self.session.recorder.hidden_writes += 1
-        self.session.recorder.append(commands.DO, "bind_call", [call.id, slots, *([True] if isolate else [])])
-        self.session.recorder.flush()
+        recorder = self.session.recorder
+        recorder.hidden_writes += 1
+        if not payload.tensors and not isolate and self._is_at_rest():
+            call.task["bound"] = True
+        else:
+            # Without tensors too: the function begins after everything recorded before it, a new seed for example.
+            slots = [tensor._sky.slot for tensor in payload.tensors]
+            recorder.append(commands.DO, "bind_call", [call.id, slots, *([True] if isolate else [])])
+            recorder.flush()
         self._channel.start(call)
         return call
+
+    def _is_at_rest(self) -> bool:
+        """Return whether the worker has done all that was recorded, so that a call need not wait for its turn there."""
+        session = self.session
+        if session.protection is not None or not session.welcome.limits.get("direct_calls"):
+            return False
+        recorder = session.recorder
+        return not recorder.unsent and not recorder.has_dropped and recorder.is_all_executed
+
+    def _context_bytes(self, context: Mapping[str, object] | SentContext | None) -> bytes:
+        if isinstance(context, SentContext):
+            return context.content
+        return cloudpickle.dumps(dict(context)) if context else b""
 
     def reattach(self, identity: str, on_output: OnOutput | None = None) -> Call:
         """A call that was begun before; see `Node.reattach`."""

@@ -40,6 +40,7 @@ class Pickled:
         by_value: the name of a function that travels as code, if any does.
         keep: what owns the memory of the pieces.
         not_plain: what of it is not plain data, where plain data was asked for.
+    is_simple: whether it is a pickle that `unpickle_simple` reads.
         form: `PICKLE`, or `PLAIN` for what `skyproxy.payloads.plain` has written.
     """
 
@@ -51,11 +52,14 @@ class Pickled:
     keep: list[object] = field(default_factory=list)
     form: str = PICKLE
     not_plain: str = ""
+    is_simple: bool = False
 
     @property
     def tables(self) -> dict[str, object]:
         """The tables that must travel with the pieces."""
-        tables = {"tensors": self.tensors, "bases": self.bases, "form": self.form}
+        tables: dict[str, object] = {"tensors": self.tensors, "bases": self.bases, "form": self.form}
+        if self.is_simple:
+            tables["simple"] = True
         return {**tables, "not_plain": self.not_plain} if self.not_plain else tables
 
 
@@ -140,6 +144,30 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return "tensor", number, None
         state = {name: value for name, value in tensor.__dict__.items() if name not in _HIDDEN_ATTRIBUTES}
         return "tensor", number, state or None
+
+
+def pickle_simple(value: object) -> Pickled:
+    """Pickle what consists of numbers, strings and containers of them as a `Pickler` would, in a tenth of the time."""
+    return Pickled([pickle.dumps(value, protocol=5)], [], [], [], is_simple=True)
+
+
+class _SimpleUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        raise ProtocolError(f"a simple value with {module}.{name} in it")
+
+
+def unpickle_simple(piece: object) -> object:
+    """The value of `pickle_simple`: no code of anybody's runs.
+
+    Raises:
+        ProtocolError: there is more in the bytes.
+    """
+    try:
+        return _SimpleUnpickler(io.BytesIO(piece)).load()  # type: ignore[arg-type]
+    except ProtocolError:
+        raise
+    except Exception as error:  # whatever it is that the bytes lack
+        raise ProtocolError(f"a simple value that cannot be read: {error!r:.200}") from error
 
 
 def is_wrapper(value: object) -> bool:

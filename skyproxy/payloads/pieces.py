@@ -11,6 +11,8 @@ from skyproxy.protocol.messages import Buffer, CallData, Message
 
 Made = TypeVar("Made")
 _LARGE_BYTES = 1 << 20
+MAX_FORGOTTEN = 64
+"""Names of ended calls that the start of another one may bring."""
 
 
 class Head(Protocol):

@@ -29,7 +29,7 @@ _OWN = frozenset({"__main__", "__mp_main__", "torch"}) | OWN_PACKAGES
 _MAX_DECORATORS = 16
 _lock = threading.RLock()
 _verdicts: dict[tuple[str, str], bool] = {}
-_seen: dict[str, object] = {}
+_seen: list[object] = []
 """The modules of the program when it was last looked through: it has thousands, and they seldom change."""
 _projects: list[ModuleType] = []
 """The user's among them."""
@@ -229,13 +229,13 @@ def _modules_by_value() -> list[ModuleType]:
 def _project_modules() -> list[ModuleType]:
     """The user's modules that are loaded now."""
     global _by_value
-    if not _same(list(sys.modules.values()), list(_seen.values())):
-        _seen.clear()
-        _seen.update(sys.modules)
+    if not _same(list(sys.modules.values()), _seen):
+        found: dict[str, object] = {**sys.modules}
+        _seen[:] = found.values()
         # Some put objects that are not modules there, or modules under other names than their own.
         _projects[:] = [
             module
-            for name, module in list(_seen.items())
+            for name, module in found.items()
             if isinstance(module, ModuleType) and is_project_module(module) and module.__name__ == name
         ]
         _roots_of_projects[:] = dict.fromkeys(root for root in map(_root_of, _projects) if root is not None)

@@ -20,12 +20,14 @@ class PoolFuture(Future[T]):
 
     Attributes:
         before_wait: raises where waiting, by the one who calls it, could never end.
+        rank: where the call runs, or ran; None before it is sent.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
         self.before_wait: Callable[[], object] | None = None
+        self.rank: int | None = None
         self._stop: Callable[[], object] | None = None
         self._guard = threading.Lock()
 
@@ -54,6 +56,18 @@ class PoolFuture(Future[T]):
             None  # it knows the call, and the call knows us: what is over should not wait for the collector
         )
 
+    def settle_alone(self, value: T) -> bool:
+        """Set the result, if nobody asked to be called then: what others do is not for the calling thread.
+
+        Returns:
+            Whether it was set.
+        """
+        with self._condition:  # re-entrant, as callbacks are added below it
+            if self._done_callbacks:  # type: ignore[attr-defined]
+                return False
+            self.settle(value)
+            return True
+
     def fail(self, error: BaseException) -> None:
         """Sets the exception, unless somebody cancelled meanwhile."""
         with contextlib.suppress(InvalidStateError):
@@ -81,16 +95,17 @@ class PoolFuture(Future[T]):
             Exception: whatever the function raised.
         """
         if timeout is None:
-            self._check_wait()
+            self.check_wait()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The exception, None if there is a result; waits for one of them. Raises as `result` does."""
         if timeout is None:
-            self._check_wait()
+            self.check_wait()
         return super().exception(timeout)
 
-    def _check_wait(self) -> None:
+    def check_wait(self) -> None:
+        """Raise where the caller's wait could never end, as `result` does."""
         if self.before_wait is not None and not self.done():
             self.before_wait()
 
@@ -105,7 +120,7 @@ class PoolFuture(Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         # Cancelling the awaiting task cancels the call.
-        self._check_wait()
+        self.check_wait()
         return asyncio.wrap_future(self).__await__()
 
     def __bool__(self) -> bool:

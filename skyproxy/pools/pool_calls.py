@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
@@ -14,6 +12,7 @@ from skyproxy.functions.scripts import Script, describe_script, packed_for, run_
 from skyproxy.pools.actor_calls import ActorMethod
 from skyproxy.pools.call_options import CallOptions, Retry
 from skyproxy.pools.futures import PoolFuture
+from skyproxy.pools.mapping import GroupingMap
 from skyproxy.pools.pending import PendingCompute
 
 if TYPE_CHECKING:
@@ -163,6 +162,10 @@ class PoolCalls:
         A few calls a process are under way at a time, so that the items may be endless; the first ones are made at
         once. The first failure is raised in its place, and ends the others, as dropping the iterator does.
 
+        Calls that turn out to be short, with arguments and results of a few numbers or strings, travel together, up to
+        64 at a time; where one of them then takes long, those behind it are made elsewhere. Calls with a timeout or
+        with retries travel one by one.
+
         Args:
             function: decorated or not.
             iterables: one for each parameter; the shortest ends it.
@@ -178,29 +181,14 @@ class PoolCalls:
         scheduler = self._running_scheduler()
         rule = Retry.parse(retry)
 
-        def submit(args: tuple[object, ...]) -> PoolFuture[object]:
+        def make(args: tuple[object, ...]) -> PendingCompute[object]:
             call = _call(function, args, {})
             if timeout is not None:
                 call = call.with_timeout(timeout)
-            return scheduler.submit(call if rule is None else call.with_retry(rule))
+            return call if rule is None else call.with_retry(rule)
 
-        items = zip(*iterables)
-        ahead = 2 * scheduler.max_processes * self._concurrency
-        begun = deque(submit(args) for args in itertools.islice(items, ahead))
-
-        def results() -> Iterator[object]:
-            try:
-                while begun:
-                    value = begun[0].wait()
-                    begun.popleft()
-                    for args in itertools.islice(items, 1):
-                        begun.append(submit(args))
-                    yield value
-            finally:
-                for future in begun:
-                    future.cancel()
-
-        return results()
+        processes = scheduler.max_processes * self._concurrency
+        return GroupingMap(scheduler, make, zip(*iterables), 2 * processes, processes).begin()
 
     def torchrun(
         self,

@@ -22,10 +22,12 @@ from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
 from skyproxy.pools.slots import Slot, Slots
 from skyproxy.pools.tasks import as_task
+from skyproxy.runtime.call_groups import GroupTask
 from skyproxy.settings import SETTINGS
 
 if TYPE_CHECKING:
     from skyproxy.functions.call import Call
+    from skyproxy.functions.runner import SentContext
     from skyproxy.pools.elastic_group import ElasticGroup
     from skyproxy.pools.ranks import RankGroup
 
@@ -59,6 +61,7 @@ class Scheduler:
         self._waiting = 0
         self._running: dict[Job, Slot] = {}
         self._broadcasts = Broadcasts(group, self._slots, self._lock, self._wake)
+        self._contexts: dict[int, tuple[dict[str, object], SentContext]] = {}
         self._closed = False
         self._feeder: threading.Thread | None = None
         self._max_processes = max_processes or len(self._slots)
@@ -83,6 +86,34 @@ class Scheduler:
     def locked(self) -> contextlib.AbstractContextManager[object]:
         """No process comes or goes inside the `with` block, which must be short."""
         return self._lock
+
+    @property
+    def retries(self) -> int:
+        """The number of times that a call is made again which says nothing of it."""
+        return self._retry.times
+
+    def task(self, function: Callable[..., object]) -> Callable[..., object]:
+        """A function as it goes to the processes."""
+        return self._group.task(function)
+
+    def ask(self, rank: int, function: Callable[..., object], *args: object) -> Call:
+        """Call a function of ours on a rank at once, beside what runs there."""
+        node = self._group.node_of(rank)
+        if node is None:
+            raise SessionLostError(f"rank {rank} is not there any more.")
+        return node.submit(function, *args, results="value", context=self._group.context(rank))
+
+    def _context(self, rank: int) -> SentContext:
+        """What goes beside a call to a rank, pickled once for as long as it stays the same."""
+        from skyproxy.functions.runner import SentContext  # late, for it loads torch
+
+        context = self._group.context(rank)
+        known = self._contexts.get(rank)
+        if known is None or known[0] is not context:
+            if len(self._contexts) > 2 * self._max_processes:
+                self._contexts.clear()  # of ranks that have gone, most of them
+            known = self._contexts[rank] = context, SentContext(context)
+        return known[1]
 
     # --- one process --------------------------------------------------------------------------------------------------
 
@@ -127,7 +158,9 @@ class Scheduler:
         rank = self._rank_of(options)
         if rank is not None and rank not in self._slots:
             raise ConfigurationError(f"{call.name} is to run on rank {rank}, and this pool has {self._ranks()}.")
-        payload = Payload.of(self._group.task(as_task(call.function)), call.args, call.kwargs)
+        is_group = isinstance(call.function, GroupTask)  # of tasks
+        function = call.function if is_group else self._group.task(as_task(call.function))
+        payload = Payload.of(function, call.args, call.kwargs)
         if payload.session is not None:
             home = next((r for r, node in self._group.members.items() if node._session is payload.session), None)
             if home is None or rank not in (None, home):
@@ -253,6 +286,7 @@ class Scheduler:
             self._release_rank(job)
             return
         job.tries += 1
+        job.future.rank = job.rank
         try:
             self._group.ensure()
             node = self._group.node_of(job.rank)
@@ -268,7 +302,8 @@ class Scheduler:
                     name=job.name,
                     results=job.results,
                     isolate=job.isolate,
-                    context=self._group.context(job.rank),
+                    context=self._context(job.rank),
+                    quiet=True,
                 )
         except Exception as error:
             self._on_failure(job, error)
@@ -279,7 +314,22 @@ class Scheduler:
             raise
         job.running = call
         job.future.on_cancel(lambda: self._cancel(job))
-        call.add_done_callback(lambda call: self._submit_result(self._on_end, job, call, output))
+        call.add_done_callback(lambda call: self._on_done(job, call, output))
+
+    def _on_done(self, job: Job, call: Call, output: TaskOutput) -> None:
+        """A call has ended; on a thread that reads what a worker sends."""
+        if not call.is_light or job.is_stream:
+            self._submit_result(self._on_end, job, call, output)
+            return
+        try:
+            value = call.result()
+        except BaseException:  # what it says is not what its worker said of it
+            self._submit_result(self._on_end, job, call, output)
+            return
+        output.finish()
+        self._release_rank(job)
+        if not job.future.settle_alone(value):
+            self._submit_result(job.future.settle, value)
 
     def _submit_result(self, function: Callable[..., None], *args: object) -> None:
         try:

@@ -46,6 +46,7 @@ class Housekeeping:
         auxiliary: connections that others opened for the session; counted there, and kept alive.
         last_heard: when a message came in, on the clock of `time.monotonic`.
         round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
+        often: called about twenty times a second; they must be short.
         tick: called again and again, about twenty times a second.
     """
 
@@ -68,6 +69,7 @@ class Housekeeping:
         reconnector: makes broken connections anew, where that may be. Then a silent one is cut, for that.
         """
         self.auxiliary: list[AuxiliaryConnection] = []
+        self.often: list[Callable[[], object]] = []
         self.tick: Callable[[], object] = lambda: None
         self.last_heard = time.monotonic()
         self.round_trip_seconds = 0.0
@@ -134,6 +136,8 @@ class Housekeeping:
                 self._ping(now)
                 self._keep_alive(now)
                 self._look_for_signs(now)
+                for look in self.often:
+                    look()
                 self.tick()
             except LinkDownError:
                 logger.debug("skyproxy: no ping, for the connection is broken")

@@ -54,6 +54,7 @@ class Session(Requests):
     Attributes:
         welcome: what the worker said of itself.
         auxiliary: connections that others opened for this session; counted here, and kept alive.
+        often: called about twenty times a second, on the session's own thread; they must be short.
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
         protection: has another worker go on where this one ends; None where the session ends then.
@@ -110,6 +111,7 @@ class Session(Requests):
             self.recorder, self._uploads, operations, bulk, settings, self._end, reconnector
         )
         self.auxiliary = self._housekeeping.auxiliary
+        self.often = self._housekeeping.often
         self._closing = False
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)

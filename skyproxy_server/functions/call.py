@@ -84,6 +84,7 @@ class FunctionCall:
         self._count: Callable[[bool], None] = lambda begins: None
         self._on_end: Callable[[], None] = lambda: None
         self._pending: dict[str, str] = {}
+        self._begun_lines: dict[str, bool] = {}
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
         self._interrupts: list[Callable[[], object]] = []
@@ -161,9 +162,12 @@ class FunctionCall:
             self._timer.start()
         self._counted = True
         self._count(True)
+        tells = not self._task.get("quiet")
         self._thread.start()
         # Before anything the function has to say, for we hold the lock; but it need not wait until this is sent.
-        self.events.add("started", {})
+        # Not where the caller wants to know of the end alone.
+        if tells:
+            self.events.add("started", {})
 
     # --- its thread --------------------------------------------------------------------------------------------------
 
@@ -352,6 +356,8 @@ class FunctionCall:
     def write(self, stream: str, text: str) -> None:
         """A call to `write` of `sys.stdout` or `sys.stderr`."""
         with self._lock:
+            if text:
+                self._begun_lines[stream] = text[-1] not in "\r\n"
             text = self._pending.pop(stream, "") + text
             end = max(text.rfind("\n"), text.rfind("\r")) + 1
             if len(text) - end > _OUTPUT_PIECE:
@@ -361,6 +367,10 @@ class FunctionCall:
                 self._pending[stream] = rest
         for start in range(0, len(whole), _OUTPUT_PIECE):
             self._print(stream, whole[start : start + _OUTPUT_PIECE])
+
+    def has_begun_line(self, stream: str) -> bool:
+        """Return whether a line was begun there, and not ended."""
+        return self._begun_lines.get(stream, False)
 
     def flush(self, stream: str) -> None:
         with self._lock:

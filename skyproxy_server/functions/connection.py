@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from types import NoneType
 
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.payloads.pieces import Assembly, send_payload
+from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, send_payload
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
 from skyproxy.settings import Settings
@@ -21,13 +22,30 @@ from skyproxy_server.functions.registry import Calls
 logger = logging.getLogger("skyproxy.server")
 
 _TASK = {"name": str, "results": str, "context": bytes, "tensors": list, "bases": list}
+_OPTIONS = {"bound": bool, "quiet": bool, "forget": list}
+_LONGEST_NAME = 64
 
 
 class FunctionsConnection:
     """One connection; reads on the thread that calls `run`, and sends events on the threads of the calls."""
 
-    def __init__(self, calls: Calls, session: str, transport: Transport, settings: Settings) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        session: str,
+        transport: Transport,
+        settings: Settings,
+        bind: Callable[[str], object] | None = None,
+    ) -> None:
+        """Args:
+        calls: all calls.
+        session: the session's name.
+        transport: the connection.
+        settings: limits.
+        bind: lets a call of the session begin that has no tensor arguments; None where that is not for this client.
+        """
         self._calls = calls
+        self._bind = bind
         self._session = session
         self._transport = transport
         self._settings = settings
@@ -64,7 +82,8 @@ class FunctionsConnection:
     def _on_start(self, message: CallStart) -> None:
         task = message.task
         fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
-        fits = fits and _names_function(task, len(message.sizes))
+        fits = fits and _names_function(task, len(message.sizes)) and _has_known_options(task)
+        fits = fits and (self._bind is not None or not task.get("bound"))
         fits = fits and type(task.get("isolate", False)) is bool and type(task.get("debug")) in (float, NoneType)
         if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
@@ -86,9 +105,13 @@ class FunctionsConnection:
         message, assembly = self._coming[call]
         if assembly.complete:
             del self._coming[call]
+            for ended in message.task.get("forget", ()):
+                self._calls.forget(ended)
             answer = self._calls.start(self._session, self, call, message.task, assembly.pieces)
             if answer is not None:
                 self._transport.send(answer)
+            elif self._bind is not None and message.task.get("bound"):
+                self._bind(call)
 
     def _on_cancel(self, message: CallCancel) -> None:
         self._coming.pop(message.call, None)
@@ -127,6 +150,14 @@ class FunctionsConnection:
             event.pieces or (),
             self._settings.chunk_bytes,
         )
+
+
+def _has_known_options(task: dict[str, object]) -> bool:
+    """Return whether what a task may have is what it must be."""
+    if any(name in task and type(task[name]) is not kind for name, kind in _OPTIONS.items()):
+        return False
+    names: list[object] = task.get("forget", [])  # type: ignore[assignment]
+    return len(names) <= MAX_FORGOTTEN and all(type(name) is str and len(name) <= _LONGEST_NAME for name in names)
 
 
 def _names_function(task: dict[str, object], count: int) -> bool:

@@ -26,6 +26,8 @@ class Sink(Protocol):
 
     def flush(self, stream: str) -> None: ...
 
+    def has_begun_line(self, stream: str) -> bool: ...
+
 
 _SINK: contextvars.ContextVar[Sink | None] = contextvars.ContextVar("skyproxy_sink", default=None)
 _installing = threading.Lock()
@@ -75,6 +77,12 @@ class OutputRouter(io.TextIOBase):
     def _sink(self) -> Sink | None:
         # A process that a function forked (the workers of a DataLoader) must not write on its parent's connection.
         return _SINK.get() if os.getpid() == self._process else None
+
+    @property
+    def has_begun_line(self) -> bool:
+        """True if the running call has printed the beginning of a line, and not its end."""
+        sink = self._sink()
+        return sink is not None and sink.has_begun_line(self._name)
 
     def writable(self) -> bool:
         return True

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper
+from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper, pickle_simple
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
+from skyproxy.runtime.call_groups import is_simple
 from skyproxy_server.gates import storage_key
 from skyproxy_server.inventory import DeviceRow
 
@@ -53,6 +54,8 @@ class ResultWriter:
         Raises:
             Exception: something in it cannot be pickled.
         """
+        if not self._plain and is_simple(value):
+            return pickle_simple(value), []
         groups: dict[int | None, int] = {}
 
         def refer(tensor: torch.Tensor) -> list[object] | None:

@@ -28,7 +28,7 @@ class Link:
 
 
 def test_a_connection_that_opens_while_its_session_ends_is_closed() -> None:
-    session = SimpleNamespace(settings=Settings(), at_end=[], auxiliary=[], lost=None, check=lambda: None)
+    session = SimpleNamespace(settings=Settings(), at_end=[], auxiliary=[], often=[], lost=None, check=lambda: None)
     link = Link()
 
     def open_late() -> Link:

@@ -132,6 +132,20 @@ def test_map_keeps_the_order_and_takes_endless_items(pool: Compute) -> None:
     assert list(pool.map(pow, [2, 3], [3, 2])) == [8, 9]
 
 
+def test_a_map_of_many_short_calls_gives_each_result_and_each_line_once(
+    pool: Compute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(number: int) -> tuple[int, int]:
+        print("number", number, end="" if number % 50 == 0 else "\n")
+        return number, sky.instance_info().rank
+
+    results = list(pool.map(work, range(400)))
+    assert [number for number, _ in results] == list(range(400))
+    assert {rank for _, rank in results} == {0, 1}
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(f"[{rank}] number {number}" for number, rank in results)
+
+
 def test_items_of_a_generator_come_one_by_one(pool: Compute) -> None:
     assert list(count(3) >> pool) == [0, 1, 2]
 

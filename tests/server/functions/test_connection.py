@@ -1,0 +1,133 @@
+"""The functions connection on the worker's side: what the start of a call may bring beside its function."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from skyproxy.errors import SessionLostError
+from skyproxy.payloads.pieces import MAX_FORGOTTEN
+from skyproxy.protocol.messages import CallEvent, CallStart, Message
+from skyproxy.settings import SETTINGS
+from skyproxy_server.activity import Activity
+from skyproxy_server.auth import Identity
+from skyproxy_server.functions.connection import FunctionsConnection
+from skyproxy_server.functions.registry import Calls
+
+TASK: dict[str, Any] = {
+    "name": "work",
+    "results": "value",
+    "context": b"",
+    "timeout": None,
+    "tensors": [],
+    "bases": [],
+}
+
+
+class Client:
+    """A transport whose peer sends these messages and waits for the end of each call."""
+
+    identity = Identity("tests", "here")
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+        self.events: list[CallEvent] = []
+        self.closed = ""
+
+    def recv(self) -> Message:
+        if not self.messages:
+            raise SessionLostError("over")
+        return self.messages.pop(0)
+
+    def send(self, message: Message) -> None:
+        assert isinstance(message, CallEvent)
+        self.events.append(message)
+
+    def close(self, code: str = "", reason: str = "") -> None:
+        self.closed = reason
+
+
+def start(call: str, **options: object) -> CallStart:
+    content = pickle.dumps((len, ("abc",), {}))
+    return CallStart(call, TASK | options, [len(content)], (content,))
+
+
+def serve(client: Client, calls: Calls, bound: list[str] | None = None) -> None:
+    def bind(call: str) -> None:
+        assert bound is not None
+        bound.append(call)
+        calls.bind("session", call, [], ())
+
+    FunctionsConnection(calls, "session", client, SETTINGS, bind if bound is not None else None).run()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls([], SETTINGS, Activity())
+
+
+def wait_for_end(calls: Calls, call: str) -> None:
+    known = calls._get(call)
+    if known is not None and known._thread is not None:
+        known._thread.join(60)
+
+
+def test_a_call_that_is_bound_begins_at_once_and_a_quiet_one_tells_its_end_alone(calls: Calls) -> None:
+    bound: list[str] = []
+    client = Client(start("a", bound=True, quiet=True), start("b", bound=True))
+    serve(client, calls, bound)
+    assert bound == ["a", "b"]
+    for call in bound:
+        wait_for_end(calls, call)
+    caller = Client()
+    for call in bound:
+        calls.attach_here(FunctionsConnection(calls, "session", caller, SETTINGS), call, 0)  # type: ignore[arg-type]
+    kinds = {call: [event.kind for event in caller.events if event.call == call] for call in bound}
+    assert kinds == {"a": ["result"], "b": ["started", "result"]}
+
+
+def test_a_call_that_is_not_bound_waits_for_the_operations(calls: Calls) -> None:
+    bound: list[str] = []
+    serve(Client(start("a"), start("b", bound=False)), calls, bound)
+    assert bound == []
+    assert calls.running == 0
+
+
+def test_the_start_of_a_call_brings_the_word_that_others_may_be_forgotten(calls: Calls) -> None:
+    bound: list[str] = []
+    serve(Client(start("a", bound=True)), calls, bound)
+    wait_for_end(calls, "a")
+    assert calls.names() == ["a"]
+    serve(Client(start("b", bound=True, forget=["a", "never existed"])), calls, bound)
+    wait_for_end(calls, "b")
+    assert calls.names() == ["b"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bound": 1},
+        {"bound": None},
+        {"quiet": "yes"},
+        {"forget": "abc"},
+        {"forget": [1]},
+        {"forget": [b"a"]},
+        {"forget": ["a" * 65]},
+        {"forget": ["a"] * (MAX_FORGOTTEN + 1)},
+        {"forget": {"a": 1}},
+    ],
+)
+def test_options_that_cannot_be_end_the_connection(calls: Calls, options: dict[str, object]) -> None:
+    client = Client(start("a", **options), start("b", bound=True))
+    serve(client, calls, [])
+    assert "malformed" in client.closed
+    assert calls.names() == []
+
+
+def test_who_may_not_bind_cannot(calls: Calls) -> None:
+    client = Client(start("a", bound=True))
+    serve(client, calls)
+    assert "malformed" in client.closed
+    assert calls.names() == []
