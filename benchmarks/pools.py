@@ -5,7 +5,9 @@ run.
     python benchmarks/pools.py --json x   # and every figure
 
 All pools are warm and have two processes. A figure is the median time of one call from its start to its result; the
-ratios are to skyproxy's. A broadcast of 100 MiB stands beside two single calls with the same argument.
+ratios are to skyproxy's. A broadcast of 100 MiB stands beside two single calls with the same argument. `map` of many
+short calls is a rate. With `--start 16`, pools of so many processes are started, and their threads in this process
+counted. The last rows have a scheduler and workers in memory that do nothing: what is left is the scheduler's own time.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from _crowd import Crowd
 from _figures import Row, describe, interleaved, latencies, percentile
 
 import skyproxy as sky
@@ -28,14 +33,18 @@ PROCESSES = 2
 MIB = 1 << 20
 
 
+Maps = dict[str, Callable[[int], object]]
+
+
 def nothing(argument: Any = None) -> None:
     """The function that is sent."""
 
 
-def competitors(stack: ExitStack) -> dict[str, Callable[[], object]]:
-    """One call of each, to its result."""
+def competitors(stack: ExitStack, maps: Maps) -> dict[str, Callable[[], object]]:
+    """One call of each, to its result; and their maps."""
     executor = stack.enter_context(ProcessPoolExecutor(PROCESSES))
     found: dict[str, Callable[[], object]] = {"ProcessPoolExecutor": lambda: executor.submit(nothing).result()}
+    maps["ProcessPoolExecutor"] = lambda count: list(executor.map(nothing, range(count)))
     try:
         from distributed import Client, LocalCluster
     except ModuleNotFoundError:
@@ -44,10 +53,69 @@ def competitors(stack: ExitStack) -> dict[str, Callable[[], object]]:
     cluster = stack.enter_context(LocalCluster(n_workers=PROCESSES, threads_per_worker=1, dashboard_address=None))
     client = stack.enter_context(Client(cluster))
     found["Dask distributed"] = lambda: client.submit(nothing, pure=False).result()
+    maps["Dask distributed"] = lambda count: client.gather(client.map(nothing, range(count), pure=False))
     return found
 
 
-def measure(rounds: int, count: int, large_bytes: int) -> list[Row]:
+def seconds(call: Callable[[], object]) -> float:
+    """The time of one call."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def starts(count: int) -> dict[str, Callable[[], float]]:
+    """The time until pools of so many processes have run a call on each of them."""
+
+    def own() -> None:
+        with sky.Compute(provider=sky.Local(device="cpu"), nodes=count) as pool:
+            pool.broadcast(nothing)
+
+    found: dict[str, Callable[[], object]] = {"skyproxy": own}
+    try:
+        from distributed import Client, LocalCluster
+    except ModuleNotFoundError:
+        return {name: lambda call=call: seconds(call) for name, call in found.items()}  # type: ignore[misc]
+
+    def dask() -> None:
+        with LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=None) as cluster:
+            with Client(cluster) as client:
+                client.wait_for_workers(count)
+                client.run(nothing)
+
+    found["Dask distributed"] = dask
+    return {name: lambda call=call: seconds(call) for name, call in found.items()}  # type: ignore[misc]
+
+
+def threads_a_node(count: int) -> float:
+    """The threads that each process of a pool takes here."""
+    before = threading.active_count()
+    with sky.Compute(provider=sky.Local(device="cpu"), nodes=count) as pool:
+        pool.broadcast(nothing)
+        return (threading.active_count() - before) / count
+
+
+def scheduler_us(nodes: int, count: int) -> float:
+    """The processor time of the scheduler for one call, its pickling included, in a pool of so many processes."""
+    with Crowd(nodes) as crowd:
+        crowd.run(nothing, nodes)
+        started = time.process_time()
+        crowd.run(nothing, count)
+        return (time.process_time() - started) / count * 1e6
+
+
+def scheduler_kib_a_node(nodes: int) -> float:
+    """The memory that a scheduler takes for each process."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with Crowd(nodes):
+            return (tracemalloc.get_traced_memory()[0] - before) / nodes / 1024
+    finally:
+        tracemalloc.stop()
+
+
+def measure(rounds: int, count: int, large_bytes: int, start: int) -> list[Row]:
     """All figures."""
     rows: list[Row] = []
 
@@ -56,7 +124,8 @@ def measure(rounds: int, count: int, large_bytes: int) -> list[Row]:
         print(describe(rows[-1]), flush=True)
 
     with ExitStack() as stack:
-        calls = competitors(stack)
+        maps: Maps = {}
+        calls = competitors(stack, maps)
         pool = stack.enter_context(sky.Compute(provider=sky.Local(device="cpu"), nodes=PROCESSES))
         calls["skyproxy"] = lambda: pool.run(nothing)
         for call in calls.values():
@@ -72,13 +141,18 @@ def measure(rounds: int, count: int, large_bytes: int) -> list[Row]:
         for name, samples in figures.items():
             add("a call that does nothing", "us", own, samples, name)
 
+        many = 40 * count
+        maps["skyproxy"] = lambda count: list(pool.map(nothing, range(count)))
+        rates = interleaved(
+            {name: lambda call=call: many / seconds(lambda: call(many)) for name, call in maps.items()},  # type: ignore[misc]
+            rounds,
+        )
+        own = rates.pop("skyproxy")
+        add(f"a map of {many} calls", "calls/s", own)
+        for name, samples in rates.items():
+            add(f"a map of {many} calls", "calls/s", own, samples, name)
+
         large = os.urandom(large_bytes)
-
-        def seconds(call: Callable[[], object]) -> float:
-            started = time.perf_counter()
-            call()
-            return time.perf_counter() - started
-
         big = interleaved(
             {
                 "all": lambda: seconds(lambda: pool.broadcast(nothing, large)),
@@ -88,6 +162,17 @@ def measure(rounds: int, count: int, large_bytes: int) -> list[Row]:
         )
         name = f"{large_bytes // MIB} MiB to {PROCESSES} processes at once"
         add(name, "s", big["all"], big["each"], "one after the other")
+    if start:
+        took = interleaved(starts(start), min(rounds, 3))
+        own = took.pop("skyproxy")
+        add(f"start of {start} processes", "s", own)
+        for name, samples in took.items():
+            add(f"start of {start} processes", "s", own, samples, name)
+        add(f"threads here a process, of {start}", "threads", [threads_a_node(start)])
+    few, crowd = 10, 1000
+    crowded = interleaved({str(n): lambda n=n: scheduler_us(n, max(40 * count, n)) for n in (few, crowd)}, rounds)  # type: ignore[misc]
+    add(f"the scheduler, a call in a pool of {crowd}", "us", crowded[str(crowd)], crowded[str(few)], f"in one of {few}")
+    add(f"the scheduler's memory a process, of {crowd}", "KiB", [scheduler_kib_a_node(crowd)])
     return rows
 
 
@@ -97,9 +182,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure (default: %(default)s)")
     parser.add_argument("--count", type=int, default=50, help="calls a sample (default: %(default)s)")
     parser.add_argument("--mib", type=int, default=100, help="size of the large argument (default: %(default)s)")
+    parser.add_argument("--start", type=int, default=0, help="start pools of so many processes, too")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds, arguments.count, arguments.mib * MIB)
+    rows = measure(arguments.rounds, arguments.count, arguments.mib * MIB, arguments.start)
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_json() for row in rows], indent=1))
 

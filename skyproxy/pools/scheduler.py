@@ -104,7 +104,7 @@ class Scheduler:
         return node.submit(function, *args, results="value", context=self._group.context(rank))
 
     def _context(self, rank: int) -> SentContext:
-        """What goes beside a call to a rank, pickled once for as long as it stays the same."""
+        """Return the context of calls to a rank, pickled once for as long as it stays the same."""
         from skyproxy.functions.runner import SentContext  # late, for it loads torch
 
         context = self._group.context(rank)

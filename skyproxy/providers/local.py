@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,12 +18,15 @@ from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refu
 from skyproxy.providers.environments import Environment, EnvironmentStore, own_environment_satisfies
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, Peer, count_accelerators
+from skyproxy.session.forking import ForkServer, can_fork
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
 
 logger = logging.getLogger("skyproxy")
 
 _ADDRESS = "127.0.0.1"
+_MANY = 4
+"""Worker processes from which one imports PyTorch for all: below, they do so at the same time, and none waits."""
 
 
 class Local:
@@ -126,6 +130,7 @@ class LocalWorkers:
         self._workers: list[LocalWorker | None] = [None] * spec.world_size
         self._head_port = free_port()
         self._includes: str | None = None
+        self._server: ForkServer | None = None
         self._closed = False
 
     async def start(self, report: Report) -> None:
@@ -136,11 +141,30 @@ class LocalWorkers:
             for path in paths:
                 (Path(self._includes) / path.name).symlink_to(path)
         report(Progress("bootstrapping", None, f"starting {_processes(self._spec.world_size)} on this machine"))
+        if self._spec.world_size >= _MANY and can_fork(self._device):
+            await self._start_server()
         await run_all_or_none(self._start_rank(rank, report) for rank in range(self._spec.world_size))
+
+    async def _start_server(self) -> None:
+        """Have a process import PyTorch once for all workers; where it cannot, each of them does."""
+        variables = self._variables(0)
+        del variables[POOL_VARIABLE]
+        python = sys.executable if self._environment is None else self._environment.python
+        starting = asyncio.create_task(asyncio.to_thread(ForkServer, python, variables))
+        try:
+            self._server = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                self._server = await starting  # `close` ends it
+            raise
+        except OSError as error:
+            logger.debug("skyproxy: each worker imports torch itself: %s", error)
 
     async def _start_rank(self, rank: int, report: Report) -> None:
         python = {} if self._environment is None else {"python": self._environment.python}
-        worker = LocalWorker(self._device, SETTINGS, environment=self._variables(rank), wait=False, **python)
+        worker = LocalWorker(
+            self._device, SETTINGS, environment=self._variables(rank), wait=False, server=self._server, **python
+        )
         self._workers[rank] = worker
         await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}")
         report(
@@ -225,6 +249,8 @@ class LocalWorkers:
         self._closed = True
         workers = [worker for worker in self._workers if worker is not None]
         await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in workers))
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
         if self._includes is not None:
             shutil.rmtree(self._includes, ignore_errors=True)
 

@@ -20,6 +20,7 @@ from typing import IO
 
 from skyproxy.errors import WorkerStartError, visible
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
+from skyproxy.session.forking import ForkServer, WorkerProcess
 from skyproxy.settings import Settings
 
 _SHOWN_OUTPUT_BYTES = 4000
@@ -62,6 +63,7 @@ class LocalWorker:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
         snapshots_folder: str | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         """Starts the process and waits until it listens.
 
@@ -74,6 +76,7 @@ class LocalWorker:
             wait: whether to wait; otherwise call `wait_until_it_listens`, before anything else but `stop`.
             snapshots_folder: where it keeps snapshots; made when the first one is. By default one of its own, where
                 neither a command nor the environment says otherwise.
+            server: forks it; as long as it can, else the process is started in the ordinary way.
 
         Raises:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
@@ -86,24 +89,16 @@ class LocalWorker:
         self._owner = os.getpid()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._last_words = ""
+        arguments = ["--embedded", "--host", "127.0.0.1", "--port", "0", "--device", device]
         if command is None:
-            command = [python, "-P", "-m", "skyproxy_server", "--embedded"]
-            command += ["--host", "127.0.0.1", "--port", "0", "--device", device]
+            command = [python, "-P", "-m", "skyproxy_server", *arguments]
         mark = secrets.token_hex(16)
         variables = worker_environment() if environment is None else dict(environment)
         if self._snapshots_folder is not None:
             variables[_SNAPSHOTS] = self._snapshots_folder
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._output,
-                env=variables | {MARK_VARIABLE: mark},
-                start_new_session=True,  # Ctrl-C in the terminal is for the client alone
-            )
-        except OSError as error:
-            raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
+        variables[MARK_VARIABLE] = mark
+        forked = server.try_to_start(arguments, variables, self._output) if server is not None else None
+        self._process: WorkerProcess = forked or self._spawn(command, variables)
         _workers.add(self)
         self._first_line: list[bytes] = []
         # A thread, because only sockets can be waited for on every system.
@@ -122,6 +117,19 @@ class LocalWorker:
             raise WorkerStartError(self._explain()) from None
         if wait:
             self.wait_until_it_listens(settings.worker_start_timeout_seconds)
+
+    def _spawn(self, command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._output,
+                env=variables,
+                start_new_session=True,  # Ctrl-C in the terminal is for the client alone
+            )
+        except OSError as error:
+            raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
 
     def successor(self, settings: Settings) -> LocalWorker:
         """Start another one in its place, with its snapshots; call `wait_until_it_listens` then.
@@ -241,7 +249,7 @@ def _how_it_ended(status: int) -> str:
     return f"{what} ({advice})" if advice else what
 
 
-def _end_group(leader: subprocess.Popen[bytes], mark: str) -> None:
+def _end_group(leader: WorkerProcess, mark: str) -> None:
     """Waits for a worker's end, and ends what functions had started in it: nobody else would.
 
     At once, for forked processes keep its connections open, and its peers know it by those.

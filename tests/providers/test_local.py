@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
-from skyproxy.providers import Accelerator, Image, Launched, Progress, Provider, Volume, WorkerSpec
+from skyproxy.providers import Accelerator, Image, Launched, Progress, Provider, Volume, WorkerSpec, local
 from skyproxy.providers.local import Local, LocalWorkers, devices_of_node
+from skyproxy.session.forking import can_fork
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import SETTINGS
 
@@ -85,6 +86,43 @@ def test_one_that_does_not_come_up_takes_the_others_with_it() -> None:
     with pytest.raises(WorkerStartError, match=r"(?s)rank \d: .*SKYPROXY_MAX_HANDLES='many' is not a number"):
         launch(WorkerSpec("pool", nodes=2, env={"SKYPROXY_MAX_HANDLES": "many"}))
     assert children() == before
+
+
+@pytest.mark.skipif(not can_fork("cpu"), reason="workers are forked on Linux only")
+def test_many_processes_are_copies_of_one_that_ends_with_them() -> None:
+    async def run() -> tuple[set[int], list[psutil.Process]]:
+        workers = await Local(device="cpu").launch(WorkerSpec("pool", nodes=4), lambda progress: None)
+        processes = [psutil.Process(number) for number in workers.process_ids()]
+        try:
+            parents = {process.ppid() for process in processes}
+            processes[1].kill()
+            await workers.restart(1)
+            again = psutil.Process(workers.process_ids()[1])
+            parents.add(again.ppid())
+            return parents, [*processes, again, psutil.Process(again.ppid())]
+        finally:
+            await workers.close()
+
+    parents, processes = asyncio.run(run())
+    assert len(parents) == 1
+    assert os.getpid() not in parents
+    assert not any(process.is_running() for process in processes)
+
+
+def test_without_a_process_to_copy_each_is_started_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(python: str, variables: dict[str, str]) -> None:
+        raise OSError("it has 2 threads")
+
+    async def run() -> set[int]:
+        workers = await Local(device="cpu").launch(WorkerSpec("pool", nodes=2), lambda progress: None)
+        try:
+            return {psutil.Process(number).ppid() for number in workers.process_ids()}
+        finally:
+            await workers.close()
+
+    monkeypatch.setattr(local, "_MANY", 2)
+    monkeypatch.setattr(local, "ForkServer", refused)
+    assert asyncio.run(run()) == {os.getpid()}
 
 
 def test_cancelling_ends_what_was_begun() -> None:
