@@ -85,11 +85,13 @@ class Runner:
         isolate: bool = False,
         debug: bool | None = None,
         quiet: bool = False,
+        begun: list[Call] | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`.
 
         Args:
             quiet: whether nobody asks when the function begins, and the worker need not say so.
+            begun: gets the call before it is sent, for whoever is interrupted before this returns.
         """
         self._check()
         if isolate and not self._can_isolate:
@@ -108,7 +110,9 @@ class Runner:
             "skyproxy.function", function=name or payload.name, session=self.session.welcome.session[:8]
         )
         try:
-            call = self._begin(payload, on_output, timeout, name, results, context, trusted, isolate, debug, quiet)
+            call = self._begin(
+                payload, on_output, timeout, name, results, context, trusted, isolate, debug, quiet, begun
+            )
         except BaseException as error:
             telemetry.end(span, type(error).__name__)
             raise
@@ -151,6 +155,7 @@ class Runner:
         isolate: bool = False,
         debug: bool | None = False,
         quiet: bool = False,
+        begun: list[Call] | None = None,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
@@ -178,6 +183,8 @@ class Runner:
             slots = [tensor._sky.slot for tensor in payload.tensors]
             recorder.append(commands.DO, "bind_call", [call.id, slots, *([True] if isolate else [])])
             recorder.flush()
+        if begun is not None:
+            begun.append(call)
         self._channel.start(call)
         return call
 
@@ -227,16 +234,24 @@ class Runner:
                 "that option and use a token that has the scope."
             )
 
-    def _submit_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
-        return self.submit(Payload.of(fn, args, kwargs), isolate=self.isolates(fn), debug=self.debugs(fn))
+    def _submit_plainly(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        begun: list[Call] | None = None,
+    ) -> Call:
+        payload = Payload.of(fn, args, kwargs)
+        return self.submit(payload, isolate=self.isolates(fn), debug=self.debugs(fn), begun=begun)
 
     def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits; see `Node.run`."""
-        call = self._submit_plainly(fn, args, kwargs)
+        begun: list[Call] = []
         try:
-            return call.result()
+            return self._submit_plainly(fn, args, kwargs, begun).result()
         except BaseException:
-            call.cancel()  # Ctrl-C; nothing to do where the call has ended
+            for call in begun:
+                call.cancel()  # Ctrl-C, perhaps before `submit` returned; nothing to do where the call has ended
             raise
 
     async def execute(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -287,6 +287,7 @@ class Scheduler:
             return
         job.tries += 1
         job.future.rank = job.rank
+        begun: list[Call] = []
         try:
             self._group.ensure()
             node = self._group.node_of(job.rank)
@@ -304,11 +305,14 @@ class Scheduler:
                     isolate=job.isolate,
                     context=self._context(job.rank),
                     quiet=True,
+                    begun=begun,
                 )
         except Exception as error:
             self._on_failure(job, error)
             return
         except BaseException:
+            for sent in begun:
+                sent.cancel()
             self._release_rank(job)
             job.future.cancel()
             raise
