@@ -75,17 +75,21 @@ def _serve(control: socket.socket) -> list[str] | None:
             if not data:
                 return None
             order = json.loads(data)
+            ready, tells = os.pipe()
             child = os.fork()
             if child == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for descriptor in (woken, wakes):
+                for descriptor in (woken, wakes, ready):
                     os.close(descriptor)
                 control.close()
                 _become(order, descriptors)
+                os.close(tells)
                 return list(order["arguments"])
-            for descriptor in descriptors:
+            for descriptor in (*descriptors, tells):
                 os.close(descriptor)
+            os.read(ready, 1)  # until it has closed its end: whoever looks for it by its mark finds it from here on
+            os.close(ready)
             control.send(json.dumps({"order": order["number"], "process": child}).encode())
 
 
