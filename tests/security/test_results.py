@@ -271,11 +271,14 @@ ALLOWED = {
     ("skyproxy_server/functions/known_functions.py", "Unpickler"),
     ("skyproxy_server/isolation/visits.py", "torch.load"),  # plain tensors only, of another session's process
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker
+    ("skyproxy/jobs/function_process.py", "Unpickler"),  # on a worker: what a client that may run functions sent
     # What a client reads of a worker; all ask whether it is trusted.
     ("skyproxy/functions/adoption.py", "Unpickler"),
     ("skyproxy/functions/call.py", "Unpickler"),
+    ("skyproxy/jobs/results.py", "Unpickler"),
     ("skyproxy/loading/node_names.py", "Unpickler"),
     ("skyproxy/loading/node_names.py", "import pickle"),  # for the name of an error
+    ("skyproxy/functions/code_cache.py", "import cloudpickle.cloudpickle"),  # for a setting of its own; it writes
     # Code that is written here, or by the user of a notebook.
     ("skyproxy/notebook/cells.py", "exec"),
     ("skyproxy/notebook/cells.py", "eval"),

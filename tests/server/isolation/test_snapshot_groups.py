@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy_server.isolation.limits import are_sessions_separable
 from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
 from tests.server.isolation.test_session_users import (
     REFUSED,
