@@ -30,7 +30,7 @@ def looked_at(name: str, ask: Ask) -> dict[str, Any]:
     try:
         answer = ask()
     except (SkyproxyError, OSError) as error:
-        return {"name": name, "problem": str(error), "worker": {}, "sessions": [], "log": []}
+        return {"name": name, "problem": str(error), "worker": {}, "sessions": [], "jobs": [], "log": []}
     return {**shaped(answer), "name": name}
 
 
@@ -52,12 +52,17 @@ def shaped(answer: object) -> dict[str, Any]:
             }
             for row in _rows(given.get("sessions"))
         ],
-        "log": [line for line in _items(given.get("log")) if isinstance(line, str)],
+        "jobs": [{**row, "tail": _lines(row.get("tail"))} for row in _rows(given.get("jobs"))],
+        "log": _lines(given.get("log")),
     }
 
 
 def _items(value: object) -> list[object]:
     return value if isinstance(value, list) else []
+
+
+def _lines(value: object) -> list[str]:
+    return [line for line in _items(value) if isinstance(line, str)]
 
 
 def _rows(value: object) -> list[dict[str, object]]:

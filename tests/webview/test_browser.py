@@ -48,6 +48,8 @@ def test_a_program_that_trains_is_seen(browser: Browser) -> None:
                 assert "aten::index.Tensor" in page.text("errors")
                 page.wait_for_text("pools", "squares")
                 assert page.value("document.querySelectorAll('#pools tr').length") == 3
+                page.wait_for_text("jobs", "succeeded")
+                assert page.text("job-logs") == "counting: one\ncounting: two"
                 page.wait_for_text("profile-note", "longest of")
                 assert page.value("document.querySelectorAll('#profile rect').length") > 10
                 program.stdin.write("more\n")
@@ -83,13 +85,16 @@ def hostile_status() -> dict[str, Any]:
     devices = [{"type": HOSTILE, "index": HOSTILE, "used_memory_bytes": 1}]
     worker = {"devices": devices, "software": {"torch": HOSTILE}}
     error = {"at": 1.0, "session": HOSTILE, "message": HOSTILE, "op": HOSTILE, "line": HOSTILE, **place}
+    job = {"name": HOSTILE, "client": HOSTILE, "state": HOSTILE, "exit_code": HOSTILE, "tail": [HOSTILE]}
     rank = {"rank": HOSTILE, "worker": HOSTILE, "state": HOSTILE, "busy": HOSTILE}
     profile = {"at": 1.0, "total": 10.0, "shown": HOSTILE, "all": HOSTILE}
     return {
         "at": 1.0,
         "title": HOSTILE,
         "history": [(1.0, 1.0, 1.0, 1.0, 1.0)],
-        "workers": [{"name": HOSTILE, "problem": HOSTILE, "worker": worker, "sessions": [row], "log": [HOSTILE]}],
+        "workers": [
+            {"name": HOSTILE, "problem": HOSTILE, "worker": worker, "sessions": [row], "jobs": [job], "log": [HOSTILE]}
+        ],
         "program": {
             "sessions": [{"session": HOSTILE, "line": HOSTILE, "queued_batches": HOSTILE, "queued_bytes": HOSTILE}],
             "errors": [error],
@@ -105,7 +110,17 @@ def test_what_others_wrote_is_text_wherever_it_is_shown(browser: Browser) -> Non
     try:
         with browser.page(server.link()) as page:
             page.wait_for_text("errors", HOSTILE)
-            for identity in ("title", "workers", "sessions", "calls", "pools", "profile-note", "log"):
+            for identity in (
+                "title",
+                "workers",
+                "sessions",
+                "calls",
+                "jobs",
+                "job-logs",
+                "pools",
+                "profile-note",
+                "log",
+            ):
                 assert HOSTILE in page.text(identity), identity
             assert page.value("document.querySelectorAll('main img, main script, [onload], [onerror]').length") == 0
             assert page.value("window.hit === undefined")

@@ -11,7 +11,7 @@ from skyproxy.errors import ConnectError
 from skyproxy.webview.spans import bounded_spans
 from skyproxy.webview.workers import looked_at, shaped, workers_status
 
-SHAPE = {"is_admin", "worker", "sessions", "log"}
+SHAPE = {"is_admin", "worker", "sessions", "jobs", "log"}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ SHAPE = {"is_admin", "worker", "sessions", "log"}
         {"worker": [], "sessions": {}, "log": "x"},
         {"worker": {"devices": 3, "software": []}, "sessions": [1, {"failures": 3, "calls": [7], "running": "x"}]},
         json.loads('{"worker": {"commands": 1e999}, "sessions": [{"commands": NaN}], "log": [1, null]}'),
+        {"jobs": [7, {"tail": "x"}, {"tail": [1, "line"], "state": []}]},
         {"sessions": [{"failures": [[[[[[[[["deep"]]]]]]]]]}] * 1000, "log": ["x" * 10_000] * 1000},
     ],
 )
@@ -35,7 +36,8 @@ def test_whatever_a_worker_says_has_the_shape_of_an_answer(answer: Any) -> None:
     for row in found["sessions"]:
         assert all(isinstance(row[name], list) for name in ("calls", "failures"))
         assert isinstance(row["running"], dict)
-    assert all(isinstance(line, str) for line in found["log"])
+    for lines in (found["log"], *(row["tail"] for row in found["jobs"])):
+        assert all(isinstance(line, str) for line in lines)
 
 
 def test_a_worker_that_does_not_answer_says_why_and_spoils_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A program with a web view: it trains, fails once, is profiled and has a pool, then waits until its input ends."""
+"""A program with a web view: it trains, fails once, is profiled, has a job and a pool, then waits for lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import skyproxy
 @skyproxy.function
 def square(x: int) -> int:
     return x * x
+
+
+def count() -> None:
+    print("one", "two", sep="\n")
 
 
 def main() -> None:
@@ -35,6 +39,8 @@ def main() -> None:
             x[torch.tensor([999], device="sky:0")].sum().item()  # MARK
         except IndexError:
             pass
+        job = skyproxy.list_nodes()[0].submit_job(count, name="counting")
+        job.wait()
         with skyproxy.Compute(provider=skyproxy.Local(), nodes=2, name="squares", progress=False) as pool:
             assert (square(3) >> pool) == 9
             print("ready", flush=True)

@@ -110,6 +110,21 @@ function show_calls(workers) {
   table("calls", ["worker", "session", "function", "for"], rows, "No function runs.");
 }
 
+function show_jobs(workers) {
+  const jobs = workers.flatMap((worker) => (worker.jobs || []).map((job) => ({ worker: worker.name, ...job })));
+  table("jobs", ["job", "client", "worker", "state", "exit status", "restarts", "age"], jobs.map((job) => [
+    job.name, job.client, job.worker, job.state, job.signal ? `signal ${job.signal}` : job.exit_code, job.restarts,
+    job.age_seconds === undefined ? "" : age(job.age_seconds)]), "No job: skyproxy run --detach begins one.");
+  show_lines("job-logs", jobs.flatMap((job) => (job.tail || []).map((line) => `${job.name}: ${line}`)));
+}
+
+/** Show the lines of a log, and stay at its end where the reader was there. */
+function show_lines(id, lines) {
+  const log = byId(id), at_end = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+  log.textContent = lines.join("\n");
+  if (at_end) log.scrollTop = log.scrollHeight;
+}
+
 function show_errors(workers, program) {
   const known = new Map(((program || {}).errors || []).map(
     (row) => [`${row.session}/${row.graph}/${row.sequence}/${row.position}`, row]));
@@ -148,12 +163,11 @@ function show(status) {
   show_workers(status.workers);
   show_sessions(status.workers, status.program);
   show_calls(status.workers);
+  show_jobs(status.workers);
   show_errors(status.workers, status.program);
   show_pools(status.program);
   show_profile(status.program);
-  const log = byId("log"), at_end = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
-  log.textContent = status.workers.flatMap((worker) => worker.log || []).join("\n");
-  if (at_end) log.scrollTop = log.scrollHeight;
+  show_lines("log", status.workers.flatMap((worker) => worker.log || []));
 }
 
 function state(text, bad) {
