@@ -52,14 +52,15 @@ TAIL = """\
 
 | change of | means |
 |---|---|
-| `idleTimeout`, `maxLifetime`, `restartPolicy`, `gateway` | nothing to the Pods |
+| `idleTimeout`, `maxLifetime`, `suspendAfter`, `restartPolicy`, `gateway` | nothing to the Pods |
 | a volume's `storage` or `reclaimPolicy` | nothing to the Pods |
-| `suspend` | the Pods go, or come back |
+| `suspend` | the Pods go, or come back; with `snapshots`, so do their sessions |
 | anything else | all Pods are made again: what they held in memory is lost |
 
-A Compute that has failed or expired starts again with any change of its spec, or with a new value of the annotation
-`skyproxy.dev/wake`. The annotation `skyproxy.dev/cert-manager-issuer: Issuer/NAME` (or `ClusterIssuer/NAME`) has
-cert-manager make the certificate; its issuer must be one that publishes its authority, in `ca.crt`.
+A Compute that has failed or expired, or was suspended by `suspendAfter`, starts again with any change of its spec, or
+with a new value of the annotation `skyproxy.dev/wake`. The annotation
+`skyproxy.dev/cert-manager-issuer: Issuer/NAME` (or `ClusterIssuer/NAME`) has cert-manager make the certificate; its
+issuer must be one that publishes its authority, in `ca.crt`.
 
 ## What belongs to a Compute
 
@@ -71,6 +72,7 @@ cert-manager make the certificate; its issuer must be one that publishes its aut
 | Secret | `NAME-token` | the key `token`: what clients must show |
 | Secret | `NAME-tls` | `tls.crt` and `tls.key`, and `ca.crt`: what clients trust |
 | PersistentVolumeClaim | `NAME-VOLUME` | each volume |
+| PersistentVolumeClaim | `NAME-snapshots` | snapshots of sessions, where `snapshots` asks for them |
 | NetworkPolicy | `NAME` | lets clients to the workers' ports, and nodes to one another |
 | HTTPRoute, BackendTLSPolicy, ConfigMap `NAME-ca` | `NAME` | the way through a gateway, where there is one |
 

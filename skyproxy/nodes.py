@@ -92,7 +92,7 @@ class Node(NodeSaves, NodeMoves, NodeJobs):
         source: str,
         session: Session,
         worker: LocalWorker | None = None,
-        on_close: Callable[[], None] | None = None,
+        on_close: Callable[[], object] | None = None,
         opener: Opener | None = None,
         *,
         shares_files: bool = False,
@@ -114,6 +114,7 @@ class Node(NodeSaves, NodeMoves, NodeJobs):
         # A worker of this very process runs as its user, from its files: there is nothing to keep from it.
         trusted = trust_worker or worker is not None
         connection = opener.open_functions if opener is not None else _no_functions
+        self._expect_leave()
         self._runner = Runner(session, self._devices, connection, shares_files=shares_files, trusted=trusted)
         _nodes.append(self)
 

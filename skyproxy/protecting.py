@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from skyproxy import nodes
-from skyproxy.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    SessionLostError,
-    SkyproxyError,
-    VersionMismatchError,
-)
+from skyproxy.errors import ConfigurationError
 from skyproxy.nodes import Node
 from skyproxy.session.batch_log import BatchLog
-from skyproxy.session.moving import check_fits
-from skyproxy.session.protection import NewSession
-from skyproxy.transport.links import is_link
+from skyproxy.session.successor import NewWorker, Successor
 from skyproxy.units import duration_seconds
 
-NewWorker = Callable[[], str | tuple[str, str]]
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
 _step_counters: weakref.WeakSet[Protected] = weakref.WeakSet()
 _hook: Any = None
 
@@ -198,55 +185,3 @@ def _on_step(*_: object) -> None:
     if not _step_counters and _hook is not None:
         _hook.remove()
         _hook = None
-
-
-class Successor:
-    """Finds the worker that goes on where a node's worker ended."""
-
-    def __init__(self, node: Node, new_worker: NewWorker | None) -> None:
-        """Args:
-        node: whose worker it will be.
-        new_worker: gives an address; None for the same place.
-        """
-        self._node = node
-        self._new_worker = new_worker
-
-    def __call__(self, reason: str, stop: threading.Event) -> NewSession:
-        """Open a session on it, as `session.protection.OpenAnew` says."""
-        patience_seconds = self._node._session.settings.reconnect_seconds
-        until, pause = time.monotonic() + patience_seconds, _FIRST_PAUSE_SECONDS
-        while not stop.is_set():
-            try:
-                return self._open(stop)
-            except (AuthenticationError, VersionMismatchError, ConfigurationError) as problem:
-                raise SessionLostError(f"{reason}; and no other worker can go on: {problem}") from problem
-            except (SkyproxyError, OSError) as problem:
-                if time.monotonic() >= until:
-                    raise SessionLostError(
-                        f"{reason}, and no other worker came within {patience_seconds:g} s: {problem}"
-                    ) from problem
-            stop.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        raise SessionLostError("the session was closed")
-
-    def _open(self, stop: threading.Event) -> NewSession:
-        node, opener = self._node, self._node._opener
-        assert opener is not None
-        if self._new_worker is not None:
-            given = self._new_worker()
-            url, token = (given, None) if isinstance(given, str) else given
-            if is_link(url):
-                raise ConfigurationError("new_worker gave a sky:// link. Give the worker's wss:// address, and token.")
-            opener.use(url, token)
-        elif node._worker is not None and not node._worker.is_running:
-            worker = node._restart_worker(stop)
-            opener.use(worker.url, worker.token)
-        opened = opener.open_session(may_renew=True)
-        try:
-            check_fits(node._session.welcome, opened.welcome)
-        except BaseException:
-            opened.operations.close()
-            opened.bulk.close()
-            raise
-        node.url = opener.url
-        return opened

@@ -155,6 +155,8 @@ class Settings:
     """The bytes of a session that a worker copies ahead of the disk when it writes a snapshot; beyond, it waits."""
     snapshot_stall_seconds: float = 120.0
     """The time for which a worker's volume may take nothing of a snapshot before that is given up."""
+    leave_seconds: float = 20.0
+    """The time that a worker with a place for snapshots, told to end by SIGTERM, gives its clients for the last one."""
     close_timeout_seconds: float = 1.0
     rank_start_timeout_seconds: float = 600.0
     """The time that the ranks of a pool may take to set up their plugins, before those that are missing are named."""

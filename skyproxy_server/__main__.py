@@ -10,6 +10,7 @@ import signal
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,16 @@ from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend
 from skyproxy_server.jobs.choosing import choose_jobs
 from skyproxy_server.jobs.store import Jobs
+from skyproxy_server.leaving import LeavingHost, Stop, is_idle, take_leave
 from skyproxy_server.limits import are_sessions_separable, hide_memory
-from skyproxy_server.listener import Listener, SessionHost, serve
+from skyproxy_server.listener import Listener, serve
 from skyproxy_server.processes import run_processes, wait_for_ports
 from skyproxy_server.program_log import log_to_stderr
 from skyproxy_server.tokens import Tokens
 
 logger = logging.getLogger("skyproxy.server")
 
+_LOOK_SECONDS = 1.0
 _CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
 
 _EPILOG = """\
@@ -120,6 +123,15 @@ def parser() -> argparse.ArgumentParser:
         help="keep jobs in this folder, where the next worker finds them again (default: SKYPROXY_JOBS; without, they "
         "go with the worker)",
     )
+    add(
+        "--suspend-after",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="end after so long without anything to do; with --snapshots, sessions are suspended. 0: never",
+    )
+    # For whoever starts workers and wants to know what became of their sessions.
+    add("--suspend-report", type=Path, metavar="PATH", help=argparse.SUPPRESS)
     add("--no-functions", action="store_true", help="accept tensor operations only; run no client code")
     add(
         "--allow-ops",
@@ -185,6 +197,16 @@ def _byte_count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; use 0 or more")
+    return value
+
+
 def _fraction(text: str) -> float:
     try:
         value = float(text)
@@ -226,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
-        session_host: SessionHost
+        session_host: LeavingHost
         if _wants_processes(arguments):
             blobs = _blob_store(arguments, shared=True)
             session_host = processes = _process_host(arguments, blobs)
@@ -255,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_page=arguments.ui,
             jobs=jobs,
         )
-        _wait(listener, stop, arguments.drain_seconds, jobs)
+        _wait(listener, session_host, jobs, stop, arguments)
     except ConfigurationError as exc:
         print(f"skyproxy_server: {exc}", file=sys.stderr)
         return 2
@@ -295,13 +317,15 @@ def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threa
     if arguments.port + arguments.processes > 65536:
         raise ConfigurationError(f"There are fewer than {arguments.processes} ports from {arguments.port} upwards.")
     share = ["--blob-bytes", str(_blob_bytes(arguments))]
-    return run_processes([*argv, *share], arguments.processes, arguments.port, stop)
+    leave_seconds = SETTINGS.leave_seconds if arguments.snapshots is not None else 0.0
+    return run_processes([*argv, *share], arguments.processes, arguments.port, stop, leave_seconds)
 
 
-def _stop_event(embedded: bool) -> threading.Event:
+def _stop_event(embedded: bool) -> Stop:
     """An event that SIGTERM and SIGINT set; from now on neither kills us halfway."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = Stop()
+    # An embedded worker's sessions are its parent's, who ends it.
+    signal.signal(signal.SIGTERM, lambda *_: stop.set() if embedded else stop.suspend())
     # Ctrl-C in a terminal goes to every process in it. The embedded worker must survive it: the user means the client.
     signal.signal(signal.SIGINT, signal.SIG_IGN if embedded else lambda *_: stop.set())
     return stop
@@ -416,7 +440,7 @@ def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
     return not arguments.no_functions and not (arguments.token_file and arguments.token_file.is_dir())
 
 
-def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs: BlobStore | None) -> SessionHost:
+def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs: BlobStore | None) -> LeavingHost:
     with collector_paused():
         # Late: it loads torch, and a wrong argument should not wait for that.
         from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
@@ -427,7 +451,7 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
     open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _everybody_runs_code(arguments) else ())])
     if _everybody_runs_code(arguments):
         trust_clients()
-    host: SessionHost = WorkerHost(
+    host: LeavingHost = WorkerHost(
         devices=devices,
         settings=SETTINGS,
         blobs=blobs,
@@ -488,14 +512,19 @@ def _announce(arguments: argparse.Namespace, port: int) -> None:
             raise ConfigurationError(f"The port file {port_file} cannot be written: {exc.strerror}.") from exc
 
 
-def _wait(listener: Listener, stop: threading.Event, drain_seconds: float, jobs: Jobs | str) -> None:
+def _wait(listener: Listener, host: LeavingHost, jobs: Jobs | str, stop: Stop, arguments: argparse.Namespace) -> None:
     # In slices, for on Windows a signal does not end a wait.
-    while not stop.wait(1.0):
-        pass
+    while not stop.wait(_LOOK_SECONDS):
+        if arguments.suspend_after and is_idle(host, listener.activity(), arguments.suspend_after):
+            logger.info("nothing to do for %g s", arguments.suspend_after)
+            stop.suspend()
     logger.info("shutting down")
     if not isinstance(jobs, str):
         jobs.preempt()  # first: each has its grace from now on
-    listener.close(drain_seconds)
+    if stop.suspends and arguments.snapshots is not None:
+        listener.refuse_new()
+        take_leave(host, SETTINGS.leave_seconds, arguments.suspend_report, time.monotonic)
+    listener.close(arguments.drain_seconds)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ class Listener:
             self._tokens,
             allowed_origins,
             is_ready=self._is_ready,
-            activity=self._activity,
-            status=lambda client: status_report(client, self._activity, host.session_rows, self._job_rows),
+            activity=self.activity,
+            status=lambda client: status_report(client, self.activity, host.session_rows, self._job_rows),
             has_page=has_page,
             pause=self._stopping.wait,
         )
@@ -158,7 +158,8 @@ class Listener:
     def _is_ready(self) -> bool:
         return not self._draining and len(self._transports) < self._settings.max_connections
 
-    def _activity(self) -> Mapping[str, object]:
+    def activity(self) -> Mapping[str, object]:
+        """Return what the worker does: its sessions and its jobs."""
         activity = self._host.activity()
         return activity if isinstance(self._jobs, str) else self._jobs.counted(activity)
 
@@ -346,6 +347,10 @@ class Listener:
         for sock in (*self._listening, *self._sockets):
             if sock.fileno() >= 0:
                 os.close(sock.detach())
+
+    def refuse_new(self) -> None:
+        """Take no sessions any more; those that there are go on."""
+        self._draining = True
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stops taking sessions, lets those that run end for a while, and ends the others. Idempotent.

@@ -176,6 +176,10 @@ class NamedSessions:
 
     # --- what people ask ---------------------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._sessions)
+
     def rows(self, owner: str) -> list[dict[str, object]]:
         """The sessions of a token: each with its size, age, and the time that it is still kept for."""
         with self._lock:

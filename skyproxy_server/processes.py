@@ -20,10 +20,12 @@ logger = logging.getLogger("skyproxy.server")
 _POOL_VARIABLE = "COMPUTE_POOL"
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 8.0
-"""The time that those that are left may take to end; Kubernetes gives a pod of ours ten seconds in all."""
+"""The time that those that are left may take to end; Kubernetes gives a pod of ours two seconds more."""
 
 
-def run_processes(arguments: Sequence[str], count: int, port: int, stop: threading.Event) -> int:
+def run_processes(
+    arguments: Sequence[str], count: int, port: int, stop: threading.Event, leave_seconds: float = 0.0
+) -> int:
     """Runs workers until one of them ends, or `stop` is set; then the others are ended, too.
 
     Args:
@@ -31,6 +33,7 @@ def run_processes(arguments: Sequence[str], count: int, port: int, stop: threadi
         count: how many.
         port: of the first.
         stop: set when they are to end.
+        leave_seconds: the time that their clients have for last snapshots.
 
     Returns:
         The exit status: 0 where they were told to end and did so orderly, else that of the first which did not.
@@ -49,9 +52,9 @@ def run_processes(arguments: Sequence[str], count: int, port: int, stop: threadi
             if ended is not None:
                 number = started.index(ended)
                 logger.error("worker %d ended with status %d; the others end, too", number, ended.returncode)
-                _end(started)
+                _end(started, _GRACE_SECONDS)
                 return ended.returncode if ended.returncode > 0 else 128 - ended.returncode
-        _end(started)
+        _end(started, _GRACE_SECONDS + leave_seconds)
         return next((process.returncode for process in started if process.returncode > 0), 0)
     finally:
         for process in started:
@@ -98,12 +101,12 @@ def environment(given: Mapping[str, str], local_rank: int) -> dict[str, str]:
     return result
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> None:
     """Tells all to end, and sees to it that they do."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds
     for process in processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0.0))

@@ -184,6 +184,7 @@ class Transfers:
         blobs: where uploads are kept; None for a worker that keeps none.
         lasting: whether the bulk connection may be replaced when it breaks.
         on_cancel_operations: called with the number of each `CancelOperations`, on the thread that receives.
+        on_load: called so with what the client says of itself unasked.
     """
 
     lasting = False
@@ -228,6 +229,7 @@ class Transfers:
         self._is_detached = False
         self._ended = False
         self.on_cancel_operations: Callable[[int], object] = lambda number: None
+        self.on_load: Callable[[dict[str, int]], object] = lambda load: None
 
     def arrival(self, number: int, byte_count: int) -> IncomingTransfer:
         """The arrival of this number; its first piece may have come before the command that announces it."""
@@ -332,6 +334,8 @@ class Transfers:
                 transport.send(Known(message.transfer, self.on_proof(message)))
             elif isinstance(message, Ping):
                 transport.send(Pong(message.number, load()))
+            elif isinstance(message, Pong):
+                self.on_load(message.load)
             elif isinstance(message, CancelOperations):
                 self.on_cancel_operations(message.number)
 

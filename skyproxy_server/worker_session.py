@@ -16,7 +16,7 @@ import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.connection import State
-from skyproxy.protocol.messages import Ack, Hello, Sequence, Welcome
+from skyproxy.protocol.messages import Ack, Hello, Pong, Sequence, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.torch_versions import software
@@ -34,6 +34,7 @@ from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
+from skyproxy_server.leaving import LEAVING, Leave
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.session_report import (
@@ -102,6 +103,8 @@ class WorkerSession:
         self._executor.make_room = lambda: make_room(self)
         self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
+        self._leave = Leave()
+        self._transfers.on_load = self._leave.on_load
         self._over = threading.Event()
         self._farewell = "the session ended"
         self._executing = 0
@@ -180,6 +183,20 @@ class WorkerSession:
     def _jump(self, sequence: int) -> None:
         self._transport.connection.jump_to(sequence)
         self._has_jumped = True
+
+    def announce_leaving(self, seconds: float) -> bool:
+        """Tell the client that the worker ends after so many seconds; return whether it can be told."""
+        bulk = self._bulk
+        if bulk is None or self.is_detached or self._executor.state.snapshots is None:
+            return False
+        self._leave.ask()
+        bulk.post(Pong(0, {**self._load(), LEAVING: max(int(seconds * 1000), 1)}))
+        return True
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if the client was told that the worker ends, and is to be waited for."""
+        return self._leave.is_awaited and not self._ended and not self.is_detached
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End the session, and tell its client why; return whether it is over in time."""
@@ -564,6 +581,31 @@ class WorkerHost:
             raise LookupError("no session of this name waits for a bulk connection")
         return _Bulk(self._welcome(session), session, transport)
 
+    def announce_leaving(self, seconds: float) -> int:
+        """As `leaving.LeavingHost` has it, and so on."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        return sum(session.announce_leaving(seconds) for session in sessions)
+
+    def leaving(self) -> int:
+        """The sessions whose clients were told that the worker ends, and are waited for."""
+        with self._lock:
+            return sum(session.is_leaving for session in self._sessions.values())
+
+    def staying(self) -> int:
+        """The sessions with a connection."""
+        with self._lock:
+            return sum(not session.is_detached for session in self._sessions.values())
+
+    def detached(self) -> int:
+        """The sessions without one."""
+        with self._lock:
+            return sum(session.is_detached for session in self._sessions.values())
+
+    def named_sessions(self) -> int:
+        """The named sessions that hold something."""
+        return len(self.named) if self.named is not None else 0
+
     def activity(self) -> dict[str, Any]:
         """Return what this worker is and does, as its operator wants to know it."""
         with self._lock:
@@ -572,6 +614,8 @@ class WorkerHost:
         idle = 0.0 if any(session.executing for session in sessions) else self._activity.idle_seconds
         return {
             "sessions": sum(not session.is_detached for session in sessions),
+            "detached": self.detached(),
+            "named": self.named_sessions(),
             "calls_running": self._activity.calls_running,
             "idle_seconds": round(idle, 3),
             "commands": commands,

@@ -31,7 +31,7 @@ from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import TOKEN_REFUSED, Prober
-from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds
+from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 from skyproxy_operator.worker_spec import WorkerSpec
 
@@ -327,7 +327,7 @@ class Controller:
             )
             await self._cluster.delete(pod, force=True)
             METRICS.pods.labels(action="forced").inc()
-        if patch.get("endedReason") in (IDLE, LIFETIME):
+        if patch.get("endedReason") in (IDLE, LIFETIME, SUSPENDED_IDLE):
             METRICS.reaped.labels(reason=patch["endedReason"]).inc()
         for announcement in plan.announce:
             logger.info("%s/%s: %s: %s", *_key(compute), announcement.reason, announcement.message)
@@ -356,7 +356,8 @@ def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
     ours.
     """
     ever_did = "worker" in (compute.get("status") or {})
-    return not spec.command or ever_did or spec.idle_timeout_seconds is not None
+    looks = spec.idle_timeout_seconds is not None or spec.suspend_after_seconds is not None
+    return not spec.command or ever_did or looks
 
 
 def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
@@ -368,6 +369,8 @@ def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
         text += " A replaced Secret reaches it within two minutes; after that, see its log."
     if spec.idle_timeout_seconds is not None:
         text += " idleTimeout has no effect meanwhile."
+    if spec.suspend_after_seconds is not None:
+        text += " suspendAfter has no effect meanwhile."
     return Cause(silence.reason or "ActivityUnknown", text, actionable=True)
 
 

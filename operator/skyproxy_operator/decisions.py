@@ -28,7 +28,7 @@ from skyproxy_operator.children import gateway_host
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.reaping import IDLE, LIFETIME, Report, next_check_seconds, reaping
+from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds, reaping
 from skyproxy_operator.worker_spec import RestartPolicy, WorkerSpec
 
 Object = dict[str, Any]
@@ -196,6 +196,8 @@ class _Decision:
         reason, message = self._carried.get("endedReason", ""), self._carried.get("endedMessage", "")
         if reason in (IDLE, LIFETIME):
             return self._plan_stop(state.EXPIRED, Cause(reason, message), self._pods)
+        if reason == SUSPENDED_IDLE:
+            return self._plan_stop(state.SUSPENDED, Cause(reason, message), self._pods)
         # What has failed stays, for its log; it holds no machine any more.
         running = [pod for pod in self._pods if not has_ended(pod)]
         return self._plan_stop(state.FAILED, Cause(reason, message, actionable=True), running)

@@ -30,9 +30,11 @@ from skyproxy_operator.names import (
 from skyproxy_operator.options import Options, accelerator_image
 from skyproxy_operator.pod_policy import violations
 from skyproxy_operator.strategic_merge import merged
-from skyproxy_operator.worker_spec import WorkerSpec
+from skyproxy_operator.worker_spec import SNAPSHOTS_FOLDER, WorkerSpec
 
 _GRACE_SECONDS = 10
+_LEAVE_SECONDS = 60
+"""The time that clients have for last snapshots of their sessions, where there is a volume for them."""
 _HEAD_PORTS = range(29500, 30500)
 
 
@@ -103,7 +105,7 @@ def _pod_spec(
         "securityContext": _pod_security(options),
         "automountServiceAccountToken": spec.service_account is not None,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+        "terminationGracePeriodSeconds": _GRACE_SECONDS + (_LEAVE_SECONDS if spec.keeps_sessions else 0),
         # We start pods again ourselves: all nodes of a Compute together, and with the back-off of its spec.
         "restartPolicy": "Never",
     }
@@ -227,6 +229,8 @@ def _environment(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attemp
         "LOGNAME": "worker",
         "PYTHONUNBUFFERED": "1",
     }
+    if spec.keeps_sessions:
+        defaults |= {"SKYPROXY_SNAPSHOTS": SNAPSHOTS_FOLDER, "SKYPROXY_LEAVE_SECONDS": str(_LEAVE_SECONDS)}
     return [
         *({"name": name, "value": value} for name, value in defaults.items() if name not in given),
         *(dict(variable) for variable in spec.env),

@@ -13,6 +13,7 @@ from skyproxy_operator.worker_spec import WorkerSpec
 
 IDLE = "IdleTimeout"
 LIFETIME = "MaxLifetime"
+SUSPENDED_IDLE = "SuspendedIdle"
 _MIN_CHECK_SECONDS = 1.0
 
 
@@ -38,7 +39,7 @@ class Reaping:
     """The pods go now.
 
     Attributes:
-        reason: IDLE or LIFETIME.
+        reason: IDLE, LIFETIME or SUSPENDED_IDLE.
         message: for people.
     """
 
@@ -69,7 +70,16 @@ def reaping(
     idle = idle_seconds(reports)
     if spec.idle_timeout_seconds is not None and idle is not None and idle >= spec.idle_timeout_seconds:
         return Reaping(IDLE, f"the worker had nothing to do for {duration_text(idle)}")
+    if spec.suspend_after_seconds is not None and idle is not None and idle >= spec.suspend_after_seconds:
+        if not _would_lose(reports):
+            return Reaping(SUSPENDED_IDLE, f"the worker had nothing to do for {duration_text(idle)}")
     return None
+
+
+def _would_lose(reports: Sequence[Report]) -> bool:
+    """Return whether a worker has sessions that cannot be suspended now: named ones, and those without a connection."""
+    answers = [report.answer or {} for report in reports]
+    return any(answer.get("detached") or answer.get("named") for answer in answers)
 
 
 def next_check_seconds(
@@ -81,10 +91,11 @@ def next_check_seconds(
 ) -> float:
     """After how many seconds the answer of `reaping` can be another one."""
     wait = options.probe_seconds
-    if spec.idle_timeout_seconds is not None:
-        # One that was never idle for long cannot become so faster than time passes.
-        idle = idle_seconds(reports)
-        wait = min(wait, spec.idle_timeout_seconds - (idle or 0.0))
+    for limit_seconds in (spec.idle_timeout_seconds, spec.suspend_after_seconds):
+        if limit_seconds is not None:
+            # One that was never idle for long cannot become so faster than time passes.
+            idle = idle_seconds(reports)
+            wait = min(wait, limit_seconds - (idle or 0.0))
     if spec.max_lifetime_seconds is not None and started is not None:
         wait = min(wait, spec.max_lifetime_seconds - (now - started).total_seconds())
     return max(wait, _MIN_CHECK_SECONDS)

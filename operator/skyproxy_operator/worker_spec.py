@@ -32,6 +32,9 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
 _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
 _RESERVED_VOLUMES = ("home", "shm", "tls", "tmp", "token")
+SNAPSHOTS = "snapshots"
+"""The name of the volume for snapshots of sessions."""
+SNAPSHOTS_FOLDER = "/var/lib/skyproxy-snapshots"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,13 @@ class VariableItem(TypedDict):
     valueFrom: NotRequired[Mapping[str, object]]
 
 
+class SnapshotsItem(TypedDict):
+    """The volume for snapshots in a Compute's spec."""
+
+    storage: str | int
+    storageClassName: NotRequired[str | None]
+
+
 class RestartItem(TypedDict, total=False):
     """The restart policy in a Compute's spec."""
 
@@ -128,6 +138,8 @@ class SpecItem(TypedDict, total=False):
     idleTimeout: float | str | None
     maxLifetime: float | str | None
     suspend: bool
+    suspendAfter: float | str | None
+    snapshots: SnapshotsItem | None
     restartPolicy: RestartItem | None
     gateway: GatewayItem | None
 
@@ -158,6 +170,7 @@ class WorkerSpec:
     idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
     max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
     suspend: bool = field(default=False, metadata={"pod": False})
+    suspend_after_seconds: float | None = field(default=None, metadata={"pod": False})
     restart: RestartPolicy = field(default=RestartPolicy(), metadata={"pod": False})
     gateway: Gateway | None = field(default=None, metadata={"pod": False})
 
@@ -178,7 +191,7 @@ class WorkerSpec:
             nodes=nodes,
             procs_per_node=spec.get("procsPerNode", 1),
             port=spec.get("port", 8765),
-            volumes=tuple(_volume(item, nodes) for item in spec.get("volumes") or ()),
+            volumes=tuple(_volume(item, nodes) for item in [*(spec.get("volumes") or ()), *_snapshots(spec)]),
             env=tuple(spec.get("env") or ()),
             env_from=tuple(spec.get("envFrom") or ()),
             command=tuple(spec.get("command") or ()),
@@ -194,6 +207,7 @@ class WorkerSpec:
             idle_timeout_seconds=limit_seconds(spec.get("idleTimeout")),
             max_lifetime_seconds=limit_seconds(spec.get("maxLifetime")),
             suspend=spec.get("suspend", False),
+            suspend_after_seconds=limit_seconds(spec.get("suspendAfter")),
             restart=_restart(spec.get("restartPolicy") or {}),
             gateway=_gateway(spec.get("gateway") or {}),
         )
@@ -206,6 +220,11 @@ class WorkerSpec:
             for name, value in self.resources.items()
             if _ACCELERATOR.fullmatch(name) and int(value) > 0
         }
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """True if there is a volume for snapshots of sessions."""
+        return any(volume.name == SNAPSHOTS for volume in self.volumes)
 
     @property
     def ports(self) -> range:
@@ -241,11 +260,21 @@ def problems(name: str, spec: SpecItem) -> Iterator[str]:
     if port + processes > 65536:
         yield f"spec.port: {port} + procsPerNode {processes} must not exceed 65536: process i listens on port + i"
     yield from _resource_problems(spec.get("resources") or {})
-    yield from _volume_problems(name, spec.get("volumes") or ())
+    yield from _volume_problems(name, spec.get("volumes") or (), keeps_sessions=bool(spec.get("snapshots")))
     yield from _variable_problems(spec.get("env") or ())
     yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
-    for key, limit in (("idleTimeout", spec.get("idleTimeout")), ("maxLifetime", spec.get("maxLifetime"))):
+    limits = {
+        "idleTimeout": spec.get("idleTimeout"),
+        "maxLifetime": spec.get("maxLifetime"),
+        "suspendAfter": spec.get("suspendAfter"),
+    }
+    for key, limit in limits.items():
         yield from _problem(f"spec.{key}", limit_seconds, limit)
+    if spec.get("suspendAfter") and not spec.get("snapshots"):
+        yield "spec.suspendAfter: it needs snapshots, a volume for what the sessions hold"
+    snapshots = spec.get("snapshots")
+    if snapshots:
+        yield from _problem("spec.snapshots.storage", quantity, snapshots["storage"])
     yield from _template_problems(spec.get("podTemplate") or {})
 
 
@@ -266,12 +295,12 @@ def _resource_problems(resources: Mapping[str, object]) -> Iterator[str]:
             yield f"{where}: {value!r} is not whole, and devices come in whole numbers"
 
 
-def _volume_problems(compute: str, volumes: Iterable[VolumeItem]) -> Iterator[str]:
-    seen: dict[str, str] = {}
+def _volume_problems(compute: str, volumes: Iterable[VolumeItem], *, keeps_sessions: bool) -> Iterator[str]:
+    seen: dict[str, str] = {SNAPSHOTS_FOLDER: SNAPSHOTS} if keeps_sessions else {}
     for volume in volumes:
         where = f"spec.volumes[{volume['name']}]"
         path = volume["path"].rstrip("/")
-        if volume["name"] in _RESERVED_VOLUMES:
+        if volume["name"] in _RESERVED_VOLUMES or (keeps_sessions and volume["name"] == SNAPSHOTS):
             yield f"{where}: this name is used by the operator; choose another"
         if len(claim_name(compute, volume["name"])) > 63:
             yield f"{where}: the name is too long; with that of the Compute it may have 62 characters"
@@ -311,6 +340,21 @@ def _volume(item: VolumeItem, nodes: int) -> Volume:
         storage_class=item.get("storageClassName"),
         retain=item.get("reclaimPolicy") == "Retain",
     )
+
+
+def _snapshots(spec: SpecItem) -> list[VolumeItem]:
+    """Return the volume for snapshots, where one is asked for; it goes with the Compute."""
+    item = spec.get("snapshots")
+    if not item:
+        return []
+    return [
+        {
+            "name": SNAPSHOTS,
+            "storage": item["storage"],
+            "path": SNAPSHOTS_FOLDER,
+            "storageClassName": item.get("storageClassName"),
+        }
+    ]
 
 
 def _restart(item: RestartItem) -> RestartPolicy:

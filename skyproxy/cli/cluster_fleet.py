@@ -17,6 +17,7 @@ from skyproxy.kubernetes.explain import explain
 from skyproxy.kubernetes.objects import EventObject, PodObject
 from skyproxy.kubernetes.reach import reach_by_name
 from skyproxy.kubernetes.rotation import rotate_token
+from skyproxy.kubernetes.suspending import resume, suspend
 
 
 class ClusterFleet:
@@ -53,6 +54,16 @@ class ClusterFleet:
             if not ending.wait:
                 return await client.delete(name, wait=False)
             return await end(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
+
+    async def suspend(self, name: str, ending: Ending) -> str:
+        """Has the operator end one when its sessions are saved."""
+        async with ClusterClient(self._address) as client:
+            await suspend(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
+        return "its Pods are gone, and its volumes stay"
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Has the operator start one again, and waits for it."""
+        await resume(self._address, name, timeout_seconds, say)
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Gives one another token, beside which the former one is accepted for a while."""

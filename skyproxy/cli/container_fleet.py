@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, WorkerRow
+from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
@@ -21,7 +21,7 @@ from skyproxy.providers.detached_container import (
 )
 
 
-class ContainerFleet:
+class ContainerFleet(NotSuspending):
     """Workers as containers.
 
     Attributes:

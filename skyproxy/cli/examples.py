@@ -5,6 +5,9 @@ from __future__ import annotations
 EXAMPLES = {
     "skyproxy up": ("skyproxy up dev --gpus 1 --idle-timeout 30m", "skyproxy up ssh://me@gpu-box"),
     "skyproxy down": ("skyproxy down dev",),
+    "skyproxy suspend": ("skyproxy suspend dev",),
+    "skyproxy resume": ("skyproxy resume dev",),
+    "skyproxy move": ("skyproxy move dev bigger",),
     "skyproxy list": ("skyproxy list --json",),
     "skyproxy status": ("skyproxy status dev",),
     "skyproxy logs": ("skyproxy logs dev --follow --tail 100", "skyproxy logs --job night-run --follow"),

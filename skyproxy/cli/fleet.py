@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.contexts import Context
+from skyproxy.errors import ConfigurationError
 from skyproxy.transport.worker_report import ask_worker
 
 
@@ -118,6 +119,21 @@ class Fleet(Protocol):
     async def down(self, name: str, ending: Ending) -> bool:
         """Ends one; whether there was one."""
 
+    async def suspend(self, name: str, ending: Ending) -> str:
+        """End one when its sessions are saved; what became of them, in words.
+
+        Raises:
+            ConfigurationError: it cannot be suspended.
+        """
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Start one again that was suspended, and wait until it takes clients.
+
+        Raises:
+            ConfigurationError: it cannot be.
+            WorkerStartError: it did not come up.
+        """
+
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Gives one another token; waits until it takes it, unless there is no time for that.
 
@@ -137,6 +153,31 @@ class Fleet(Protocol):
         Raises:
             ConnectError: it cannot be reached.
         """
+
+
+class NotSuspending:
+    """Workers that cannot be suspended.
+
+    Attributes:
+        provider: their provider's name.
+    """
+
+    provider: str
+
+    async def suspend(self, name: str, ending: Ending) -> str:
+        """Say so."""
+        raise self._refusal(name)
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Say so."""
+        raise self._refusal(name)
+
+    def _refusal(self, name: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{name} is a worker of the provider {self.provider}, and skyproxy suspends workers on this machine and in "
+            "Kubernetes only. One that was started with --snapshots FOLDER saves its sessions there when it gets a "
+            "SIGTERM; they go on when it is started again at the same address."
+        )
 
 
 def not_found(name: str, where: str) -> NotFoundError:

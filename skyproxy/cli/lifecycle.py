@@ -34,7 +34,12 @@ from skyproxy.units import duration_seconds, limit_seconds
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
 _GPU = "nvidia.com/gpu"
-_POSSIBLE = {ProviderName.LOCAL: (), ProviderName.SSH: (), ProviderName.CONTAINER: ("memory", "image", "volume")}
+_SNAPSHOTS = "20Gi"
+_POSSIBLE = {
+    ProviderName.LOCAL: ("suspend_after",),
+    ProviderName.SSH: (),
+    ProviderName.CONTAINER: ("memory", "image", "volume"),
+}
 """The options for clusters that a worker on this machine can have, too."""
 
 
@@ -65,6 +70,14 @@ def up(
     ] = None,
     idle_timeout: Annotated[str | None, typer.Option(help="Shut down after being idle this long, such as 30m.")] = None,
     max_lifetime: Annotated[str | None, typer.Option(help="Shut down after this long in any case, such as 8h.")] = None,
+    suspend_after: Annotated[
+        str | None,
+        typer.Option(help="Save its sessions and end it after being idle this long, such as 15m; see skyproxy resume."),
+    ] = None,
+    snapshots: Annotated[
+        str | None,
+        typer.Option(help="In Kubernetes: size of the volume for suspended sessions; with --suspend-after, 20Gi."),
+    ] = None,
     named: Annotated[
         str | None,
         typer.Option("--name", help="With ssh://: the worker's name; default: derived from the host's."),
@@ -105,7 +118,10 @@ def up(
         "idle_timeout": idle_timeout,
         "max_lifetime": max_lifetime,
         "env_from_secret": env_from_secret,
+        "suspend_after": suspend_after,
+        "snapshots": snapshots,
     }
+    suspend_seconds = limit_seconds(suspend_after, "--suspend-after")
     chosen, why = asyncio.run(_choose(provider, address, name))
     if chosen is ProviderName.SSH:
         _check_ssh_options(target is not None, chosen, {})
@@ -119,7 +135,8 @@ def up(
     # What a worker of this machine got when it was started: one that runs keeps what it has.
     asked = {"gpus": gpus, "cpu": cpu, "memory": memory, "image": image, "volume": volume, "env": env}
     if chosen is ProviderName.LOCAL:
-        fleet = _up_local(name, gpus, cpu, variables, wait, asked)
+        asked |= {"suspend-after": suspend_after}
+        fleet = _up_local(name, gpus, cpu, variables, wait, suspend_seconds or 0.0, asked)
     elif target is not None:
         fleet = _up_ssh(name, target, python, gpus, cpu, variables, asked)
     elif chosen is ProviderName.CONTAINER:
@@ -134,6 +151,8 @@ def up(
             "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,
             "idle_timeout_seconds": limit_seconds(idle_timeout, "--idle-timeout"),
             "max_lifetime_seconds": limit_seconds(max_lifetime, "--max-lifetime"),
+            "suspend_after_seconds": suspend_seconds,
+            "snapshots": {"storage": snapshots or _SNAPSHOTS} if snapshots or suspend_seconds else None,
         }
         seconds = duration_seconds(timeout, "--timeout") if wait else None
         try:
@@ -306,9 +325,15 @@ def _up_ssh(
 
 
 def _up_local(
-    name: str, gpus: int | None, cpu: str | None, env: dict[str, str], wait: bool, asked: dict[str, Any]
+    name: str,
+    gpus: int | None,
+    cpu: str | None,
+    env: dict[str, str],
+    wait: bool,
+    suspend_after_seconds: float,
+    asked: dict[str, Any],
 ) -> Fleet:
-    from skyproxy.providers.detached import find, start_detached
+    from skyproxy.providers.detached import find, resume_detached, start_detached
 
     fleet = fleet_of(ProviderName.LOCAL, ClusterAddress())
     existing = find(name)
@@ -317,7 +342,10 @@ def _up_local(
         return fleet
     device, variables = _worker_variables(gpus, cpu, env)
     with progress(f"Starting {name} on this machine"):
-        start_detached(name, device=device, env=variables, wait=wait)
+        if existing is not None and existing.is_suspended and all(value is None for value in asked.values()):
+            resume_detached(name)
+        else:
+            start_detached(name, device=device, env=variables, wait=wait, suspend_after_seconds=suspend_after_seconds)
     return fleet
 
 

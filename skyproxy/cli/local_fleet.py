@@ -6,12 +6,20 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context, write_private
-from skyproxy.errors import ConnectError
-from skyproxy.providers.detached import DetachedWorker, find, list_detached, local_address
+from skyproxy.errors import ConfigurationError, ConnectError, visible
+from skyproxy.providers.detached import (
+    DetachedWorker,
+    find,
+    list_detached,
+    local_address,
+    resume_detached,
+    suspend_detached,
+)
 
 _POLL_SECONDS = 0.2
 
@@ -41,6 +49,22 @@ class LocalFleet:
             return False
         await asyncio.to_thread(worker.stop)
         return True
+
+    async def suspend(self, name: str, ending: Ending) -> str:
+        """Ends one when its sessions are saved; what became of them, in words."""
+        if not ending.force:
+            rows = await asyncio.to_thread(_named_sessions, name)
+            if rows:
+                raise ConfigurationError(
+                    f"{name} keeps sessions by name, {', '.join(rows)}, and what is put under a name cannot be "
+                    "suspended. Take what you need, and end them: skyproxy sessions end NAME; or lose them: --force"
+                )
+        worker = await asyncio.to_thread(suspend_detached, name)
+        return worker.suspension_text()
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Starts one again."""
+        await asyncio.to_thread(resume_detached, name)
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Gives one another token; it reads the file anew when somebody comes with a token that it does not know."""
@@ -78,12 +102,26 @@ class LocalFleet:
         return Access(*local_address(name))
 
 
+def _named_sessions(name: str) -> list[str]:
+    """Return the named sessions of a worker; none where it does not run, which another step says."""
+    from skyproxy.transport.worker_questions import ask_control
+
+    worker = find(name)
+    if worker is None or not worker.alive or worker.url is None:
+        return []
+    rows: Any = ask_control(worker.url, worker.token(), "named_sessions")
+    return [visible(row["name"]) for row in rows]
+
+
 def _row(worker: DetachedWorker) -> WorkerRow:
     age = (datetime.now(UTC) - datetime.fromisoformat(worker.started)).total_seconds()
     alive, url = worker.alive, worker.url
     phase, message, hint = "Running", "", ""
     report = {}
-    if not alive:
+    if worker.is_suspended:
+        phase, message = "Suspended", worker.suspension_text()
+        hint = f"Bring it back: skyproxy resume {worker.name}"
+    elif not alive:
         last = worker.log_tail().rpartition("\n")[2]
         phase, message = (
             "Lost",

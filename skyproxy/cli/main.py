@@ -21,6 +21,7 @@ from skyproxy.cli import (
     saved_contexts,
     serving,
     sessions,
+    suspending,
     tokens,
     web_view,
 )
@@ -56,6 +57,9 @@ _PANELS: dict[str, list[tuple[str, Callable[..., None]]]] = {
     "Workers": [
         ("up", lifecycle.up),
         ("down", lifecycle.down),
+        ("suspend", suspending.suspend),
+        ("resume", suspending.resume),
+        ("move", suspending.move),
         ("list", inspecting.list_command),
         ("status", inspecting.status),
         ("logs", inspecting.logs),

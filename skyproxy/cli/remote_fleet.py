@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from skyproxy.cli.fleet import Access, Ending, WorkerRow
+from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.errors import ConfigurationError, ConnectError
 
 
-class RemoteFleet:
+class RemoteFleet(NotSuspending):
     """Workers at urls.
 
     Attributes:

@@ -109,6 +109,10 @@ def serve_command(
             help="Keep jobs in this folder, where the next worker finds them; else they go with this one.",
         ),
     ] = None,
+    suspend_after: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="End after so long idle; with --snapshots, suspend sessions."),
+    ] = 0.0,
     share_uploads: Annotated[
         bool, typer.Option("--share-uploads", help="Share kept uploads between the clients of all tokens.")
     ] = False,
@@ -194,6 +198,7 @@ def serve_command(
         log_level.value,
     ]
     arguments += ["--drain-seconds", str(drain_seconds)]
+    arguments += ["--suspend-after", str(suspend_after)] if suspend_after else []
     arguments += ["--processes", str(processes)] if processes > 1 else []
     paths = {
         "--token-file": token_file,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
+from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, not_found
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible
@@ -15,7 +15,7 @@ from skyproxy.providers.ssh import SshWorker, find, list_workers
 from skyproxy.providers.ssh_connection import failure, remote_program
 
 
-class SshFleet:
+class SshFleet(NotSuspending):
     """Workers on hosts.
 
     Attributes:

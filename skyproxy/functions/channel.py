@@ -81,6 +81,7 @@ class Channel:
         """
         self._calls[call.id] = call
         self.session.check()
+        self.session.wake()
         try:
             self._send_start(call)
         except SessionLostError:
@@ -188,6 +189,7 @@ class Channel:
             self.session.check()
             if self._transport is not None:
                 return
+            self.session.wait_until_awake()
             self._use(self._open_connection())
             self.session.often.append(self.settle)
             for name, body in (("calls", self._read), ("output", self._deliver), ("acks", self._do)):
@@ -237,6 +239,12 @@ class Channel:
         """Return whether there is a connection again; every call is attached to it."""
         pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + self._settings.call_grace_seconds
         while not self._stop.is_set() and self.session.lost is None:
+            if self.session.is_suspended:
+                if self._calls:
+                    self.session.wake()
+                self._stop.wait(_LONGEST_PAUSE_SECONDS if not self._calls else _FIRST_PAUSE_SECONDS)
+                until = time.monotonic() + self._settings.call_grace_seconds
+                continue
             try:
                 transport = self._open_connection()
             except (ConnectError, SessionLostError) as problem:
@@ -386,6 +394,9 @@ class _Counted(AuxiliaryConnection):
 
     def keep_alive(self) -> None:
         self._transport.keep_alive()
+
+    def cut(self) -> bool:
+        return self._transport.cut()
 
     def abandon(self) -> None:
         self._transport.abandon()

@@ -30,6 +30,7 @@ _SPEC_FIELDS = frozenset(
         "restartPolicy",
         "serviceAccountName",
         "sharedMemory",
+        "snapshots",
         "suspend",
         "tolerations",
     }
@@ -51,6 +52,7 @@ def compute_manifest(
     env: Mapping[str, object] | None = None,
     idle_timeout_seconds: float | None = None,
     max_lifetime_seconds: float | None = None,
+    suspend_after_seconds: float | None = None,
     **more: object,
 ) -> Manifest:
     """The Compute that the operator makes workers of; holds what is given and nothing else.
@@ -66,6 +68,7 @@ def compute_manifest(
         env: texts by name, or a dict such as {"secretKeyRef": {"name": ..., "key": ...}}.
         idle_timeout_seconds: after which the Pods of an idle worker go.
         max_lifetime_seconds: after which they go in any case.
+        suspend_after_seconds: after which the sessions of an idle worker are saved, and the Pods go; needs snapshots.
         more: other fields of the spec, as they are called there: tolerations, nodeSelector, podTemplate, ...
 
     Raises:
@@ -93,6 +96,8 @@ def compute_manifest(
         spec["idleTimeout"] = _limit_text(idle_timeout_seconds)
     if max_lifetime_seconds:
         spec["maxLifetime"] = _limit_text(max_lifetime_seconds)
+    if suspend_after_seconds:
+        spec["suspendAfter"] = _limit_text(suspend_after_seconds)
     spec |= {key: value for key, value in more.items() if value is not None}
     metadata = {"name": checked_name(name)} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Compute", "metadata": metadata, "spec": spec}

@@ -26,7 +26,7 @@ async def apply_and_wake(client: ClusterClient, manifest: Manifest) -> str | Non
     """
     name = manifest["metadata"]["name"]
     status = ((before := await client.get(name)) or {}).get("status", {})
-    ended = status.get("phase") in ("Expired", "Failed")
+    ended = status.get("phase") in ("Expired", "Failed") or "endedFor" in status
     # What we set and then leave out would be taken away, and that would be one more change.
     wake = ((before or {}).get("metadata", {}).get("annotations") or {}).get(WAKE)
     if ended:

@@ -5,28 +5,34 @@ Each has a folder of its own, readable by its owner alone: a record of the proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from skyproxy.contexts import checked_name, state_folder, write_private
 from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
 from skyproxy.extras import install_command
-from skyproxy.providers.processes import end, identity_of, is_alive
+from skyproxy.providers.processes import end, identity_of, is_alive, wait_for_end
 from skyproxy.session.local_worker import worker_environment
 from skyproxy.settings import SETTINGS
 
 _POLL_SECONDS = 0.05
 _SHOWN_LOG_BYTES = 4000
 _END_GRACE_SECONDS = 10.0
+_REPORT = "suspended.json"
+_BEYOND_LEAVE_SECONDS = 30.0
+"""The time that a worker may take to end when its sessions are suspended."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class DetachedWorker:
         identity: tells that process from a later one with the same number.
         device: what it offers: "auto", "cuda" or "cpu".
         started: when, as ISO 8601 in UTC.
+        env: variables that it was given.
+        suspend_after_seconds: the time without anything to do after which it is suspended; 0: never.
     """
 
     name: str
@@ -46,6 +54,8 @@ class DetachedWorker:
     identity: str
     device: str
     started: str
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    suspend_after_seconds: float = 0.0
 
     @property
     def folder(self) -> Path:
@@ -70,6 +80,23 @@ class DetachedWorker:
         except (OSError, ValueError):
             return None
         return f"ws://127.0.0.1:{port}"
+
+    @property
+    def snapshots(self) -> Path:
+        """The folder of its sessions' snapshots."""
+        return self.folder / "snapshots"
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if it has ended and left its sessions on the disk, for the one that is started next."""
+        return not self.alive and (self.folder / _REPORT).exists()
+
+    def suspension_text(self) -> str:
+        """Return what became of its sessions when it was suspended, for people."""
+        try:
+            return str(json.loads((self.folder / _REPORT).read_text(encoding="utf-8"))["text"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def token(self) -> str:
         """Return the token that it wants to hear.
@@ -101,7 +128,8 @@ class DetachedWorker:
             ConfigurationError: it cannot be ended.
         """
         try:
-            gone = end(self.process_id, self.identity, _END_GRACE_SECONDS)
+            # Not by SIGTERM, by which its sessions would be suspended.
+            gone = end(self.process_id, self.identity, _END_GRACE_SECONDS, signal.SIGINT)
         except PermissionError:
             gone = False
         if not gone:
@@ -132,9 +160,17 @@ def list_detached() -> list[DetachedWorker]:
 
 
 def start_detached(
-    name: str, *, device: str = "auto", env: Mapping[str, str] | None = None, log_level: str = "info", wait: bool = True
+    name: str,
+    *,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+    log_level: str = "info",
+    wait: bool = True,
+    suspend_after_seconds: float = 0.0,
 ) -> DetachedWorker:
     """Starts a worker process that lives on when we end.
+
+    One of that name that has ended leaves it its token, its port, its jobs and the snapshots of its sessions.
 
     Args:
         name: by which it is found again.
@@ -142,46 +178,125 @@ def start_detached(
         env: variables for it, beside ours.
         log_level: how much it logs.
         wait: until it listens.
+        suspend_after_seconds: the time without anything to do after which it is suspended; 0: never.
 
     Raises:
         ConfigurationError: there is a living one of that name, or the name cannot be one.
         WorkerStartError: it ended, or did not listen in time; with the end of its log.
     """
-    worker = _claim(checked_name(name), device)
-    folder = worker.folder
+    variables = dict(env or {})
+    claimed = DetachedWorker(
+        checked_name(name),
+        os.getpid(),
+        identity_of(os.getpid()) or "",
+        device,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        variables,
+        suspend_after_seconds,
+    )
+    port = _claim(claimed)
+    folder, worker = claimed.folder, claimed
     try:
-        write_private(folder / "token", secrets.token_urlsafe(32) + "\n")
-        command = [sys.executable, "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
+        if not (folder / "token").exists():
+            write_private(folder / "token", secrets.token_urlsafe(32) + "\n")
+        folder.joinpath("snapshots").mkdir(mode=0o700, exist_ok=True)
+        command = [sys.executable, "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
+        command += ["--snapshots", str(worker.snapshots), "--suspend-report", str(folder / _REPORT)]
+        command += ["--suspend-after", f"{suspend_after_seconds:g}"] if suspend_after_seconds else []
         command += ["--jobs", str(folder / "jobs"), "--device", device, "--log-level", log_level]
-        process = _spawn(command, {**worker_environment(), **(env or {})}, worker.log)
-        identity = identity_of(process.pid) or ""
-        worker = DetachedWorker(name, process.pid, identity, device, worker.started)
+        process = _spawn(command, {**worker_environment(), **variables}, worker.log)
+        worker = replace(claimed, process_id=process.pid, identity=identity_of(process.pid) or "")
         _write(worker, folder)
         if wait:
             _wait_until_it_listens(worker, process)
         process.returncode = 0  # not ours to wait for, nor to warn of
         return worker
     except BaseException:
-        if worker.process_id == os.getpid():
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            worker.stop()
+        _give_up(worker)
         raise
 
 
-def _claim(name: str, device: str) -> DetachedWorker:
-    """Makes the folder of a worker that we are about to start; nobody else can have it from then on."""
-    claimed = datetime.now(UTC).isoformat(timespec="seconds")
-    worker = DetachedWorker(name, os.getpid(), identity_of(os.getpid()) or "", device, claimed)
+def _give_up(worker: DetachedWorker) -> None:
+    """Remove the traces of a worker that did not start; sessions and jobs that another one left stay for the next."""
+    if worker.process_id != os.getpid():
+        with contextlib.suppress(PermissionError):
+            end(worker.process_id, worker.identity, _END_GRACE_SECONDS, signal.SIGINT)
+    if any(worker.snapshots.glob("*/*")) or any(worker.folder.glob("jobs/*/*")):
+        gone = replace(worker, process_id=0, identity="")
+        _write(gone, worker.folder)
+        write_private(worker.folder / _REPORT, json.dumps({"text": "it could not be started again"}) + "\n")
+    else:
+        shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def suspend_detached(name: str) -> DetachedWorker:
+    """Have a worker's sessions suspended, and end it.
+
+    Raises:
+        ConfigurationError: there is none that runs, or it does not end.
+    """
+    worker = find(name)
+    if worker is None or not worker.alive or worker.url is None:
+        what = "is suspended already" if worker is not None and worker.is_suspended else "does not run"
+        raise ConfigurationError(f"the worker {name!r} {what}. See: skyproxy list")
+    if os.name != "posix":
+        raise ConfigurationError("workers on Windows cannot be suspended. End it: skyproxy down " + name)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.process_id, signal.SIGTERM)
+    patience_seconds = SETTINGS.leave_seconds + _BEYOND_LEAVE_SECONDS
+    if not wait_for_end(worker.process_id, worker.identity, patience_seconds):
+        raise ConfigurationError(
+            f"the worker {name!r} has not ended within {patience_seconds:.0f} s. See: skyproxy logs {name}"
+        )
+    return worker
+
+
+def resume_detached(name: str) -> DetachedWorker:
+    """Start a worker again that was suspended, or has ended otherwise; one that runs is left alone.
+
+    Raises:
+        ConfigurationError: there is no trace of it.
+        WorkerStartError: it did not come up.
+    """
+    deadline = time.monotonic() + SETTINGS.worker_start_timeout_seconds
+    while True:
+        worker = find(name)
+        if worker is None:
+            raise ConfigurationError(f"there is no worker {name!r} any more, and what it held is gone with it.")
+        if worker.alive and worker.url is not None:
+            return worker
+        if not worker.alive:
+            try:
+                return start_detached(
+                    name, device=worker.device, env=worker.env, suspend_after_seconds=worker.suspend_after_seconds
+                )
+            except ConfigurationError:  # somebody else was faster
+                if (now := find(name)) is None or not now.alive:
+                    raise
+        if time.monotonic() > deadline:
+            raise WorkerStartError(
+                f"the worker {name!r} is being started and does not listen. See: skyproxy logs {name}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _claim(worker: DetachedWorker) -> int:
+    """Makes the folder of a worker that we are about to start; nobody else can have it from then on.
+
+    Returns:
+        The port for it: that of the one before, where it is free; else 0.
+    """
+    name = worker.name
     made = workers_folder() / f".{name}.{secrets.token_hex(4)}"
+    port = 0
     try:
         _write(worker, made)
         for _ in range(10):
             try:
                 # Fails where the folder exists: it is never empty.
                 made.rename(worker.folder)
-                return worker
+                return port
             except OSError:
                 existing = _read(worker.folder)
                 if existing is not None and existing.alive:
@@ -189,10 +304,26 @@ def _claim(name: str, device: str) -> DetachedWorker:
                         f"a worker {name!r} is already running, as process {existing.process_id}. Use it, or end it "
                         f"first: skyproxy down {name}"
                     ) from None
+                port = _inherit(worker.folder, made) or port
                 shutil.rmtree(worker.folder, ignore_errors=True)
         raise ConfigurationError(f"{worker.folder} cannot be made. Remove it, or set XDG_STATE_HOME.")
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _inherit(before: Path, made: Path) -> int:
+    """Take what a worker that has ended left to the next one; return its port, where that is free."""
+    for item in ("token", "snapshots", "jobs"):
+        with contextlib.suppress(OSError):
+            (before / item).rename(made / item)
+    try:
+        port = int((before / "port").read_text(encoding="ascii"))
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("127.0.0.1", port))
+    except (OSError, ValueError, OverflowError):
+        return 0
+    return port
 
 
 def local_address(name: str) -> tuple[str, str]:
@@ -203,6 +334,8 @@ def local_address(name: str) -> tuple[str, str]:
     """
     worker = find(name)
     url = worker.url if worker is not None and worker.alive else None
+    if worker is not None and worker.is_suspended:
+        raise ConnectError(f"the worker {name!r} is suspended. Bring it back: skyproxy resume {name}")
     if worker is None or url is None:
         last = f" The end of its log:\n{worker.log_tail()}\n" if worker is not None and worker.log_tail() else " "
         raise ConnectError(

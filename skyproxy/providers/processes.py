@@ -40,20 +40,21 @@ def is_alive(process_id: int, identity: str) -> bool:
     return identity_of(process_id) == identity
 
 
-def end(process_id: int, identity: str, grace_seconds: float) -> bool:
+def end(process_id: int, identity: str, grace_seconds: float, first: signal.Signals = signal.SIGTERM) -> bool:
     """Ends a process and its group: asks first, then insists.
 
     Args:
         process_id: the leader of a group of its own.
         identity: what `identity_of` said when it was started; any other process is left alone.
         grace_seconds: how long it may take to end in order.
+        first: what asks it to.
 
     Returns:
         Whether it is gone.
     """
     if not is_alive(process_id, identity):
         return True
-    for number, seconds in ((signal.SIGTERM, grace_seconds), (getattr(signal, "SIGKILL", signal.SIGTERM), 5.0)):
+    for number, seconds in ((first, grace_seconds), (getattr(signal, "SIGKILL", signal.SIGTERM), 5.0)):
         try:
             if hasattr(os, "killpg") and os.getpgid(process_id) == process_id:
                 os.killpg(process_id, number)
@@ -69,3 +70,13 @@ def end(process_id: int, identity: str, grace_seconds: float) -> bool:
         else:
             return True
     return False
+
+
+def wait_for_end(process_id: int, identity: str, timeout_seconds: float) -> bool:
+    """Wait until a process has ended by itself; return whether it has."""
+    deadline = time.monotonic() + timeout_seconds
+    while is_alive(process_id, identity):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from skyproxy.contexts import Context, ContextStore, remote_address
-from skyproxy.errors import ConnectError
-from skyproxy.nodes import Node, connect
+from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.nodes import Node, connect, list_nodes
 from skyproxy.providers.detached import local_address
+from skyproxy.providers.program_control import PROGRAM_CONTROL
+from skyproxy.providers.waking import FoundWay, PlainWay, wake_if_suspended, waker
+from skyproxy.transport.trust import client_context
 
 
 def open_saved() -> Node | None:
@@ -22,12 +25,40 @@ def open_saved() -> Node | None:
 
 
 def open_context(context: Context) -> Node:
-    """Connects to the worker of a context.
+    """Connects to the worker of a context; one that is suspended is brought back.
 
     Raises:
         ConnectError: it is gone or cannot be reached.
     """
     source = f"saved context {context.name!r} ({context.provider})"
+    found = find_way(context)
+    way = found.way
+    try:
+        node = connect(
+            way.url,
+            token=way.token,
+            certificate=way.certificate,
+            server_name=way.server_name,
+            source=source,
+            on_close=way.close,
+            renew=found.renew,
+            trust_worker=True if found.is_own else None,
+        )
+    except BaseException:
+        way.close()
+        raise
+    node.wake, node.context_name = waker(context), context.name
+    accept_moves()
+    return node
+
+
+def find_way(context: Context) -> FoundWay:
+    """Return the way to the worker of a context; one that is suspended is brought back.
+
+    Raises:
+        ConnectError: it is gone or cannot be reached.
+    """
+    wake_if_suspended(context)
     if context.provider == "kubernetes":
         from skyproxy.kubernetes.reach import ClusterAddress, reach_in_thread
 
@@ -38,25 +69,12 @@ def open_context(context: Context) -> Node:
             again.close()
             return again.token, again.certificate
 
-        way = reach_in_thread(address, context.name)
-        try:
-            return connect(
-                way.url,
-                token=way.token,
-                certificate=way.certificate,
-                server_name=way.server_name,
-                source=source,
-                on_close=way.close,
-                renew=renew_in_cluster,
-                trust_worker=True,
-            )
-        except BaseException:
-            way.close()
-            raise
+        return FoundWay(reach_in_thread(address, context.name), renew_in_cluster)
     if context.provider == "remote":
-        return _open_remote(context, source)
+        there = remote_address(context)
+        return FoundWay(PlainWay(there.url, there.token, there.certificate, there.server_name), None, is_own=False)
     if context.provider == "ssh":
-        return _open_ssh(context, source)
+        return _find_ssh(context)
     if context.provider == "container":
         from skyproxy.kubernetes.reach import run_apart
         from skyproxy.providers.detached_container import container_address
@@ -68,12 +86,10 @@ def open_context(context: Context) -> Node:
         def address_now() -> tuple[str, str]:
             return local_address(context.name)
 
-    url, token = address_now()
-    # `skyproxy up` started it, as this user.
-    return connect(url, token=token, source=source, renew=lambda: (address_now()[1], None), trust_worker=True)
+    return FoundWay(PlainWay(*address_now()), lambda: (address_now()[1], None))
 
 
-def _open_ssh(context: Context, source: str) -> Node:
+def _find_ssh(context: Context) -> FoundWay:
     from skyproxy.providers.ssh import find
 
     worker = find(context.name)
@@ -83,23 +99,42 @@ def _open_ssh(context: Context, source: str) -> Node:
             f"forget it: skyproxy context remove {context.name}"
         )
     url, token, close = worker.open()
+    return FoundWay(PlainWay(url, token, close=close), lambda: (worker.token(), None))
+
+
+def move_node(node: Node, name: str) -> None:
+    """Have a node's session go on on the worker of another saved context.
+
+    Raises:
+        ConfigurationError: there is no such context, or that worker cannot go on; nothing has changed.
+        ConnectError: it cannot be reached; nothing has changed.
+        RemoteError: no snapshot can be taken now; nothing has changed.
+        SessionLostError: the session is over.
+    """
+    context = ContextStore().get(name)
+    if context is None:
+        raise ConfigurationError(f"there is no context {name!r} on this machine. See: skyproxy context list")
+    found = find_way(context)
+    way = found.way
     try:
-        # `skyproxy up` started it, as this user.
-        return connect(
-            url,
-            token=token,
-            source=source,
-            on_close=close,
-            renew=lambda: (worker.token(), None),
-            trust_worker=True,
-        )
+        trusted = client_context(way.certificate) if way.certificate is not None else None
+        node._go_to(way.url, way.token, trusted, way.server_name, renew=found.renew)
     except BaseException:
-        close()
+        way.close()
         raise
+    node._use_way(way.close)
+    node.wake, node.context_name = waker(context), name
+    node.source = f"saved context {name!r} ({context.provider})"
 
 
-def _open_remote(context: Context, source: str) -> Node:
-    there = remote_address(context)
-    return connect(
-        there.url, token=there.token, certificate=there.certificate, server_name=there.server_name, source=source
-    )
+def _move_all(before: str, name: str) -> int:
+    """Move the sessions of this program from the worker of one context to that of another; return how many."""
+    chosen = [node for node in list_nodes() if node.context_name == before and node.alive]
+    for node in chosen:
+        move_node(node, name)
+    return len(chosen)
+
+
+def accept_moves() -> None:
+    """Have `skyproxy move` find this program."""
+    PROGRAM_CONTROL.start(_move_all)

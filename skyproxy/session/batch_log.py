@@ -8,13 +8,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from skyproxy.protocol import framing
+from skyproxy.protocol import commands, framing
 from skyproxy.protocol.messages import Buffer, Message
 
 _ENTRY_BYTES = 160
 """The memory of an entry beside the bytes of its batch."""
+_UNREPEATABLE = {
+    "bind_call": "a function ran on the worker",
+    "adopt_results": "a function's results became tensors",
+    "end_cancellation": "operations were cancelled",
+    "hold_named": "the session was given a name",
+    "adopt_named": "a value was taken from a name",
+    "adopt_snapshot": "saved values were restored",
+}
+"""Controls whose effect depends on more than what the log has, and what to call them."""
 
 
 class LoggedBatch(NamedTuple):
@@ -209,3 +218,14 @@ class BatchLog:
                 for kept in self._uploads.values()
                 if kept.job is not None and (kept.sequence is None or kept.sequence > sequence)
             ]
+
+
+def unrepeatable(stream: list[Any], widths: dict[int, int]) -> str:
+    """Return what in a stream cannot be done again, for people; an empty text where all of it can."""
+    for at in commands.walk(stream, widths):
+        number = stream[at]
+        if number == commands.DO or number == commands.CALL:
+            name = stream[at + 1] if number == commands.DO else stream[at + 2]
+            if name in _UNREPEATABLE:
+                return _UNREPEATABLE[name]
+    return ""

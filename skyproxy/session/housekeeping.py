@@ -11,8 +11,10 @@ from typing import Protocol
 
 from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Ping, Pong
+from skyproxy.session.leaving import LEAVING
 from skyproxy.session.liveness import Liveness, StalledOperations
-from skyproxy.session.reconnecting import Outage, Reconnector
+from skyproxy.session.outage import Outage
+from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiter
@@ -36,6 +38,8 @@ class AuxiliaryConnection(Protocol):
 
     def keep_alive(self) -> None: ...
 
+    def cut(self) -> bool: ...
+
     def abandon(self) -> None: ...
 
 
@@ -48,6 +52,7 @@ class Housekeeping:
         round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
         often: called about twenty times a second; they must be short.
         tick: called again and again, about twenty times a second.
+        on_leaving: told the milliseconds after which the worker will end, where it says so.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Housekeeping:
         self.auxiliary: list[AuxiliaryConnection] = []
         self.often: list[Callable[[], object]] = []
         self.tick: Callable[[], object] = lambda: None
+        self.on_leaving: Callable[[int], object] = lambda milliseconds: None
         self.last_heard = time.monotonic()
         self.round_trip_seconds = 0.0
         self._recorder = recorder
@@ -106,6 +112,9 @@ class Housekeeping:
 
     def on_pong(self, pong: Pong) -> None:
         """Take the time of a round trip."""
+        if LEAVING in pong.load:
+            self.on_leaving(pong.load[LEAVING])
+            return
         if pong.number == _ABOUT_LOAD:
             while self._asking:
                 self._asking.popleft().set(pong.load)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError, SessionLostError, SkyproxyError
-from skyproxy.protocol.messages import Welcome
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.local_worker import LocalWorker
-from skyproxy.session.opening import Opener
+from skyproxy.session.opening import Opener, Renew
 from skyproxy.session.protection import NewSession
 from skyproxy.session.session import Session
 from skyproxy.session.snapshot_copies import WorkerCopies
+from skyproxy.session.successor import Successor, WayBack, check_fits
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
 
@@ -27,14 +29,41 @@ class NodeMoves:
         url: where its worker listens.
         software: versions there.
         session_name: the name of its session, if it has one.
+        wake: starts its worker again where that was suspended, and gives the way to it; None where that is not ours to
+            do.
+        context_name: the saved context that it was opened by; empty for none.
     """
 
+    context_name: str = ""
+    wake: Callable[[], WayBack] | None = None
     url: str
     software: dict[str, str]
     session_name: str | None
     _session: Session
     _opener: Opener | None
     _worker: LocalWorker | None
+    _on_close: Callable[[], object] | None
+
+    def _restart_worker(self, stop: threading.Event) -> LocalWorker:
+        """Start the embedded worker anew."""
+        raise NotImplementedError
+
+    def _expect_leave(self) -> None:
+        """Have the session suspended when its worker says that it is about to end."""
+        self._session.open_anew = Successor(self, None) if self._opener is not None else None
+        self._session.obstacle = self._obstacle
+
+    def _obstacle(self) -> str:
+        """Return why the session cannot be suspended; an empty text where it can."""
+        if self.session_name is not None:
+            return f"the session {self.session_name!r} has a name, and what is put under a name stays on its worker"
+        return ""
+
+    def _use_way(self, close: Callable[[], object]) -> None:
+        """Close this with the node, in place of the way to the worker before."""
+        before, self._on_close = self._on_close, close
+        if before is not None and before is not close:
+            before()
 
     def move_to(
         self,
@@ -69,17 +98,43 @@ class NodeMoves:
             node.move_to("wss://bigger.example:8765", token=token)
             ```
         """
+        if is_link(url):
+            url, certificate = read_url(url, certificate)
+        self._go_to(
+            url,
+            token,
+            client_context(certificate) if certificate is not None else None,
+            server_name,
+            insecure=insecure,
+        )
+
+    def _go_to(
+        self,
+        url: str,
+        token: str | None,
+        ssl_context: ssl.SSLContext | None,
+        server_name: str | None,
+        *,
+        insecure: bool = False,
+        renew: Renew | None = None,
+    ) -> None:
+        """As `move_to`.
+
+        Args:
+            url, token, ssl_context, server_name, insecure: the other worker.
+            renew: gives its token and certificate anew; None leaves what there was.
+        """
         session, opener = self._session, self._opener
-        session.check()
+        session.wait_until_awake()
         if opener is None or not session.welcome.limits.get("snapshots"):
             raise ConfigurationError(f"the worker at {self.url} keeps no snapshots. Start it with --snapshots FOLDER.")
         if self.session_name is not None:
             raise ConfigurationError(f"the session {self.session_name!r} has a name, which stays on its worker.")
-        if is_link(url):
-            url, certificate = read_url(url, certificate)
         target = opener.copy()
         target.use(url, token)
-        target.trust(client_context(certificate) if certificate is not None else None, server_name, insecure=insecure)
+        target.trust(ssl_context, server_name, insecure=insecure)
+        if renew is not None:
+            target.renew_by(renew)
         opened = target.open_session()
         try:
             check_fits(session.welcome, opened.welcome)
@@ -142,20 +197,3 @@ class _Carrier:
 
 def _nowhere(reason: str, stop: threading.Event) -> NewSession:
     raise SessionLostError(reason)
-
-
-def check_fits(before: Welcome, now: Welcome) -> None:
-    """Raises:
-    ConfigurationError: a worker cannot go on with a session of another one.
-    """
-    if not now.limits.get("snapshots"):
-        raise ConfigurationError("the other worker keeps no snapshots. Start it with --snapshots FOLDER.")
-    if before.software.get("torch") != now.software.get("torch"):
-        raise ConfigurationError(
-            f"the other worker runs torch {now.software.get('torch')!r:.40}, and the session began with "
-            f"{before.software.get('torch')!r:.40}"
-        )
-    kinds = [(row.get("type"), row.get("index")) for row in now.devices]
-    missing = [f"{row['type']}:{row['index']}" for row in before.devices if (row["type"], row["index"]) not in kinds]
-    if missing:
-        raise ConfigurationError(f"the other worker has no {', '.join(missing)}, which the session uses")

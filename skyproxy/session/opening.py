@@ -128,6 +128,10 @@ class Opener:
         self._server_name = server_name or self._server_name
         self._insecure = insecure or self._insecure
 
+    def renew_by(self, renew: Renew) -> None:
+        """Ask this for the token and the certificate from now on, where they are refused."""
+        self._renew = renew
+
     def ask_status(self) -> dict[str, Any]:
         """Ask the worker what it does, beside the operations.
 

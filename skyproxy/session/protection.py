@@ -14,40 +14,28 @@ from skyproxy.errors import ConfigurationError, ProtocolError, RemoteError, Sess
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import Batch, Buffer, Failure, NamedBatch, Repeat, Reply, Sequence, Warned, Welcome
-from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload
+from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Warned, Welcome
+from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
 from skyproxy.session.reconnecting import Fresh
 from skyproxy.session.recorder import Recorder
+from skyproxy.session.restoring import WorkerEndedError, ask_first
+from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")
 
-_UNREPEATABLE = {
-    "bind_call": "a function ran on the worker",
-    "adopt_results": "a function's results became tensors",
-    "end_cancellation": "operations were cancelled",
-    "hold_named": "the session was given a name",
-    "adopt_named": "a value was taken from a name",
-    "adopt_snapshot": "saved values were restored",
-}
-"""Controls whose effect depends on more than what the log has, and what to call them."""
 _RETRY_SECONDS = 1.0
 """The time after which a snapshot that was refused is asked for again."""
 _LOG_SHARE = 0.75
 """The part of the log's bound from which a snapshot is due."""
 _FRUITLESS_RECOVERIES = 5
 """Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
-_CONNECTIONS = 2
 _TOLD_WARNINGS = 4096
 """Warnings that are remembered, so that none is shown twice."""
+_PARTS = 3
+"""Parts that another worker is given: the operations, the bulk connection, and the uploads that it needs."""
 _LOOK_SECONDS = 0.005
-_ANSWER_SECONDS = 600.0
-"""The longest wait for a worker to load a snapshot."""
-
-
-class _WorkerEndedError(SessionLostError):
-    """A worker ended that was asked to go on with a session."""
 
 
 class NewSession(NamedTuple):
@@ -102,6 +90,8 @@ class Protection:
         is_moving: whether the session is about to leave its worker for another one.
         patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
         stall_seconds: how long recording waits, at the bound of the log, for a worker that does not answer.
+        is_passing: whether it ends when the session has a worker again, for only a suspension needs it.
+        suspension: whether the session is without a worker now, and needs none.
     """
 
     def __init__(
@@ -145,7 +135,9 @@ class Protection:
         self._fruitless = 0
         self._reached = 0
         self._is_off = False
-        self.is_moving = False
+        self.is_moving = self.is_passing = False
+        self.suspension = Suspension(recorder, waiters)
+        self._late_holes: list[Hole] = []
         self._prepared: tuple[NewSession, int] | None = None
         self._moved = Waiter()
         self._parts = 0
@@ -153,6 +145,7 @@ class Protection:
         self._is_settled = threading.Event()  # no other worker is taking over now
         self._is_settled.set()
         self._told: dict[int, None] = {}
+        self._part_lock = threading.Lock()
         self._on_moved: Callable[[], object] = lambda: None
 
     # --- the log -----------------------------------------------------------------------------------------------------
@@ -163,12 +156,14 @@ class Protection:
         if isinstance(batch, Repeat):
             reason = self._unrepeatable_names.get(batch.name, "")
         else:
-            reason = _unrepeatable(batch.stream, self._recorder.widths)
+            reason = unrepeatable(batch.stream, self._recorder.widths)
             if isinstance(batch, NamedBatch):
                 self._unrepeatable_names.pop(batch.name, None)
                 if reason:
                     self._unrepeatable_names[batch.name] = reason
-        if reason:
+        if reason and self.suspension.is_on:
+            self._late_holes.append(Hole(batch.sequence, reason))  # no worker has done it yet
+        elif reason:
             self.log.puncture(batch.sequence, reason)
             self._wanted = True
 
@@ -232,12 +227,13 @@ class Protection:
     def tick(self) -> None:
         """Begin a snapshot if one is due in a program that does nothing at the moment; look after the last one."""
         self._settle()
+        self.suspension.look()
         if self._pending is None and self._is_due() and self._recorder.batches > max(self.log.starts(), default=0):
             self.try_snapshot()
 
     def _is_due(self) -> bool:
         now = time.monotonic()
-        if self._is_off or self.is_moving or now < self._retry_at:
+        if self._is_off or self.is_moving or self.suspension.is_on or now < self._retry_at:
             return False
         if self._wanted or (self.every_steps and self._steps >= self.every_steps):
             return True
@@ -307,6 +303,7 @@ class Protection:
     def stop(self) -> None:
         """Take no more snapshots, and keep no log."""
         self._is_off = True
+        self.suspension.wake()
         self._moved.fail(SessionLostError("the session ended while it was moved"))
         self._is_settled.set()
         self.log.forget()
@@ -358,11 +355,52 @@ class Protection:
             self._prepared = None
 
     def note_part(self) -> None:
-        """Take note that one of the two connections is replaced: then that of the operations, or the other one."""
-        self._parts += 1
-        if self._parts == _CONNECTIONS:
+        """Take note that another worker has one of the parts that it needs."""
+        with self._part_lock:
+            self._parts += 1
+            is_whole = self._parts == _PARTS
+        if is_whole:
             self._moved.set(None)
             self._is_settled.set()
+            if self.suspension.is_on:
+                self._end_suspension()
+
+    # --- suspending --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if the session is without a worker now, and needs none."""
+        return self.suspension.is_on
+
+    @property
+    def has_gone_on(self) -> bool:
+        """True if another worker has all that it needs of a session that was suspended."""
+        return self.suspension.has_ended
+
+    def can_be_suspended(self, sequence: int) -> bool:
+        """Return whether the session can go on from this snapshot or a later one, whatever it was asked since."""
+        durable = self.log.durable
+        return durable is not None and durable >= sequence and self.log.hole_after(durable) is None
+
+    def suspend(self) -> None:
+        """Need no worker until something is wanted; call it between two batches, when that can be."""
+        self.suspension.begin()
+
+    def _end_suspension(self) -> None:
+        holes, self._late_holes = self._late_holes, []
+        self.suspension.end()
+        for hole in holes:
+            self.log.puncture(hole.sequence, hole.reason)
+            self._wanted = True
+
+    def _wait_until_wanted(self) -> None:
+        """Raises:
+        SessionLostError: the session is over.
+        """
+        self.suspension.wait()
+        if self._is_off:
+            raise SessionLostError("the session was closed")
+        self._fruitless = 0
 
     def _take_prepared(self) -> tuple[Fresh, Fresh] | None:
         """Return the connections of the worker that the session moves to, where all it needs is still logged."""
@@ -384,11 +422,13 @@ class Protection:
         """Have another worker restore the newest snapshot that it can, for the log behind it to be done again.
 
         Raises:
-            SessionLostError: there is no such worker, or no such snapshot.
+            SessionLostError: there is no such worker, or no such snapshot; or the session is over.
         """
         prepared = self._take_prepared()
         if prepared is not None:
             return prepared
+        if self.suspension.is_on:
+            self._wait_until_wanted()
         self._is_settled.clear()
         self._parts = 0
         try:
@@ -398,7 +438,8 @@ class Protection:
             raise
 
     def _recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
-        self._look_for_progress(reason)
+        if not self.suspension.is_on:
+            self._look_for_progress(reason)
         while not stop.is_set():
             self._check_log(reason)
             opened = self._open_anew(reason, stop)
@@ -407,13 +448,16 @@ class Protection:
             except SessionLostError as lost:
                 opened.operations.close()
                 opened.bulk.close()
-                if not isinstance(lost.__cause__, _WorkerEndedError):
+                if not isinstance(lost.__cause__, WorkerEndedError):
                     raise
                 logger.debug("skyproxy: a worker ended while it loaded a snapshot: %s", lost)
                 stop.wait(_RETRY_SECONDS)
                 continue
             self.recoveries += 1
             self.on_recovered(opened.welcome)
+            if self.suspension.is_on:
+                _say(f"the session goes on; it was suspended for {self.suspension.seconds:.0f} s.")
+                return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
             _say(
                 f"the worker is gone ({_short(reason)}). Another one goes on from the last snapshot; "
                 f"{max(self.log.last - start, 0):,} batches of operations since then are executed again."
@@ -474,8 +518,8 @@ class Protection:
             raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
         except (KeyError, TypeError) as error:
             raise SessionLostError(f"{reason}; and another worker lists impossible snapshots: {error!r}") from error
-        except (_WorkerEndedError, ProtocolError) as error:
-            raise SessionLostError(f"{reason}; and then: {error}") from _WorkerEndedError(str(error))
+        except (WorkerEndedError, ProtocolError) as error:
+            raise SessionLostError(f"{reason}; and then: {error}") from WorkerEndedError(str(error))
         return start
 
     def replay(self, start: int, before: Connection, link: Transport) -> None:
@@ -487,42 +531,6 @@ class Protection:
             link.connection.on_send(same, size)
             link.repeat(same)
         self.note_part()
-
-
-def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[object]) -> Any:
-    """Ask a control of a worker on a connection that nobody reads yet; return its answer.
-
-    Raises:
-        RemoteError: the control failed.
-        SessionLostError: the worker ended, or said nothing.
-    """
-    until = time.monotonic() + _ANSWER_SECONDS
-    try:
-        link.send(Batch(sequence, [commands.CALL, int(sequence), name, arguments]))
-    except SessionLostError as error:
-        raise _WorkerEndedError(str(error)) from error
-    while True:
-        try:
-            message = link.recv(max(until - time.monotonic(), 0.0))
-        except SessionLostError as error:
-            raise _WorkerEndedError(str(error)) from error
-        except TimeoutError:
-            raise _WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
-        if isinstance(message, Reply):
-            return message.value
-        if isinstance(message, Failure):
-            raise RemoteError(visible(message.error.get("message") or "it failed"))
-
-
-def _unrepeatable(stream: list[Any], widths: dict[int, int]) -> str:
-    """Return what in a stream cannot be done again, for people; an empty text where all of it can."""
-    for at in commands.walk(stream, widths):
-        number = stream[at]
-        if number == commands.DO or number == commands.CALL:
-            name = stream[at + 1] if number == commands.DO else stream[at + 2]
-            if name in _UNREPEATABLE:
-                return _UNREPEATABLE[name]
-    return ""
 
 
 def _unrepeatable_text(reason: str, hole: Hole) -> str:

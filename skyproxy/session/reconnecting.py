@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from skyproxy.errors import (
 from skyproxy.protocol import framing
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import ANSWERS, BULK, OPERATIONS, Goodbye, Message, Received, Welcome
+from skyproxy.session.outage import Outage
 from skyproxy.settings import Settings
 from skyproxy.transport.base import LinkDownError, PayloadSink, Transport
 
@@ -32,8 +32,6 @@ _SPREAD = (0.5, 1.5)
 """The clients of one network come back at different moments."""
 _REFUSALS = 3
 """Refused connections in a row after which nothing listens there any more; a tunnel that is restarted takes less."""
-_QUIET_SECONDS = 1.0
-"""An outage that is over sooner is not worth a line."""
 _CONFIRM_EVERY = 64
 _CONFIRM_BYTES = 256 << 10
 _TRY_LATER = frozenset({"", "too-many-sessions"})
@@ -80,6 +78,10 @@ class Recovery(Protocol):
     is_moving: bool
     patience_seconds: float
 
+    @property
+    def is_suspended(self) -> bool:
+        """True if the session is without a worker now, and needs none."""
+
     def recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
         """Return the operations and the bulk connection of a session that was restored.
 
@@ -95,74 +97,6 @@ class Recovery(Protocol):
 
     def cut_operations(self, recoveries: int) -> object:
         """The same for the operations connection."""
-
-
-class Outage:
-    """The one line that tells people of a broken session, for all its connections.
-
-    Attributes:
-        patience_seconds: how long somebody will try.
-    """
-
-    def __init__(self, where: str, patience_seconds: float) -> None:
-        """Args:
-        where: the worker's address.
-        patience_seconds: how long somebody will try.
-        """
-        self._where = where
-        self.patience_seconds = patience_seconds
-        self._lock = threading.Lock()
-        self._broken = 0
-        self._began = 0.0
-        self._timer: threading.Timer | None = None
-        self._was_told = False
-
-    @property
-    def is_going_on(self) -> bool:
-        """True if any connection is broken now."""
-        return self._broken > 0
-
-    def begin(self, reason: str) -> None:
-        """Count a connection that broke; tell people, unless it is back soon."""
-        with self._lock:
-            self._broken += 1
-            if self._broken == 1:
-                self._began, self._was_told = time.monotonic(), False
-                self._timer = threading.Timer(_QUIET_SECONDS, self._tell, (reason,))
-                self._timer.daemon = True
-                self._timer.start()
-
-    def end(self) -> None:
-        """Count one that is back, or given up."""
-        with self._lock:
-            self._broken -= 1
-            if self._broken or self._timer is None:
-                return
-            self._timer.cancel()
-            self._timer = None
-            if self._was_told:
-                self._say(f"connected again after {time.monotonic() - self._began:.1f} s; nothing was lost.")
-
-    def give_up(self) -> None:
-        """Say nothing more: the error says it."""
-        with self._lock:
-            self._was_told = False
-            if self._timer is not None:
-                self._timer.cancel()
-
-    def _tell(self, reason: str) -> None:
-        with self._lock:
-            if self._broken and self._timer is not None:
-                self._was_told = True
-                self._say(
-                    f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to restore it for up "
-                    f"to {self.patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
-                )
-
-    @staticmethod
-    def _say(text: str) -> None:
-        if sys.stderr is not None:
-            print(f"skyproxy: {text}", file=sys.stderr, flush=True)
 
 
 class Reconnector:
@@ -201,7 +135,13 @@ class Reconnector:
 
     def outlives(self, goodbye: Goodbye | None) -> bool:
         """Return whether the session goes on although the worker has said this on a connection, if anything."""
-        return goodbye is None or (self.recovery is not None and goodbye.code_name in _WORKER_ENDED)
+        if goodbye is None:
+            return True
+        recovery = self.recovery
+        if recovery is None:
+            return False
+        # One that the session leaves may end it there before all connections are cut.
+        return recovery.is_moving or recovery.is_suspended or goodbye.code_name in _WORKER_ENDED
 
     def stop(self) -> None:
         """End every attempt."""
@@ -224,7 +164,11 @@ class Reconnector:
         self.outage.begin(reason)
         try:
             try:
-                is_moving = self.recovery is not None and self.recovery.is_moving
+                recovery = self.recovery
+                if recovery is not None and recovery.is_suspended:
+                    self.outage.give_up()  # it is no outage
+                    raise SessionLostError(reason)
+                is_moving = recovery is not None and recovery.is_moving
                 if is_moving or not self.resumes or link.connection.goodbye is not None:
                     raise SessionLostError(reason)
                 return self._connect(role, link.connection.answers, recoveries, reason)

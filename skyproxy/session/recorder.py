@@ -269,6 +269,16 @@ class Recorder:
         finally:
             self._lock.release()
 
+    def between_batches(self, action: Callable[[], object], timeout_seconds: float) -> bool:
+        """Do something while no batch is cut or sent; return whether there was such a moment in time."""
+        if not self._lock.acquire(timeout=timeout_seconds):
+            return False
+        try:
+            action()
+            return True
+        finally:
+            self._lock.release()
+
     def reset_batch_limit(self) -> None:
         """The worker has nothing to do: it shall start soon."""
         self.limit = self._first_limit

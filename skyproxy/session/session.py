@@ -33,6 +33,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
+from skyproxy.session.leaving import Leave
 from skyproxy.session.offers import UploadDedup
 from skyproxy.session.protection import Bring, NewSession, OpenAnew, Protection
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
@@ -44,6 +45,8 @@ from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")
+
+_LOOK_SECONDS = 0.01
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -58,9 +61,12 @@ class Session(Requests):
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
         protection: has another worker go on where this one ends; None where the session ends then.
+        open_anew: finds another worker; None where nobody can.
+        obstacle: tells why this session cannot be suspended; an empty text where it can.
     """
 
     protection: Protection | None = None
+    open_anew: OpenAnew | None = None
 
     def __init__(
         self,
@@ -112,6 +118,8 @@ class Session(Requests):
         )
         self.auxiliary = self._housekeeping.auxiliary
         self.often = self._housekeeping.often
+        self._housekeeping.on_leaving = Leave(self).on_notice
+        self.obstacle: Callable[[], str] = lambda: ""
         self._closing = False
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)
@@ -230,8 +238,15 @@ class Session(Requests):
         assert protection is not None
         assert start is not None
         self._downloads.begin_anew()
-        offers = _offers_for(fresh.welcome, self.settings)
-        self._uploads.begin_anew(fresh.link, offers, lambda: protection.log.jobs_after(start))
+        offers, recoveries = _offers_for(fresh.welcome, self.settings), protection.recoveries
+
+        def needed() -> list[object]:
+            found = protection.log.jobs_after(start)
+            if protection.recoveries == recoveries:
+                protection.note_part()
+            return found
+
+        self._uploads.begin_anew(fresh.link, offers, needed)
         self.cancelling.send_again(fresh.link.post)
         protection.note_part()
 
@@ -304,7 +319,7 @@ class Session(Requests):
             self._uploads.log = protection
             protection.snapshot()
             self.recorder.on_sent = protection.on_sent
-            self._housekeeping.tick = protection.tick
+            self._housekeeping.tick = self._tick
             self._reconnector.recovery = protection
             outage = self._reconnector.outage
             outage.patience_seconds = max(outage.patience_seconds, self.settings.reconnect_seconds)
@@ -333,14 +348,64 @@ class Session(Requests):
         self.protection.move(opened, on_moved, bring)
         return answers
 
+    def _tick(self) -> None:
+        protection = self.protection
+        if protection is None:
+            return
+        protection.tick()
+        if protection.is_passing and protection.has_gone_on and self.is_reachable:
+            self.unprotect()
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if the session is without a worker now, until the next operation."""
+        return self.protection is not None and self.protection.is_suspended
+
+    def wake(self) -> None:
+        """Have a worker go on with the session, if it is suspended; does not wait for that."""
+        if self.protection is not None:
+            self.protection.suspension.wake()
+
+    def wait_until_awake(self) -> None:
+        """Have a worker go on with the session, if it is suspended, and wait until it does.
+
+        Raises:
+            SessionLostError: the session is over.
+        """
+        while self.is_suspended:
+            self.check()
+            self.wake()
+            time.sleep(_LOOK_SECONDS)
+        self.check()
+
+    def post_bulk(self, message: Pong) -> None:
+        """Leave a message to be sent on the bulk connection."""
+        self._bulk.post(message)
+
+    def between_batches(self, action: Callable[[], object], timeout_seconds: float) -> bool:
+        """As `Recorder.between_batches`."""
+        return self.recorder.between_batches(action, timeout_seconds)
+
+    def cut_all(self) -> None:
+        """Leave the worker without a word: the session is suspended, and needs it no more."""
+        for transport in list(self.auxiliary):
+            transport.cut()
+        self._bulk.cut()
+        self._operations.cut()
+
     def unprotect(self, *, waits: bool = True) -> None:
         """Take no more snapshots, and have those that there are deleted: the session ends with its worker.
+
+        While the session is suspended, this is put off until it goes on.
 
         Args:
             waits: whether to wait for a worker that is taking over now; the session ends otherwise.
         """
         protection = self.protection
         if protection is None:
+            return
+        if protection.is_suspended and self._ended is None:
+            protection.is_passing = True
             return
         if waits:
             protection.wait_until_settled()

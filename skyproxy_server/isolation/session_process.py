@@ -129,6 +129,8 @@ class SessionProcess:
             elif order["order"] == "prepare":
                 # Not here: whoever uses the connection that is to be cut may take a moment to leave it.
                 threading.Thread(target=self._prepare, args=(order,), name="skyproxy-prepare", daemon=True).start()
+            elif order["order"] == "leave":
+                self._host.announce_leaving(order["milliseconds"] / 1000)
             elif order["order"] == "expire":
                 self._host.end_lasting()
             elif order["order"] in ("has-call", "visit", "found"):
@@ -192,7 +194,8 @@ class SessionProcess:
             {**row, "used_memory_bytes": limits.private_bytes()} if row["type"] == "cpu" else row
             for row in activity["devices"]
         ]
-        return {**activity, "devices": rows, "sessions": int(not self._operations_over.is_set())}
+        sessions = int(not self._operations_over.is_set())
+        return {**activity, "devices": rows, "sessions": sessions, "leaving": self._host.leaving()}
 
     def _take(self, sock: socket.socket, order: dict[str, Any]) -> None:
         """Begin to serve a connection. In the order in which they come: the others join what the first one opens."""

@@ -197,6 +197,11 @@ class SupervisedSession:
         with suppress(ChannelClosedError):
             self._control.send({"order": "close", "code": code_name, "reason": reason}, wait=False)
 
+    def announce_leaving(self, seconds: float) -> None:
+        """Have the process tell its client that the worker ends."""
+        with suppress(ChannelClosedError):
+            self._control.send({"order": "leave", "milliseconds": int(seconds * 1000)}, wait=False)
+
     # --- reports -------------------------------------------------------------------------------------------------
 
     @property

@@ -302,6 +302,8 @@ class ProcessHost:
             "sessions": sum(session.is_open and session.detached_at is None for session in sessions),
             "processes": len(sessions),
             "memory_bytes": sum(limits.resident_bytes(pid) for pid in (os.getpid(), self._template.pid, *pids)),
+            "detached": self.detached(),
+            "named": self.named_sessions(),
             "calls_running": calls,
             "idle_seconds": round(idle, 3),
             "commands": commands,
@@ -318,6 +320,37 @@ class ProcessHost:
         for session, number in asked:
             session.answer(number, deadline)
         return [session.row for session, _ in asked]
+
+    def announce_leaving(self, seconds: float) -> int:
+        """Tell the clients that the worker ends; return how many."""
+        told = self._attached() if self._snapshots() else []
+        for session in told:
+            session.announce_leaving(seconds)
+        return len(told)
+
+    def leaving(self) -> int:
+        """The sessions whose clients were told so, and are waited for; one that does not answer is among them."""
+        asked = [(session, session.ask()) for session in self._attached()]
+        deadline = time.monotonic() + _REPORT_SECONDS
+        reports = [session.answer(number, deadline) for session, number in asked]
+        return sum(report is None or int(report.get("leaving", 0)) > 0 for report in reports)
+
+    def staying(self) -> int:
+        """The sessions with a connection."""
+        return len(self._attached())
+
+    def detached(self) -> int:
+        """The sessions without one."""
+        with self._lock:
+            return sum(session.is_open and session.detached_at is not None for session in self._sessions.values())
+
+    def named_sessions(self) -> int:
+        """None are kept here."""
+        return 0
+
+    def _attached(self) -> list[SupervisedSession]:
+        with self._lock:
+            return [one for one in self._sessions.values() if one.is_open and one.detached_at is None]
 
     # --- processes -------------------------------------------------------------------------------------------------
 

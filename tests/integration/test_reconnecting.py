@@ -17,7 +17,7 @@ import trustme
 import skyproxy
 from skyproxy import nodes
 from skyproxy.errors import SessionLostError
-from skyproxy.session import reconnecting
+from skyproxy.session import outage
 from skyproxy.settings import SETTINGS
 from tests.integration.broken_connections import check_same, move, train
 from tests.integration.chaos_proxy import ChaosProxy, chaos_proxy
@@ -171,7 +171,7 @@ def test_a_connection_that_says_nothing_any_more_is_replaced(
 def test_waiting_says_why_and_goes_on(
     connect: Connect, served: tuple[int, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnecting, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(outage, "_QUIET_SECONDS", 0.01)
     with chaos_proxy(served[0]) as proxy:
         node = connect(proxy)
         x = torch.ones(3, device=node.devices[0])

@@ -35,6 +35,8 @@ def everything() -> dict[str, Any]:
         env={"HF_HOME": "/cache", "N": 1, "TOKEN": {"secretKeyRef": {"name": "s", "key": "k"}}},
         idle_timeout_seconds=5400,
         max_lifetime_seconds=0.5,
+        suspend_after_seconds=900,
+        snapshots={"storage": "20Gi"},
         nodeSelector={"zone": "a"},
         affinity=None,
     )
@@ -54,6 +56,8 @@ def test_everything_given_is_said() -> None:
         ],
         "idleTimeout": "1h30m",
         "maxLifetime": "1s",
+        "suspendAfter": "15m",
+        "snapshots": {"storage": "20Gi"},
         "nodeSelector": {"zone": "a"},
     }
 

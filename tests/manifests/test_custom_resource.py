@@ -178,6 +178,9 @@ def test_a_misspelt_field_of_an_example_would_be_found() -> None:
         {"env": [{"name": "1A"}]},
         {"idleTimeout": "1.h"},
         {"suspend": "yes"},
+        {"suspendAfter": "soon"},
+        {"snapshots": {}},
+        {"snapshots": {"storage": "much"}},
         {"gateway": {"hostname": "*.example"}},
         {"image": ""},
     ],
@@ -205,6 +208,10 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"idleTimeout": "", "maxLifetime": "1d"}, True),
     ({"idleTimeout": "0s"}, False),
     ({"maxLifetime": "0d0h"}, False),
+    ({"suspendAfter": "15m"}, False),
+    ({"suspendAfter": "", "suspend": True}, True),
+    ({"suspendAfter": "15m", "snapshots": {"storage": "20Gi"}}, True),
+    ({"suspendAfter": "0s", "snapshots": {"storage": "20Gi"}}, False),
 ]
 
 

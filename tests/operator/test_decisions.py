@@ -311,6 +311,23 @@ def test_an_idle_worker_goes_and_stays_away() -> None:
     assert names(plan_for(compute, pods, at(9999)).delete) == ["dev-0"]
 
 
+def test_an_idle_worker_is_suspended_until_somebody_wakes_it() -> None:
+    compute = make_compute(suspendAfter="15m", snapshots={"storage": "20Gi"})
+    pods = [make_pod(compute, ready=True)]
+    busy = plan_for(compute, pods, reports=[Report(899.0, {})])
+    assert (busy.delete, busy.status["phase"], busy.look_again_seconds) == ((), "Running", 1.0)
+    for held in ({"detached": 1}, {"named": 2}):  # what such a session holds would be lost
+        assert plan_for(compute, pods, reports=[Report(9999.0, held)]).status["phase"] == "Running"
+    plan = plan_for(carried_on(compute, busy), pods, at(1), reports=[Report(900.0, {"detached": 0, "named": 0})])
+    assert (names(plan.delete), plan.status["phase"]) == (["dev-0"], "Suspended")
+    assert ready(plan.status) == ("False", "SuspendedIdle")
+    compute = carried_on(compute, plan)
+    plan = plan_for(compute, [], at(9999))
+    assert (plan.create, plan.status["phase"]) == ((), "Suspended")
+    compute["metadata"]["annotations"] = {"skyproxy.dev/wake": "now"}
+    assert names(plan_for(compute, [], at(9999)).create) == ["dev-0"]
+
+
 def test_a_worker_that_cannot_be_asked_stays() -> None:
     compute = make_compute(idleTimeout="10m")
     plan = plan_for(compute, [make_pod(compute, ready=True)], reports=[Report(problem="silent")])

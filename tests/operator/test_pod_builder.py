@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import InstanceInfo
+from skyproxy_operator.children import claim
 from skyproxy_operator.names import ATTEMPT, SPEC_HASH
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
@@ -160,6 +162,23 @@ def test_volumes_are_mounted() -> None:
     mounts = {item["name"]: item["mountPath"] for item in container(pod)["volumeMounts"]}
     assert set(mounts) == set(volumes)
     assert (mounts["cache"], mounts["shm"]) == ("/cache", "/dev/shm")
+
+
+def test_sessions_have_a_volume_and_the_time_to_be_saved() -> None:
+    compute = make_compute(snapshots={"storage": "20Gi", "storageClassName": "fast"})
+    spec = spec_of(compute)
+    pod: Any = build_pod(compute, spec, 0, 0, OPTIONS)
+    (mount,) = [item for item in container(pod)["volumeMounts"] if item["name"] == "snapshots"]
+    assert variables(pod)["SKYPROXY_SNAPSHOTS"] == mount["mountPath"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= float(variables(pod)["SKYPROXY_LEAVE_SECONDS"]) + 10
+    made = claim(compute, spec.volumes[0], None)
+    assert made["metadata"]["ownerReferences"][0]["uid"] == compute["metadata"]["uid"]
+    assert made["spec"]["storageClassName"] == "fast"
+    # A volume of the user's own cannot be in the way.
+    for volume in ({"name": "snapshots", "path": "/a"}, {"name": "a", "path": mount["mountPath"]}):
+        both = make_compute(snapshots={"storage": "1Gi"}, volumes=[{"storage": "1Gi", **volume}])
+        with pytest.raises(ConfigurationError):
+            spec_of(both)
 
 
 def test_the_authority_and_other_keys_of_secrets_stay_outside() -> None:

@@ -42,8 +42,8 @@ ELSEWHERE = {
     Goodbye: "the transport ends with it",
     Received: "the connection drops the answers that it confirms",
 }
-IGNORED = {(WORKER, BULK): {"Pong"}}
-"""Messages that need no answer and tell nothing more than that they came: a worker asks its client for no load."""
+IGNORED: dict[tuple[str, str], set[str]] = {}
+"""Messages that need no answer and tell nothing more than that they came."""
 
 
 def read_by(side: str, kind: str) -> set[type[Message]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,17 @@ def leave(name: str, process_id: int, identity: str) -> DetachedWorker:
     return worker
 
 
+def claim(name: str) -> tuple[DetachedWorker, int]:
+    """Claim a name for this process; what was claimed, and the port that it inherits."""
+    own = str(identity_of(os.getpid()))
+    worker = DetachedWorker(name, os.getpid(), own, "cpu", "2026-01-02T00:00:00+00:00")
+    return worker, detached._claim(worker)
+
+
 def test_a_name_in_use_cannot_be_taken() -> None:
     leave("dev", os.getpid(), str(identity_of(os.getpid())))
     with pytest.raises(ConfigurationError, match="is already running"):
-        detached._claim("dev", "cpu")
+        claim("dev")
     assert [worker.name for worker in list_detached()] == ["dev"]
 
 
@@ -40,8 +48,9 @@ def test_a_name_in_use_cannot_be_taken() -> None:
 )
 def test_what_a_crash_left_behind_is_taken_over(process_id: int, identity: str) -> None:
     old = leave("dev", process_id, identity)
-    (old.folder / "port").write_text("1")
-    claimed = detached._claim("dev", "cpu")
+    (old.folder / "port").write_text("nowhere")
+    claimed, port = claim("dev")
+    assert port == 0
     assert claimed.process_id == os.getpid()
     assert find("dev") == claimed
     # Nothing of the old one is mistaken for the new one's.
@@ -55,7 +64,30 @@ def test_a_broken_record_is_nobody(text: str) -> None:
     (worker.folder / "worker.json").write_text(text)
     assert find("dev") is None
     assert list_detached() == []
-    assert detached._claim("dev", "cpu").name == "dev"
+    assert claim("dev")[0].name == "dev"
+
+
+def test_who_comes_next_gets_the_token_the_port_the_jobs_and_the_snapshots_of_who_has_ended() -> None:
+    old = leave("dev", GONE, "x")
+    snapshot = old.snapshots / "owner" / "name" / "snapshot-00000001.msgpack"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.write_text("what it held")
+    job = old.folder / "jobs" / "owner" / "night" / "job.json"
+    job.parent.mkdir(parents=True)
+    job.write_text("what it runs")
+    (old.folder / "token").write_text("secret\n")
+    (old.folder / "suspended.json").write_text('{"text": "1 session is suspended"}')
+    assert old.is_suspended
+    assert old.suspension_text() == "1 session is suspended"
+    with pytest.raises(ConnectError, match="skyproxy resume dev"):
+        local_address("dev")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (old.folder / "port").write_text(str(port))
+        now, inherited = claim("dev")
+    assert inherited == 0  # somebody else listens there
+    assert (now.token(), now.url, now.is_suspended) == ("secret", None, False)
+    assert (snapshot.read_text(), job.read_text()) == ("what it held", "what it runs")
 
 
 def test_stopping_who_is_gone_removes_the_traces_and_touches_nobody() -> None:

@@ -338,7 +338,7 @@ MESSAGE_SAMPLES: dict[type[Message], Callable[[Place], Message]] = {
     Offer: lambda place: Offer(place.next_transfer(), 16, place.chance.choice((b"", bytes(32)))),
     Proof: lambda place: Proof(place.transfer, bytes(32)),
     Ping: lambda place: Ping(1),
-    Pong: lambda place: Pong(1, {}),
+    Pong: lambda place: Pong(0, {"leaving": place.chance.randrange(2)}),
     CallStart: _call_start,
     CallData: lambda place: CallData(place.call, 0, 0, 0, (b"x",)),
     CallAck: lambda place: CallAck(place.call, 1, 1),

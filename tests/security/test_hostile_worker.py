@@ -41,7 +41,20 @@ SETTINGS = Settings(close_timeout_seconds=0.2, ping_interval_seconds=0.01, liven
 OSC = "\x1b]52;c;ZXZpbA==\x07"
 TEXTS = ("", "m", OSC, "x" * 100_000, "ExceptionGroup", "SystemExit", "UserWarning", "aten::add", "float32", "\ud800")
 NUMBERS = (0, 1, 2, 3, 4, 5, -1, 1 << 31, (1 << 63) - 1, -(1 << 63))
-KEYS = ("type", "message", "traceback", "op", "sequence", "position", "graph", "executing", "kind", "dropped", "places")
+KEYS = (
+    "type",
+    "message",
+    "traceback",
+    "op",
+    "sequence",
+    "position",
+    "graph",
+    "executing",
+    "kind",
+    "dropped",
+    "places",
+    "leaving",
+)
 KINDS = [kind for kind in MESSAGES.values() if WORKER in kind.senders and kind is not Welcome and kind is not Goodbye]
 QUESTIONS = (Reply, Failure, Warned, Pong, Known, Challenge, Chunk, Landed)
 """What does not end a session by itself."""

@@ -490,7 +490,9 @@ def test_who_ends_the_protection_waits_for_a_worker_that_is_taking_over(bounded:
     waiting.start()
     goes_on.set()
     reading.join(60)
-    assert not settled.is_set()  # the bulk connection is still missing
+    assert not settled.is_set()  # the bulk connection and the uploads are still missing
+    protection.note_part()
+    assert not settled.is_set()
     protection.note_part()
     assert settled.wait(60)
     waiting.join()

@@ -1,0 +1,290 @@
+"""Sessions whose worker is told to end: suspended, and back with the next operation, to the same bits."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyproxy
+from skyproxy.errors import SessionLostError
+from skyproxy.protocol.messages import Pong
+from tests.integration import protected_programs as programs
+from tests.integration.programs import port_in, start_worker, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them")
+
+
+class Worker:
+    """A worker that can be ended by SIGTERM, and started again at its address."""
+
+    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
+        self.folder, self.variables = folder, variables
+        self.token = secrets.token_urlsafe(32)
+        self.options: list[str] = ["--snapshots", str(folder / "snapshots"), *options]
+        self.log = folder / "log"
+        path = folder / "token"
+        path.write_text(self.token, encoding="ascii")
+        path.chmod(0o600)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.log.write_bytes(b"")
+        again = ["--port", str(self.port)] if self.port else []
+        with self.log.open("ab") as stderr:
+            self.process = process = start_worker(
+                self.folder / "token", stderr, *self.options, *again, **self.variables
+            )
+        self.port = wait_for(lambda: port_in(self.log, process), "the worker listens")
+
+    def end(self, number: int = signal.SIGTERM) -> str:
+        """End it; what it wrote."""
+        self.tell(number)
+        return self.last_words()
+
+    def tell(self, number: int = signal.SIGTERM) -> None:
+        """Have it end."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def last_words(self) -> str:
+        """Wait for its end; what it wrote."""
+        assert self.process is not None
+        self.process.wait(60)
+        return self.log.read_text(errors="replace")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def worker(sky: str, tmp_path: Path) -> Iterator[Worker]:
+    made = Worker(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def node(worker: Worker) -> Iterator[skyproxy.Node]:
+    with skyproxy.connect(worker.url, token=worker.token) as made:
+        yield made
+
+
+def test_a_session_is_suspended_and_the_next_operation_brings_it_back(
+    worker: Worker, node: skyproxy.Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(64, device=node.devices[0])
+    view = x[8:]
+    before = x.cpu()
+    assert "1 session is suspended" in worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    assert node.alive
+    worker.start()
+    view += 1
+    before[8:] += 1
+    assert torch.equal(x.cpu(), before)
+    drawn = torch.randn(4, device=node.devices[0]).cpu()
+    torch.manual_seed(3)
+    torch.randn(64, device=node.devices[0])
+    assert torch.equal(torch.randn(4, device=node.devices[0]).cpu(), drawn)
+    said = capfd.readouterr().err
+    assert said.count("this session is suspended") == 1
+    assert said.count("the session goes on") == 1
+    assert "broken" not in said
+    wait_for(lambda: node._session.protection is None, "it is as before")
+    assert node._session.call("list_snapshots") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "races"), [("digits", False), pytest.param("transfers", True, marks=pytest.mark.slow)]
+)
+def test_training_goes_on_to_the_same_bits_through_an_eviction(
+    worker: Worker, node: skyproxy.Node, name: str, races: bool
+) -> None:
+    program, device = programs.PROGRAMS[name], node.devices[0]
+    expected = program(device, 14, lambda step: None)
+    restarts: list[threading.Thread] = []
+
+    def start_again() -> None:
+        worker.last_words()
+        worker.start()
+
+    def disturb(step: int) -> None:
+        if step != 5:
+            return
+        worker.tell()
+        if not races:
+            wait_for(lambda: node._session.is_suspended, "the client has taken leave, in the middle of an epoch")
+        restarts.append(threading.Thread(target=start_again, daemon=True))
+        restarts[0].start()
+
+    assert programs.same(expected, program(device, 14, disturb))
+    restarts[0].join(60)
+    assert races or not node._session.is_suspended
+
+
+@pytest.mark.slow
+def test_a_protected_session_stays_protected(worker: Worker, node: skyproxy.Node) -> None:
+    with skyproxy.protect(every="1h", node=node) as protected:
+        total = torch.full((5,), 2.0, device=node.devices[0])
+        worker.end()
+        worker.start()
+        total *= 3
+        assert total.tolist() == [6.0] * 5
+        assert protected.recoveries == 1
+        worker.end(signal.SIGKILL)
+        worker.start()
+        assert (total + 1).tolist() == [7.0] * 5
+        assert protected.recoveries == 2
+
+
+def test_what_is_forgotten_meanwhile_wakes_nobody(worker: Worker, node: skyproxy.Node) -> None:
+    kept, small = torch.ones(4, device=node.devices[0]), torch.ones(4, device=node.devices[0])
+    large = torch.zeros(1 << 20, device=node.devices[0])
+    assert kept.sum().item() + small.sum().item() + large.sum().item() == 8
+    worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    protection = node._session.protection
+    assert protection is not None
+    del small, large
+    node._session.recorder.flush()
+    protection.tick()
+    assert not protection.suspension._wanted.is_set()
+    worker.start()
+    kept += 1
+    protection.tick()
+    assert protection.suspension._wanted.is_set()
+    assert kept.sum().item() == 8
+
+
+def test_a_function_can_be_what_is_wanted_next(worker: Worker, node: skyproxy.Node) -> None:
+    x = torch.arange(4.0, device=node.devices[0])
+    assert node.run(sum, [1, 2]) == 3  # the connection for functions is open
+    worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    worker.start()
+    assert node.run(torch.cumsum, x, 0).tolist() == [0, 1, 3, 6]
+
+
+@pytest.mark.slow
+def test_a_first_function_can_be_what_is_wanted_next(worker: Worker, node: skyproxy.Node) -> None:
+    assert torch.ones(2, device=node.devices[0]).sum().item() == 2
+    worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    worker.start()
+    assert node.run(sum, [1, 2]) == 3
+
+
+@pytest.mark.slow
+def test_closing_a_suspended_session_wakes_nobody(worker: Worker, node: skyproxy.Node) -> None:
+    x = torch.ones(2, device=node.devices[0])
+    assert x.sum().item() == 2
+    worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    node.close()
+    with pytest.raises(SessionLostError, match="the node was closed"):
+        x.sum().item()
+
+
+def test_a_named_session_is_refused_and_says_so(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    with skyproxy.connect(worker.url, token=worker.token, session="exp1") as node:
+        x = torch.ones(2, device=node.devices[0])
+        node.put("x", x)
+        assert x.sum().item() == 2
+        assert "lost: 1 whose clients took no snapshot in time, 1 by name" in worker.end()
+        assert "cannot be suspended: the session 'exp1' has a name" in capfd.readouterr().err
+        wait_for(lambda: not node.alive, "the session is over")
+
+
+def test_an_interrupt_ends_the_sessions_with_the_worker(worker: Worker, node: skyproxy.Node) -> None:
+    x = torch.ones(2, device=node.devices[0])
+    assert x.sum().item() == 2
+    assert "suspended" not in worker.end(signal.SIGINT)
+    with pytest.raises(SessionLostError):
+        x.sum().item()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_saved_in_time_is_said(sky: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    worker = Worker(tmp_path, SKYPROXY_LEAVE_SECONDS="2")
+    try:
+        with skyproxy.connect(worker.url, token=worker.token) as node:
+            x = torch.ones(2, device=node.devices[0])
+            begun = tmp_path / "begun"
+            call = node.submit(_hold, x, str(begun))
+            wait_for(begun.exists, "the function runs")
+            assert "lost: 1 whose clients took no snapshot in time" in worker.end()
+            with pytest.raises(SessionLostError):
+                call.result()
+            with pytest.raises(SessionLostError):
+                x.sum().item()
+        assert "cannot be suspended: a function runs that was given tensors" in capfd.readouterr().err
+    finally:
+        worker.close()
+
+
+def _hold(x: torch.Tensor, path: str) -> None:
+    import pathlib
+    import time
+
+    pathlib.Path(path).touch()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_session_in_a_process_of_its_own_is_suspended_too(sky: str, tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("sessions have processes of their own on Linux")
+    worker = Worker(tmp_path, "--session-processes")
+    try:
+        with skyproxy.connect(worker.url, token=worker.token) as node:
+            x = torch.arange(6.0, device=node.devices[0])
+            assert x.sum().item() == 15
+            assert "1 session is suspended" in worker.end()
+            worker.start()
+            assert (x * 2).tolist() == [0, 2, 4, 6, 8, 10]
+    finally:
+        worker.close()
+
+
+@pytest.mark.slow
+def test_an_idle_worker_suspends_itself_and_spares_who_cannot_come_back(sky: str, tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "--suspend-after", "1")
+    try:
+        with skyproxy.connect(worker.url, token=worker.token) as node:
+            x = torch.arange(3.0, device=node.devices[0])
+            assert x.sum().item() == 3
+            assert "nothing to do for 1 s" in worker.last_words()
+            worker.options = worker.options[:2]
+            worker.start()
+            assert x.tolist() == [0, 1, 2]
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_only_says_that_it_ends_costs_a_snapshot_and_no_session(
+    worker: Worker, node: skyproxy.Node
+) -> None:
+    x = torch.arange(3.0, device=node.devices[0])
+    assert x.sum().item() == 3
+    for milliseconds in (-1, 0, 1 << 60, 5000, 5000):
+        node._session._housekeeping.on_pong(Pong(0, {"leaving": milliseconds}))
+    wait_for(lambda: node._session.is_suspended, "it was believed")
+    assert x.tolist() == [0, 1, 2]  # there is a worker at its address
+    assert sum(thread.name == "skyproxy-leaving" for thread in threading.enumerate()) == 0
