@@ -318,7 +318,7 @@ def _run_several(arguments: argparse.Namespace, argv: Sequence[str], stop: threa
         raise ConfigurationError(f"There are fewer than {arguments.processes} ports from {arguments.port} upwards.")
     share = ["--blob-bytes", str(_blob_bytes(arguments))]
     leave_seconds = SETTINGS.leave_seconds if arguments.snapshots is not None else 0.0
-    return run_processes([*argv, *share], arguments.processes, arguments.port, stop, leave_seconds)
+    return run_processes([*argv, *share], arguments.processes, arguments.port, stop, leave_seconds, arguments.jobs)
 
 
 def _stop_event(embedded: bool) -> Stop:

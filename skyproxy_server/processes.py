@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
 
@@ -24,7 +25,12 @@ _GRACE_SECONDS = 8.0
 
 
 def run_processes(
-    arguments: Sequence[str], count: int, port: int, stop: threading.Event, leave_seconds: float = 0.0
+    arguments: Sequence[str],
+    count: int,
+    port: int,
+    stop: threading.Event,
+    leave_seconds: float = 0.0,
+    jobs: Path | None = None,
 ) -> int:
     """Runs workers until one of them ends, or `stop` is set; then the others are ended, too.
 
@@ -34,12 +40,16 @@ def run_processes(
         port: of the first.
         stop: set when they are to end.
         leave_seconds: the time that their clients have for last snapshots.
+        jobs: the folder for the jobs of all; each gets one of its own below it.
 
     Returns:
         The exit status: 0 where they were told to end and did so orderly, else that of the first which did not.
     """
     # The last word counts, so each of them runs a single worker on a port of its own.
     own = [["--processes", "1", "--port", str(port + index)] for index in range(count)]
+    if jobs is not None:
+        for index, words in enumerate(own):
+            words += ["--jobs", str(jobs / f"worker-{index}")]
     # The first listens when the others do, so that one question about readiness is one about all of them.
     own[0] += [word for index in range(1, count) for word in ("--after-port", str(port + index))]
     commands = [[sys.executable, "-m", "skyproxy_server", *arguments, *words] for words in own]

@@ -63,6 +63,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     token.write_text(TOKEN)
     port = free_ports(2)
     command = [sys.executable, "-m", "skyproxy_server", "--device", "cpu", "--processes", "2"]
+    command += ["--jobs", str(tmp_path / "jobs")]  # which one process at a time may use
     process = subprocess.Popen([*command, "--port", str(port), "--token-file", str(token)])
     yield process, port
     if process.poll() is None:
@@ -85,10 +86,11 @@ def test_each_has_its_port_and_all_end_together(pair: tuple[subprocess.Popen[byt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals")
-def test_they_end_in_an_orderly_way_when_told_to(pair: tuple[subprocess.Popen[bytes], int]) -> None:
+def test_they_end_in_an_orderly_way_when_told_to(pair: tuple[subprocess.Popen[bytes], int], tmp_path: Path) -> None:
     process, port = pair
     for index in range(2):
         activity(port + index)
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["worker-0", "worker-1"]
     process.terminate()
     assert process.wait(60) == 0
 
