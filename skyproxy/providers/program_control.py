@@ -93,12 +93,15 @@ class ProgramControl:
                 connection, _ = listening.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError, ValueError):
-                self._answer(connection, secret, move)
+            with connection:
+                try:
+                    self._answer(connection, secret, move)
+                except Exception:  # every user of this machine can send here whatever they like
+                    logger.debug("skyproxy: a request to move was not answered", exc_info=True)
 
     def _answer(self, connection: socket.socket, secret: str, move: Move) -> None:
         request = json.loads(_read_line(connection, _REQUEST_SECONDS))
-        if type(request) is not dict or not hmac.compare_digest(str(request.get("secret")), secret):
+        if type(request) is not dict or not hmac.compare_digest(str(request.get("secret")).encode(), secret.encode()):
             return
         try:
             answer: dict[str, object] = {"moved": move(str(request.get("from")), str(request.get("to")))}
