@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.runner import Runner
-from skyproxy.jobs.job import Job, JobStatus, status_of
-from skyproxy.jobs.link import JobLink
-from skyproxy.jobs.options import JobOptions
-from skyproxy.jobs.submitting import Place, described, plain_function, submit_function, submit_script
 from skyproxy.protocol.messages import JOBS
 from skyproxy.transport.base import Transport
 
 if TYPE_CHECKING:
+    from skyproxy.jobs.job import Job, JobStatus
+    from skyproxy.jobs.submitting import Place
     from skyproxy.session.opening import Opener
 
 
@@ -64,6 +62,9 @@ class NodeJobs:
             print(job.status().state)
             ```
         """
+        from skyproxy.jobs.options import JobOptions  # late: most programs run no jobs
+        from skyproxy.jobs.submitting import described, plain_function, submit_function, submit_script
+
         options = JobOptions(name, max_restarts, grace_seconds, env or {})
         place = self._job_place()
         if isinstance(target, str | os.PathLike):
@@ -87,6 +88,8 @@ class NodeJobs:
             print(node.job("power").result())  # 1024
             ```
         """
+        from skyproxy.jobs.job import Job
+
         place = self._job_place()
         job = Job(name, [place.open_connection], trusted=place.trusted)
         job.status()
@@ -101,11 +104,16 @@ class NodeJobs:
                 print(job.name, job.state)
             ```
         """
+        from skyproxy.jobs.job import status_of
+        from skyproxy.jobs.link import JobLink
+
         with JobLink(self._open_jobs) as link:
             return [status_of(row) for row in link.ask("list")[0].get("jobs", ())]
 
     def _job_place(self) -> Place:
         """Return the worker as a place for jobs."""
+        from skyproxy.jobs.submitting import Place
+
         return Place(self._open_jobs, self._runner.shares_files, self._runner.trusted)
 
     def _open_jobs(self) -> Transport:

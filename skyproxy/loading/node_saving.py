@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import msgpack
 import torch
 
 from skyproxy import torch_modes
-from skyproxy.errors import ConfigurationError, ProtocolError, SnapshotError, visible
+from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.loading.node_models import NodeModels
-from skyproxy.loading.node_names import KnownTensors, NodeNames, adopted, checked_name, document_of, open_document
-from skyproxy.payloads.tensors import REFERENCE
+from skyproxy.loading.node_names import KnownTensors, NodeNames, adopted, checked_name, document_of
 from skyproxy.session.opening import Opener
-from skyproxy.session.snapshot_copies import WorkerCopies, copy_in_folder, write_to_folder
-from skyproxy.snapshots.documents import data, entry, refuse, rows, table, text, unpack, wholes
-from skyproxy.snapshots.folder import MAX_NAMES_BYTES, SnapshotFolder, check_name
-from skyproxy.snapshots.origin import check_origin
-from skyproxy.snapshots.stores import Store, open_store
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
-_ON_WORKER = "worker:"
-Location = str | os.PathLike[str]
-
-
-class _Saved(NamedTuple):
-    """A value that is to be saved, or was.
-
-    Attributes:
-        document: its structure.
-        slots: of its tensors, in the order of its references.
-    """
-
-    document: bytes
-    slots: list[int]
+if TYPE_CHECKING:
+    from skyproxy.loading.saved_names import Location, SavedValue
 
 
 class NodeSaves(NodeModels, NodeNames):
@@ -91,23 +70,28 @@ class NodeSaves(NodeModels, NodeNames):
         return os.fspath(location)
 
     def _save_session(self, location: Location, values: dict[str, object]) -> None:
+        from skyproxy.loading.saved_names import SavedValue, name_on_worker, pack_names, slots_of, unwritable
+        from skyproxy.session.snapshot_copies import WorkerCopies, write_to_folder
+        from skyproxy.snapshots.folder import SnapshotFolder
+        from skyproxy.snapshots.stores import open_store
+
         self._check_snapshots()
         pickled = {checked_name(name): self._pickle_value(name, value) for name, value in values.items()}
         kept: list[torch.Tensor] = []  # until it is written
-        saved: dict[str, _Saved] = {}
+        saved: dict[str, SavedValue] = {}
         for name in self.named() if self.session_name is not None else ():
             document, tensors = self._named_document(name)
             kept += tensors
-            saved[name] = _Saved(document, _slots_of(tensors))
+            saved[name] = SavedValue(document, slots_of(tensors))
         for name, value in pickled.items():
-            saved[name] = _Saved(document_of(value), _slots_of(value.references))
+            saved[name] = SavedValue(document_of(value), slots_of(value.references))
         if not saved:
             raise ConfigurationError(
                 'nothing was named that could be saved. Say what: node.save("folder", model=model, optimizer=optimizer)'
             )
         slots = sorted({slot for value in saved.values() for slot in value.slots})
-        names = _pack_names(saved)
-        on_worker = _name_on_worker(location)
+        names = pack_names(saved)
+        on_worker = name_on_worker(location)
         if on_worker:
             self._session.call("save_snapshot", on_worker, slots, names)
             return
@@ -118,22 +102,28 @@ class NodeSaves(NodeModels, NodeNames):
                 self._session.call("save_snapshot", key, slots, names)
                 write_to_folder(worker.open(key), SnapshotFolder(store, secrets.token_hex(16)), names)
             except OSError as error:
-                raise _unwritable(store, error) from error
+                raise unwritable(store, error) from error
             finally:
                 worker.delete(key)
 
     def _restore(self, location: Location, *, trust: bool) -> None:
         """Bring back what `save` wrote; see `skyproxy.restore`."""
+        from skyproxy.loading.saved_names import name_on_worker, read_names
+        from skyproxy.session.snapshot_copies import WorkerCopies, copy_in_folder
+        from skyproxy.snapshots.folder import SnapshotFolder
+        from skyproxy.snapshots.origin import check_origin
+        from skyproxy.snapshots.stores import open_store
+
         self._check_snapshots()
-        on_worker = _name_on_worker(location)
+        on_worker = name_on_worker(location)
         if on_worker:
             answer = self._session.call("open_snapshot", on_worker, "")
-            self._take(_read_names(answer.get("names")), answer, trust or self._runner.trusted)
+            self._take(read_names(answer.get("names")), answer, trust or self._runner.trusted)
             return
         key = secrets.token_hex(16)
         store = open_store(location)
         with copy_in_folder(SnapshotFolder(store)) as copy:
-            names = _read_names(copy.names)
+            names = read_names(copy.names)
             devices = {(device.row["type"], device.row["index"] or 0) for device in self._devices}
             check_origin(copy.document, self.software.get("torch", ""), devices)
             with WorkerCopies(self._checked_opener()) as worker:
@@ -144,8 +134,10 @@ class NodeSaves(NodeModels, NodeNames):
                     worker.delete(key)
         self._take(names, answer, trust)
 
-    def _take(self, names: tuple[dict[str, _Saved], torch_modes.Record], answer: dict[str, Any], trust: bool) -> None:
+    def _take(self, names: tuple[dict[str, SavedValue], torch_modes.Record], answer: dict[str, Any], trust: bool) -> None:
         """Make the values that the worker has read the session's own."""
+        from skyproxy.loading.saved_names import looks_of
+
         saved, modes = names
         try:
             by_slot = {int(row[0]): row for row in answer["rows"]}
@@ -155,9 +147,7 @@ class NodeSaves(NodeModels, NodeNames):
         pairs: list[list[int]] = []
         values: dict[str, list[torch.Tensor]] = {}
         for name, value in saved.items():
-            looks = [row for row in _tables(name, value.document)["tensors"] if row[0] == REFERENCE]
-            if len(looks) != len(value.slots) or not by_slot.keys() >= set(value.slots):
-                raise refuse(f"{name!r:.80} has other tensors than were saved with it")
+            looks = looks_of(name, value, by_slot)
             with torch.inference_mode(False), torch.no_grad():
                 tensors, slots = adopted(self._devices, known, looks, [by_slot[slot] for slot in value.slots])
             values[name] = tensors
@@ -186,74 +176,3 @@ class NodeSaves(NodeModels, NodeNames):
         if self._opener is None:
             raise ConfigurationError("this node was made without a way to open a connection for snapshots")
         return self._opener
-
-
-def _name_on_worker(location: Location) -> str:
-    if isinstance(location, str) and location.startswith(_ON_WORKER):
-        return check_name(location.removeprefix(_ON_WORKER))
-    if not os.fspath(location):
-        raise ConfigurationError(f'{location!r:.80} is no place to save to. Use a folder, or "worker:NAME".')
-    return ""
-
-
-def _slots_of(tensors: list[Any]) -> list[int]:
-    slots: list[int] = []
-    for tensor in tensors:
-        assert isinstance(tensor, RemoteTensor)
-        slots.append(tensor._sky.slot)
-    return slots
-
-
-def _pack_names(saved: Mapping[str, _Saved]) -> bytes:
-    modes = dict(torch_modes.record_of(torch_modes.values_in_force()))
-    packed: bytes = msgpack.packb({"values": {name: list(value) for name, value in saved.items()}, "modes": modes})
-    if len(packed) > MAX_NAMES_BYTES:
-        raise ConfigurationError(
-            f"what is not on the worker takes {len(packed):,} bytes, and {MAX_NAMES_BYTES:,} can be saved. Move "
-            "tensors of the CPU to the worker first"
-        )
-    return packed
-
-
-def _read_names(packed: object) -> tuple[dict[str, _Saved], torch_modes.Record]:
-    """The values that are named in a snapshot, and the modes; nothing in it is believed.
-
-    Raises:
-        SnapshotError: there are none.
-    """
-    content = data(packed, "its names", MAX_NAMES_BYTES)
-    if not content:
-        raise SnapshotError(
-            "this snapshot has no names: it was taken to protect a session, and is of use to that one only. Save with "
-            "node.save. Nothing was changed"
-        )
-    plain = unpack(content)
-    saved: dict[str, _Saved] = {}
-    for name, value in table(entry(plain, "values"), "its values").items():
-        document, slots = value if type(value) is list and len(value) == 2 else (None, None)
-        saved[checked_name(text(name, "a name", 200))] = _Saved(
-            data(document, "a document", MAX_NAMES_BYTES), wholes(rows(slots, "its tensors"), "a tensor", 1 << 53)
-        )
-    try:
-        modes = torch_modes.decode(entry(plain, "modes"), cuda=True)
-    except (ProtocolError, ConfigurationError) as error:
-        raise SnapshotError(f"this snapshot needs other modes than this PyTorch has: {error}") from error
-    return saved, modes
-
-
-def _tables(name: str, document: bytes) -> dict[str, Any]:
-    try:
-        _, tables, _ = open_document(document)
-        looks = tables["tensors"]
-        if type(looks) is not list or not all(type(row) is list and row for row in looks):
-            raise TypeError("its tensors are none")
-    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
-        raise refuse(f"the structure of {visible(repr(name)):.80} is malformed ({error!r:.80})") from error
-    return tables
-
-
-def _unwritable(store: Store, error: OSError) -> SnapshotError:
-    return SnapshotError(
-        f"{store} cannot be written: {error.strerror or error}. What was saved there before is untouched, and the "
-        "session goes on. Make room, or save elsewhere"
-    )

@@ -16,7 +16,6 @@ from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import Opener, Renew
 from skyproxy.session.protection import NewSession
 from skyproxy.session.session import Session
-from skyproxy.session.snapshot_copies import WorkerCopies
 from skyproxy.session.successor import Successor, WayBack, check_fits
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
@@ -181,6 +180,8 @@ class _Carrier:
         Raises:
             SnapshotError: it cannot be read, or not be written there.
         """
+        from skyproxy.session.snapshot_copies import WorkerCopies  # late: few programs move
+
         with WorkerCopies(self._target) as there:
             if sequence in there.sequences(name):
                 return
@@ -190,6 +191,8 @@ class _Carrier:
 
     def clear_away(self) -> None:
         """Delete what was copied where it came from."""
+        from skyproxy.session.snapshot_copies import WorkerCopies
+
         if self._carried:
             with contextlib.suppress(SkyproxyError, OSError), WorkerCopies(self._before) as here:
                 here.delete(self._carried)

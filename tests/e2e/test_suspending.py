@@ -97,10 +97,12 @@ def test_a_protected_program_goes_on_where_its_pod_is_deleted_or_killed(cluster:
     with user.started(STEPS, "protect") as program:
         losses = [begun(program), step(program)]
         (before,) = pods_of(cluster, user.namespace, "dev")
-        cluster.delete(f"/api/v1/namespaces/{user.namespace}/pods/dev-0")
+        place = f"/api/v1/namespaces/{user.namespace}/pods/dev-0"
+        cluster.delete(place)
+        losses.append(step(program))  # on either: a worker that is told to end still works for a moment
+        cluster.wait(place, lambda pod: pod and pod["metadata"]["uid"] != before["metadata"]["uid"], "another Pod", 120)
         losses += [step(program), step(program)]
         (pod,) = pods_of(cluster, user.namespace, "dev")
-        assert pod["metadata"]["uid"] != before["metadata"]["uid"]
         kill_worker(cluster, pod)
         losses += [step(program), step(program)]
     assert losses == undisturbed(user, len(losses))

@@ -53,7 +53,7 @@ print(json.dumps([at_first, sorted(sys.modules)]))
 """
 OF_EITHER_SIDE = {"cloudpickle", "msgpack", "skyproxy", "websockets"} | set(sys.stdlib_module_names)
 PACKAGES_OF_THE_FIRST_VALUE = {
-    "functions", "loading", "payloads", "protocol", "runtime", "session", "tensor", "transport"
+    "functions", "jobs", "loading", "payloads", "protocol", "runtime", "session", "tensor", "transport"
 }  # fmt: skip
 
 FIRST_FAKE = """
@@ -102,6 +102,7 @@ def test_a_first_value_loads_on_either_side_what_it_needs_and_no_more(tmp_path: 
     parts = {name.split(".")[1] for name in ours if name.startswith("skyproxy.")}
     folders = {path.parent.name for path in Path(skyproxy.__path__[0]).glob("*/__init__.py")}
     assert parts & folders <= PACKAGES_OF_THE_FIRST_VALUE
+    assert {name for name in ours if name.startswith("skyproxy.jobs.")} == {"skyproxy.jobs.node_jobs"}
     assert packages(there - torch_alone) - OF_EITHER_SIDE <= {"psutil", "skyproxy_server"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -115,12 +117,15 @@ def test_a_node_is_closed_at_once_while_another_worker_takes_over(sky: str, tmp_
         assert goes_on.wait(WAIT_SECONDS)
         raise skyproxy.errors.ConnectError("none")
 
+    others = set(programs.children(os.getpid()))
     with worker(tmp_path, "--snapshots", str(tmp_path / "snapshots")) as (url, token):
+        (process,) = set(programs.children(os.getpid())) - others
         node = skyproxy.connect(url, token=token)
         skyproxy.protect(node=node, new_worker=never)
-    try:
-        assert asked.wait(WAIT_SECONDS)
-        node.close()
-        assert not node.alive
-    finally:
-        goes_on.set()
+        os.kill(process, signal.SIGKILL)  # where it has time to say goodbye, the session is suspended
+        try:
+            assert asked.wait(WAIT_SECONDS)
+            node.close()
+            assert not node.alive
+        finally:
+            goes_on.set()

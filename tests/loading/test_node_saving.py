@@ -14,7 +14,7 @@ import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, SnapshotError, UnknownNameError, UntrustedResultError
-from skyproxy.loading import node_saving
+from skyproxy.loading import saved_names
 from skyproxy.session.snapshot_copies import SnapshotCopy, WorkerCopies
 from skyproxy.snapshots import documents
 from skyproxy.snapshots.folder import MAGIC, SnapshotFolder
@@ -337,4 +337,4 @@ def test_a_worker_without_a_folder_says_so(sky: str, tmp_path: Path) -> None:
             node.save(tmp_path / "a", x=x)
         with pytest.raises(ConfigurationError, match="--snapshots FOLDER"):
             skyproxy.restore(tmp_path / "a", node)
-        assert node_saving._name_on_worker(tmp_path) == ""
+        assert saved_names.name_on_worker(tmp_path) == ""

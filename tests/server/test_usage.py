@@ -22,6 +22,7 @@ def test_a_gpu_that_nobody_has_used_is_not_touched() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 def test_a_gpu_tells_what_everybody_has() -> None:
     held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
     assert usage({"type": "cuda", "index": 0})["used_memory_bytes"] >= held.nbytes
