@@ -159,7 +159,7 @@ while step < steps:
     if rank == 0:
         (folder / "new").write_text(json.dumps([step, value]))
         (folder / "new").replace(saved)
-    while step == 5 and (folder / "pause").exists():
+    while (step == 5 and (folder / "pause").exists()) or (step == 20 and dist.get_world_size() == 1):
         time.sleep(0.02)
 dist.destroy_process_group()
 """
@@ -208,5 +208,6 @@ def test_the_loss_of_a_node_is_survived_from_the_checkpoint(pool: Compute, tmp_p
     assert (tmp_path / "checkpoint").read_text().startswith("[40,")
     begun = [json.loads(path.read_text()) for path in tmp_path.glob("begun-*")]
     assert begun.count([2, 0]) == 2  # both, at first
-    assert any(step >= 5 for _, step in begun)  # and from the checkpoint then
-    wait_for(lambda: pool.ranks == [0, 1], "another node has taken its place")
+    later = [step for size, step in begun if size == 2 and step >= 5]
+    assert len(later) >= 2  # and both again, from one checkpoint: alone, neither goes beyond step 20
+    assert pool.ranks == [0, 1]
