@@ -19,6 +19,16 @@ os.environ["SKYPROXY_CONTEXT"] = ""
 os.environ["SKYPROXY_ANNOUNCE_WORKER"] = "0"
 
 
+_SLOW_TEST_SECONDS = 300
+"""For a slow test that says nothing else; a dozen processes that import torch share two cores with other tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SLOW_TEST_SECONDS))
+
+
 @pytest.fixture(scope="session")
 def sky_devices() -> Iterator[tuple[str, str]]:
     """Two devices on two workers: "sky:0" and "sky:1"."""
