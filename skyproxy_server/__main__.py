@@ -276,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allowed_origins=arguments.allow_origin,
             has_page=arguments.ui,
             jobs=jobs,
+            on_ending=stop.forgo,
         )
         _wait(listener, session_host, jobs, stop, arguments)
     except ConfigurationError as exc:
@@ -521,9 +522,9 @@ def _wait(listener: Listener, host: LeavingHost, jobs: Jobs | str, stop: Stop, a
     logger.info("shutting down")
     if not isinstance(jobs, str):
         jobs.preempt()  # first: each has its grace from now on
-    if stop.suspends and arguments.snapshots is not None:
+    if stop.suspends and arguments.snapshots is not None and not stop.is_final:
         listener.refuse_new()
-        take_leave(host, SETTINGS.leave_seconds, arguments.suspend_report, time.monotonic)
+        take_leave(host, SETTINGS.leave_seconds, arguments.suspend_report, time.monotonic, lambda: stop.is_final)
     listener.close(arguments.drain_seconds)
 
 

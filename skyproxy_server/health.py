@@ -13,6 +13,7 @@ LIVE_PATH = "/healthz"
 READY_PATH = "/readyz"
 ACTIVITY_PATH = "/activity"
 METRICS_PATH = "/metrics"
+ENDING_PATH = "/ending"
 STATUS_PATH = "/status"
 PAGE_FOLDER = "ui"
 
@@ -38,6 +39,11 @@ UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 def is_activity(path: str) -> bool:
     """Return whether a request asks for the worker's activity; only those with the token may be told."""
     return path.partition("?")[0] in (ACTIVITY_PATH, METRICS_PATH)
+
+
+def is_ending(path: str) -> bool:
+    """Tell the word of whoever started this worker that it is ended for good; the answer is its activity."""
+    return path.partition("?")[0] == ENDING_PATH
 
 
 def activity_response(report: Mapping[str, object], path: str = ACTIVITY_PATH) -> bytes:

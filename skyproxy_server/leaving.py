@@ -73,11 +73,16 @@ class Stop(threading.Event):
 
     Attributes:
         suspends: whether its sessions are to be suspended before.
+        is_final: whether nobody can come back to it, so that there is nothing to suspend its sessions for.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.suspends = False
+        self.suspends = self.is_final = False
+
+    def forgo(self) -> None:
+        """Take note that it is ended for good, also while its sessions are being suspended."""
+        self.is_final = True
 
     def suspend(self) -> None:
         """End, and suspend the sessions before."""
@@ -98,7 +103,13 @@ def is_idle(host: LeavingHost, activity: Mapping[str, object], seconds: float) -
     return idle >= seconds and not calls and not host.detached() and not host.named_sessions()
 
 
-def take_leave(host: LeavingHost, seconds: float, report_to: Path | None, clock: Callable[[], float]) -> None:
+def take_leave(
+    host: LeavingHost,
+    seconds: float,
+    report_to: Path | None,
+    clock: Callable[[], float],
+    is_final: Callable[[], bool] = lambda: False,
+) -> None:
     """Have the clients suspend their sessions, and wait for them; say what became of it.
 
     Args:
@@ -106,11 +117,12 @@ def take_leave(host: LeavingHost, seconds: float, report_to: Path | None, clock:
         seconds: the longest time for it.
         report_to: a file for what became of the sessions; None writes none.
         clock: tells the time.
+        is_final: whether nobody can come back, which may turn out meanwhile; then nobody is waited for.
     """
     without, named = host.detached(), host.named_sessions()
     told = host.announce_leaving(seconds)
     until = clock() + seconds
-    while host.leaving() and clock() < until:
+    while host.leaving() and clock() < until and not is_final():
         time.sleep(_LOOK_SECONDS)
     left = min(host.staying(), told)
     lost = left + without + named

@@ -117,6 +117,7 @@ class Listener:
         settings: Settings,
         has_page: bool = False,
         jobs: Jobs | str = NO_JOBS,
+        on_ending: Callable[[], object] = lambda: None,
     ) -> None:
         self.port: int = listening[0].getsockname()[1]
         self._listening = listening
@@ -134,6 +135,7 @@ class Listener:
             status=lambda client: status_report(client, self.activity, host.session_rows, self._job_rows),
             has_page=has_page,
             pause=self._stopping.wait,
+            on_ending=on_ending,
         )
         self._draining = False
         self._lock = threading.Lock()
@@ -422,6 +424,7 @@ def serve(
     settings: Settings = SETTINGS,
     has_page: bool = False,
     jobs: Jobs | str = NO_JOBS,
+    on_ending: Callable[[], object] = lambda: None,
 ) -> Listener:
     """Starts to listen; the work happens on the listener's threads.
 
@@ -437,6 +440,7 @@ def serve(
         settings: limits and timeouts.
         has_page: serves the page of the web view, which shows nothing without a token.
         jobs: those of this worker; a text says why there are none.
+        on_ending: called when whoever started this worker says that it is ended for good.
 
     Raises:
         ConfigurationError: other machines could connect without encryption, or the address cannot be used.
@@ -452,6 +456,7 @@ def serve(
         settings=settings,
         has_page=has_page,
         jobs=jobs,
+        on_ending=on_ending,
     )
     logger.info("listening on %s port %d", host, listener.port)
     if on_ready is not None:

@@ -14,12 +14,13 @@ from skyproxy.errors import ProtocolError
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import Stream, remaining, write_all
 from skyproxy_server import audit
-from skyproxy_server.auth import ADMIN, OPERATIONS, Authenticator, Identity
+from skyproxy_server.auth import ADMIN, OPERATIONS, OWNER, Authenticator, Identity
 from skyproxy_server.health import (
     activity_response,
     answer,
     http_response,
     is_activity,
+    is_ending,
     is_status,
     page_response,
     status_response,
@@ -45,6 +46,7 @@ class Upgrader:
         pause: Callable[[float], object],
         status: Callable[[Identity], Mapping[str, object]] = lambda client: {},
         has_page: bool = False,
+        on_ending: Callable[[], object] = lambda: None,
     ) -> None:
         """Args:
         token: who may connect.
@@ -54,6 +56,7 @@ class Upgrader:
         pause: waits that many seconds, or less when the listener ends.
         status: what the web view shows to a client.
         has_page: whether the page of the web view is served here.
+        on_ending: called when whoever started this worker says that it is ended for good.
         """
         self._token = token
         # None stands for a request without Origin, that is, one that no browser makes.
@@ -63,6 +66,7 @@ class Upgrader:
         self._pause = pause
         self._status = status
         self._has_page = has_page
+        self._on_ending = on_ending
 
     def upgrade(
         self,
@@ -128,10 +132,16 @@ class Upgrader:
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
         if is_status(request.path):  # with any scope: it decides what is told
             return status_response(self._status(identity))
-        scope = ADMIN if is_activity(request.path) else OPERATIONS
+        if is_ending(request.path) and identity.name != OWNER.name:  # of several clients, none ends it for the others
+            audit.note(identity, "refused", peer=peer, reason="only the worker's own token says that it is ended")
+            return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} is one of several")
+        scope = ADMIN if is_activity(request.path) or is_ending(request.path) else OPERATIONS
         if not identity.may(scope):
             audit.note(identity, "refused", peer=peer, reason=f"the token has no scope {scope}")
             return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} does not have the scope {scope!r}")
+        if is_ending(request.path):
+            logger.info("%s says that this worker is ended for good", peer)
+            self._on_ending()
         if scope == ADMIN:
             return activity_response(self._activity(), request.path)
         if not self._is_ready():

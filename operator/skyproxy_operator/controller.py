@@ -30,7 +30,7 @@ from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.probing import TOKEN_REFUSED, Prober
+from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, Access, Prober
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 from skyproxy_operator.worker_spec import WorkerSpec
@@ -74,6 +74,8 @@ class _Memory:
         unanswered: how often in a row not all of its workers answered.
         silence: why one of them did not, the last time.
         events: those about pods that wait on their machine, by the pod's uid.
+        ending: how its workers are told that they are ended for good, and their ports; None where they were told, or
+            keep nothing for whoever comes back.
     """
 
     uid: str = ""
@@ -84,6 +86,7 @@ class _Memory:
     unanswered: int = 0
     silence: Report = field(default_factory=Report)
     events: Mapping[str, _Events] = field(default_factory=dict)
+    ending: tuple[Access, Sequence[int]] | None = None
 
 
 def _utc_now() -> datetime.datetime:
@@ -194,6 +197,9 @@ class Controller:
         compute = self._view.compute(namespace, name)
         if (since := self._new_since.pop(key, None)) is not None:
             METRICS.first_look.observe(time.monotonic() - since)
+        memory = self._memories.get(key)
+        if memory is not None and (compute is None or _is_over(compute, memory.uid)):
+            await self._tell_end(key, memory)
         if compute is None:
             memory = self._memories.pop(key, None)
             if memory is not None:
@@ -221,6 +227,23 @@ class Controller:
         resync = self._options.resync_seconds
         return resync if plan.look_again_seconds is None else min(plan.look_again_seconds, resync)
 
+    async def _tell_end(self, key: Key, memory: _Memory) -> None:
+        """Tell the workers of a Compute that is going, once, that nobody can come back to them: its volume goes, too.
+
+        Otherwise their clients, when the Pods are told to end, would write snapshots for nobody.
+        """
+        ending, memory.ending = memory.ending, None
+        if ending is None:
+            return
+        access, ports = ending
+        hosts = [
+            (pod.get("status") or {}).get("podIP", "")
+            for pod in self._view.pods(*key)
+            if not has_ended(pod)
+            and any(row["uid"] == memory.uid for row in pod["metadata"].get("ownerReferences", ()))
+        ]
+        await self._prober.ask([(host, port) for host in hosts for port in ports], access, ENDING)
+
     # --- what is seen -------------------------------------------------------------------------------------------------
 
     async def _plan(self, observed: ObservedState, spec: WorkerSpec, memory: _Memory) -> Plan:
@@ -231,6 +254,8 @@ class Controller:
             return decide(replace(observed, refusals=(namespace_cause(),)), spec, self._options)
         children = await self._children.reconcile(compute, spec, observed.now)
         refusals = [*([children.blocking] if children.blocking else ()), *children.refusals]
+        if children.access is not None:
+            memory.ending = (children.access, spec.ports) if spec.keeps_sessions else None
         reports = await self._reports(observed, spec, children, memory)
         if memory.unanswered >= _SILENT_PROBES and _should_answer(spec, compute):
             refusals.append(_silence_cause(spec, memory.silence))
@@ -379,6 +404,11 @@ def _is_unjudged(compute: Object | None) -> bool:
     if compute is None:
         return False
     return bool((compute.get("status") or {}).get("observedGeneration") != compute["metadata"].get("generation", 0))
+
+
+def _is_over(compute: Object, uid: str) -> bool:
+    """Return whether the Compute of this uid is being deleted, or another one has its name."""
+    return "deletionTimestamp" in compute["metadata"] or compute["metadata"]["uid"] != uid
 
 
 def _key(compute: Object) -> Key:

@@ -16,6 +16,7 @@ from skyproxy_operator.reaping import Report
 
 _MAX_ANSWER_BYTES = 64 << 10
 _AT_ONCE = 32
+ENDING = "/ending"
 TOKEN_REFUSED = "TokenRefused"
 CERTIFICATE_REFUSED = "CertificateRefused"
 _MAX_IDLE_SECONDS = 10 * 365 * 86400.0
@@ -54,29 +55,31 @@ class Prober:
             for _ in range(5):
                 await asyncio.sleep(0)
 
-    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access) -> list[Report]:
+    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access, path: str = "/activity") -> list[Report]:
         """The reports of several processes of a Compute, in their order.
 
         Args:
             addresses: host and port of each; an empty host stands for one that cannot be asked yet.
             access: how they are reached.
+            path: `ENDING` tells them that they are ended for good, too.
         """
         try:
             context = ssl.create_default_context(cadata=access.authority)
         except ssl.SSLError as exc:
             problem = f"the certificate authority of its Secret cannot be used: {exc}"
             return [Report(problem=problem, reason=CERTIFICATE_REFUSED) for _ in addresses]
-        return list(await asyncio.gather(*(self._ask(host, port, access, context) for host, port in addresses)))
+        return list(await asyncio.gather(*(self._ask(host, port, path, access, context) for host, port in addresses)))
 
-    async def _ask(self, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
+    async def _ask(self, host: str, port: int, path: str, access: Access, context: ssl.SSLContext) -> Report:
         if not host:
             return Report(problem="it has no address yet")
-        report = await self._ask_with(access.token, host, port, access, context)
+        where = f"https://[{host}]:{port}{path}" if ":" in host else f"https://{host}:{port}{path}"
+        report = await self._ask_with(access.token, where, access, context)
         if report.reason == TOKEN_REFUSED and access.former:
-            return await self._ask_with(access.former, host, port, access, context)
+            return await self._ask_with(access.former, where, access, context)
         return report
 
-    async def _ask_with(self, token: str, host: str, port: int, access: Access, context: ssl.SSLContext) -> Report:
+    async def _ask_with(self, token: str, where: str, access: Access, context: ssl.SSLContext) -> Report:
         if self._session is None:
             # No proxy of the environment: the token is for the worker alone.
             # And nothing is unpacked: a few bytes could become any number.
@@ -86,7 +89,6 @@ class Prober:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-        where = f"https://[{host}]:{port}/activity" if ":" in host else f"https://{host}:{port}/activity"
         try:
             async with self._turn, asyncio.timeout(self._timeout_seconds):
                 async with self._session.get(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import textwrap
@@ -84,9 +85,10 @@ def worker(folder: Path, *arguments: str, **extra: str) -> Iterator[tuple[str, s
             port = wait_for(lambda: port_in(log, process), "the worker listens")
             yield f"ws://127.0.0.1:{port}", token
         finally:
-            process.terminate()
+            # As Ctrl-C does, which says goodbye at once: by SIGTERM, sessions of a worker with snapshots are suspended.
+            process.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGINT)
             try:
-                process.wait(10)
+                process.wait(60)
             finally:
                 process.kill()
                 process.wait()
@@ -114,7 +116,7 @@ def port_in(log: Path, process: subprocess.Popen[bytes]) -> int | None:
     return None
 
 
-def wait_for(look: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+def wait_for(look: Callable[[], Any], what: str, timeout: float = 90.0) -> Any:
     """What `look` gives once it gives something; for what happens in another process and tells nobody."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

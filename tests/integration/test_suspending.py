@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +49,11 @@ class Worker:
             self.process = process = start_worker(
                 self.folder / "token", stderr, *self.options, *again, **self.variables
             )
-        self.port = wait_for(lambda: port_in(self.log, process), "the worker listens")
+        try:
+            self.port = wait_for(lambda: port_in(self.log, process), "the worker listens")
+        except BaseException:
+            self.close()
+            raise
 
     def end(self, number: int = signal.SIGTERM) -> str:
         """End it; what it wrote."""
@@ -210,6 +215,44 @@ def test_a_named_session_is_refused_and_says_so(worker: Worker, capfd: pytest.Ca
         assert "lost: 1 whose clients took no snapshot in time, 1 by name" in worker.end()
         assert "cannot be suspended: the session 'exp1' has a name" in capfd.readouterr().err
         wait_for(lambda: not node.alive, "the session is over")
+
+
+def say_that_it_is_ended_for_good(worker: Worker) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{worker.port}/ending", headers={"Authorization": f"Bearer {worker.token}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.status == 200
+
+
+def test_no_snapshot_is_taken_of_a_worker_that_is_ended_for_good(worker: Worker, node: skyproxy.Node) -> None:
+    x = torch.ones(2, device=node.devices[0])
+    assert x.sum().item() == 2
+    say_that_it_is_ended_for_good(worker)
+    assert (x + 1).tolist() == [2, 2]  # until it is told to end, it goes on
+    assert "suspended" not in worker.end()
+    assert list(worker.folder.glob("snapshots/**/snapshot-*")) == []
+    with pytest.raises(SessionLostError):
+        x.sum().item()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hears_it_while_it_waits_for_snapshots_waits_no_more(sky: str, tmp_path: Path) -> None:
+    worker = Worker(tmp_path, SKYPROXY_LEAVE_SECONDS="600")
+    try:
+        with skyproxy.connect(worker.url, token=worker.token) as node:
+            x = torch.ones(2, device=node.devices[0])
+            begun = tmp_path / "begun"
+            call = node.submit(_hold, x, str(begun))
+            wait_for(begun.exists, "the function runs")
+            worker.tell()
+            wait_for(lambda: "shutting down" in worker.log.read_text(errors="replace"), "it waits")
+            say_that_it_is_ended_for_good(worker)
+            assert "0 sessions are suspended" in worker.last_words()
+            with pytest.raises(SessionLostError):
+                call.result()
+    finally:
+        worker.close()
 
 
 def test_an_interrupt_ends_the_sessions_with_the_worker(worker: Worker, node: skyproxy.Node) -> None:

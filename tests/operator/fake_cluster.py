@@ -14,7 +14,7 @@ from typing import Any
 
 from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.names import COMPUTE_LABEL
-from skyproxy_operator.probing import Access
+from skyproxy_operator.probing import ENDING, Access
 from skyproxy_operator.reaping import Report
 
 Object = dict[str, Any]
@@ -180,14 +180,19 @@ class FakeProber:
     Attributes:
         idle_seconds: what each of them reports; None where they do not answer.
         asked: what was asked.
+        told: the addresses that were told that they are ended for good.
     """
 
     def __init__(self) -> None:
         self.idle_seconds: float | None = 0.0
         self.silence = Report(problem="silent")
         self.asked: list[tuple[Sequence[tuple[str, int]], Access]] = []
+        self.told: list[Sequence[tuple[str, int]]] = []
 
-    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access) -> list[Report]:
+    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access, path: str = "/activity") -> list[Report]:
+        if path == ENDING:
+            self.told.append(addresses)
+            return []
         self.asked.append((addresses, access))
         if self.idle_seconds is None:
             return [self.silence for _ in addresses]

@@ -112,3 +112,30 @@ def test_a_program_of_the_users_own_need_not_answer() -> None:
         assert world.status["conditions"][3]["status"] == "False"
 
     run(scenario, world)
+
+
+@pytest.mark.parametrize("how", ["marked", "gone", "replaced"])
+@pytest.mark.parametrize("spec", [{"snapshots": {"storage": "1Gi"}}, {}])
+def test_workers_whose_compute_is_deleted_are_told_once_where_they_keep_sessions(
+    how: str, spec: dict[str, dict[str, str]]
+) -> None:
+    world = World(nodes=2, procsPerNode=2, **spec)
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        ports = {port for addresses, _ in world.prober.asked for _, port in addresses}
+        compute = world.cluster.objects["Compute", *KEY]
+        assert world.prober.told == []
+        if how == "marked":
+            compute["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
+        elif how == "gone":
+            del world.cluster.objects["Compute", *KEY]
+        else:
+            compute["metadata"]["uid"] = "compute-2"
+        await world.look()
+        assert world.prober.told == ([[("10.0.0.1", port) for _ in range(2) for port in sorted(ports)]] if spec else [])
+        world.cluster.objects.pop(("Compute", *KEY), None)
+        await world.look()
+        assert len(world.prober.told) == bool(spec)
+
+    run(scenario, world)

@@ -17,7 +17,7 @@ import pytest
 
 from skyproxy.settings import Settings
 from skyproxy_operator.certificates import issue
-from skyproxy_operator.probing import Access, Prober, report_of
+from skyproxy_operator.probing import ENDING, Access, Prober, report_of
 from skyproxy_operator.reaping import Report
 from skyproxy_server.listener import Listener, serve
 
@@ -62,6 +62,30 @@ def test_a_worker_answers_those_who_have_its_token_and_trust_its_authority(worke
     assert report.idle_seconds == 12.5
     assert report.answer is not None
     assert report.answer["software"] == {"torch": "2"}
+
+
+def test_a_worker_is_told_that_it_is_ended_for_good(tmp_path: Path) -> None:
+    (tmp_path / "crt").write_text(PAIR.certificate)
+    (tmp_path / "key").write_text(PAIR.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+    told: list[None] = []
+    listener = serve("127.0.0.1", 0, TOKEN, Host(), context, on_ending=lambda: told.append(None))  # type: ignore[arg-type]
+
+    async def main() -> list[Report]:
+        prober = Prober(20.0)
+        try:
+            refused = await prober.ask([("127.0.0.1", listener.port)], replace(ACCESS, token=OTHER), ENDING)
+            assert (refused[0].reason, told) == ("TokenRefused", [])
+            return await prober.ask([("127.0.0.1", listener.port)], ACCESS, ENDING)
+        finally:
+            await prober.close()
+
+    try:
+        (report,) = asyncio.run(main())
+    finally:
+        listener.close()
+    assert (report.idle_seconds, told) == (12.5, [None])
 
 
 def test_each_gets_its_own_answer_and_the_silent_do_not_hold_up_the_others(worker: Listener) -> None:

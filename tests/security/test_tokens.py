@@ -70,9 +70,9 @@ def url(listener: Listener) -> str:
     return f"ws://127.0.0.1:{listener.port}"
 
 
-def activity(listener: Listener, token: str) -> int:
+def activity(listener: Listener, token: str, path: str = "/activity") -> int:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{listener.port}/activity", headers={"Authorization": f"Bearer {token}"}
+        f"http://127.0.0.1:{listener.port}{path}", headers={"Authorization": f"Bearer {token}"}
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
@@ -107,6 +107,10 @@ def test_a_token_without_operations_opens_no_session(listener: Listener) -> None
 
 def test_activity_is_for_the_scope_admin(listener: Listener) -> None:
     assert [activity(listener, token) for token in (PROBE, CODE, MATH, "wrong" * 5)] == [200, 200, 403, 401]
+
+
+def test_no_token_of_several_says_that_the_worker_is_ended_for_good(listener: Listener) -> None:
+    assert [activity(listener, token, "/ending") for token in (PROBE, CODE, MATH, "wrong" * 5)] == [403, 403, 403, 401]
 
 
 def test_nobody_joins_the_session_of_another_token(listener: Listener) -> None:
