@@ -134,7 +134,9 @@ class NodeSaves(NodeModels, NodeNames):
                     worker.delete(key)
         self._take(names, answer, trust)
 
-    def _take(self, names: tuple[dict[str, SavedValue], torch_modes.Record], answer: dict[str, Any], trust: bool) -> None:
+    def _take(
+        self, names: tuple[dict[str, SavedValue], torch_modes.Record], answer: dict[str, Any], trust: bool
+    ) -> None:
         """Make the values that the worker has read the session's own."""
         from skyproxy.loading.saved_names import looks_of
 
