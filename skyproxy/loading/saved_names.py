@@ -1,4 +1,4 @@
-"""What a saved session says of its values: their names, structures and tensors.
+"""Names, structures and tensors of what a saved session holds.
 
 Loaded with the first session that is saved or restored: a program's first value does without.
 """
