@@ -65,7 +65,10 @@ class LeavingHost(SessionHost, Protocol):
         """Return how many sessions have none, and are kept for their clients."""
 
     def named_sessions(self) -> int:
-        """Return how many named sessions hold something."""
+        """Return how many named sessions are kept that cannot be saved."""
+
+    def save_named(self) -> int:
+        """Save the named sessions that no client uses, and were not saved before; return how many."""
 
 
 class Stop(threading.Event):
@@ -119,14 +122,20 @@ def take_leave(
         clock: tells the time.
         is_final: whether nobody can come back, which may turn out meanwhile; then nobody is waited for.
     """
-    without, named = host.detached(), host.named_sessions()
+    without = host.detached()
     told = host.announce_leaving(seconds)
     until = clock() + seconds
+    saved = host.save_named()
     while host.leaving() and clock() < until and not is_final():
         time.sleep(_LOOK_SECONDS)
+    if not is_final():
+        saved += host.save_named()  # of clients that have said goodbye meanwhile
     left = min(host.staying(), told)
-    lost = left + without + named
     words = f"{told - left} sessions are suspended" if told - left != 1 else "1 session is suspended"
+    if saved:
+        words += f", {saved} saved by name"
+    named = host.named_sessions()
+    lost = left + without + named
     if lost:
         reasons = {"whose clients took no snapshot in time": left, "without a connection": without, "by name": named}
         words += "; lost: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)

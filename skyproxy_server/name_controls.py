@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import msgpack
@@ -13,6 +14,7 @@ from skyproxy_server.controls import CONTROLS
 from skyproxy_server.gates import storage_key
 from skyproxy_server.named_sessions import (
     NamedSession,
+    NamedSessionChangedError,
     NamedSessionInUseError,
     NamedSessions,
     NamedValue,
@@ -55,10 +57,29 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
         raise ProtocolError("this session already has a name")
     try:
         with session.idle():  # who has it may be executing, under other modes of PyTorch
-            names.held = names.store.hold(names.holder, names.owner, _text(name), take=bool(take))
+            names.held = _saved(session, names, _text(name))
+            if names.held is None:
+                names.held = names.store.hold(names.holder, names.owner, name, take=bool(take))
     except NamedSessionInUseError as error:
         return {"held_seconds": error.seconds}
     return {}
+
+
+def _saved(session: SessionState, names: NamedValueRequests, name: str) -> NamedSession | None:
+    """Return what a worker before this one has saved of a named session, brought back; None where nothing was."""
+    if session.snapshots is None or names.store.has(names.owner, name):
+        return None
+    found = session.snapshots.read_named(session, name)
+    if found is None:
+        return None
+    saved, place = found
+    saved.tag = secrets.token_hex(16)  # whoever used it then has lost it
+    try:
+        names.store.bring_back(names.holder, saved)
+    except NamedSessionChangedError:
+        return None  # another client was faster
+    session.snapshots.delete(place, "")
+    return saved
 
 
 def put_named(session: SessionState, key: str, document: bytes, slots: list[int]) -> list[int]:
@@ -142,7 +163,9 @@ def end_named(session: SessionState, name: str) -> bool:
     """End a named session of this client's token; whether there was one."""
     names = _names(session)
     with session.idle():
-        return names.store.end(names.owner, _text(name))
+        place = session.snapshots.place_of_named(_text(name)) if session.snapshots is not None else ""
+        was_saved = bool(place and session.snapshots is not None and session.snapshots.delete(place, ""))
+        return names.store.end(names.owner, name) or was_saved
 
 
 def install() -> None:

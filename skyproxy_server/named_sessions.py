@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +28,10 @@ class Holder(Protocol):
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End it, and tell its client why; return whether it is over, and uses its values no more."""
+
+
+class NamedSessionChangedError(Exception):
+    """Another client has used the session since."""
 
 
 class NamedSessionInUseError(Exception):
@@ -65,6 +70,7 @@ class NamedSession:
         since: since when it is held, or is not.
         holder: who uses it now.
         values: by their names.
+        tag: marks who uses it, or did so last: a snapshot with another mark is older than what is here.
     """
 
     name: str
@@ -76,6 +82,7 @@ class NamedSession:
     numbers: dict[int, int] = field(default_factory=dict)
     timer: threading.Timer | None = None
     count: int = 0
+    tag: str = ""
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor of this session; never given twice, so that a client knows a tensor again by it."""
@@ -139,6 +146,7 @@ class NamedSessions:
             other = session.holder
             if other is not None and not take and not other.is_detached:
                 raise NamedSessionInUseError(self._clock() - session.since)
+            session.tag = secrets.token_hex(16)
             self._set_holder(session, holder)
         if other is not None:
             reason = f"another client took the session {name!r} over; what was put under a name there is kept"
@@ -148,6 +156,50 @@ class NamedSessions:
                     f"the client that held {name!r} is being ended, and has not finished. Try again"
                 )
         return session
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes that the structures of a session's values may take."""
+        return self._settings.max_named_bytes
+
+    def put_at(self, age_seconds: float) -> float:
+        """Return the time, on this clock, of what is so old."""
+        return self._clock() - age_seconds
+
+    def empty(self, owner: str, name: str, tag: str) -> NamedSession:
+        """Return a session that nobody finds yet, to be filled and brought back."""
+        now = self._clock()
+        return NamedSession(name, owner, now, now, tag=tag)
+
+    def bring_back(self, holder: Holder, session: NamedSession) -> None:
+        """Have `holder` use a session that was saved, in place of what is left of it here.
+
+        Raises:
+            NamedSessionChangedError: another client has used it since.
+            LimitExceededError: there are too many, or it is too large.
+        """
+        key, settings = (session.owner, session.name), self._settings
+        if len(session.values) > settings.max_names:
+            raise LimitExceededError(f"{len(session.values)} names, and this worker allows {settings.max_names}")
+        if sum(len(value.document) for value in session.values.values()) > settings.max_named_bytes:
+            raise LimitExceededError(
+                f"the structures of its named values take more than {settings.max_named_bytes} bytes"
+            )
+        with self._lock:
+            there = self._sessions.get(key)
+            if there is not None and there.tag != session.tag:
+                raise NamedSessionChangedError(
+                    f"another client has used the session {session.name!r} here meanwhile, and what it has under names "
+                    "is newer"
+                )
+            if there is None and len(self._sessions) >= settings.max_named_sessions:
+                raise LimitExceededError(f"this worker already keeps {len(self._sessions)} named sessions, its limit")
+            if there is not None and there.timer is not None:
+                there.timer.cancel()
+            self._sessions[key] = session
+            self._set_holder(session, holder)
+        if there is not None and there.holder is not None:
+            there.holder.take_away("it goes on from its snapshot", TAKE_SECONDS)
 
     def _set_holder(self, session: NamedSession, holder: Holder | None) -> None:
         session.holder, session.since = holder, self._clock()
@@ -176,9 +228,20 @@ class NamedSessions:
 
     # --- what people ask ---------------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
+    def has(self, owner: str, name: str) -> bool:
+        """Return whether there is a session of this name."""
         with self._lock:
-            return len(self._sessions)
+            return (owner, name) in self._sessions
+
+    def unused(self) -> list[NamedSession]:
+        """Return those that no client with a connection uses."""
+        with self._lock:
+            return [one for one in self._sessions.values() if one.holder is None or one.holder.is_detached]
+
+    def released(self) -> list[NamedSession]:
+        """Return those that no session uses."""
+        with self._lock:
+            return [one for one in self._sessions.values() if one.holder is None]
 
     def rows(self, owner: str) -> list[dict[str, object]]:
         """The sessions of a token: each with its size, age, and the time that it is still kept for."""

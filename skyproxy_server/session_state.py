@@ -26,7 +26,7 @@ from skyproxy_server.verification import Verification
 
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
-    from skyproxy_server.named_sessions import NamedValueRequests
+    from skyproxy_server.named_sessions import NamedSession, NamedValueRequests
 
 
 class SnapshotsOut(Protocol):
@@ -73,6 +73,12 @@ class SnapshotRequests(Protocol):
 
     def open_values(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Read the tensors of a snapshot beside what the session holds; tell the client of them."""
+
+    def read_named(self, state: SessionState, name: str) -> tuple[NamedSession, str] | None:
+        """Read what was saved of a named session, and the name of its snapshots."""
+
+    def place_of_named(self, name: str) -> str:
+        """Return the name of the newest snapshots of a named session; empty where there are none."""
 
     def adopt_values(self, pairs: list[list[int]]) -> None:
         """Make tensors that were read the session's own."""

@@ -36,7 +36,7 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.leaving import LEAVING, Leave
 from skyproxy_server.named_batches import NamedBatches
-from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
+from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests
 from skyproxy_server.session_report import (
     MemoryGauge,
     call_rows,
@@ -46,6 +46,7 @@ from skyproxy_server.session_report import (
     running_place,
 )
 from skyproxy_server.snapshots.requests import SessionSnapshots
+from skyproxy_server.snapshots.unused_names import save_unused
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.transfers import Transfers
 from skyproxy_server.usage import usage
@@ -196,7 +197,7 @@ class WorkerSession:
     @property
     def is_leaving(self) -> bool:
         """True if the client was told that the worker ends, and is to be waited for."""
-        return self._leave.is_awaited and not self._ended and not self.is_detached
+        return self._leave.is_awaited and not self.is_detached
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End the session, and tell its client why; return whether it is over in time."""
@@ -426,6 +427,9 @@ class WorkerHost:
         self._lock = threading.Lock()
         self.calls: Calls | None = None
         self.named: NamedSessions | None = NamedSessions(settings)
+        self._unused: list[NamedSession] = []
+        self._met: list[NamedSession] = []
+        self._unsaved = 0
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
@@ -585,6 +589,8 @@ class WorkerHost:
         """As `leaving.LeavingHost` has it, and so on."""
         with self._lock:
             sessions = list(self._sessions.values())
+        # Before: a session that is suspended has no connection either, and takes what is under its names with it.
+        self._unused = self.named.unused() if self.named is not None else []
         return sum(session.announce_leaving(seconds) for session in sessions)
 
     def leaving(self) -> int:
@@ -603,8 +609,21 @@ class WorkerHost:
             return sum(session.is_detached for session in self._sessions.values())
 
     def named_sessions(self) -> int:
-        """The named sessions that hold something."""
-        return len(self.named) if self.named is not None else 0
+        """The named sessions that cannot be saved."""
+        if self.named is None:
+            return 0
+        return self._unsaved if self._snapshots is not None else len(self.named.unused())
+
+    def save_named(self) -> int:
+        """Save the named sessions that no client uses, each once."""
+        if self.named is None or self._snapshots is None:
+            return 0
+        known = {id(one) for one in self._met}
+        due = {id(one): one for one in (*self._unused, *self.named.released()) if id(one) not in known}
+        self._met += due.values()
+        failed = save_unused(due.values(), self.named, self._snapshots, self._devices, self._settings)
+        self._unsaved += len(failed)
+        return len(due) - len(failed)
 
     def activity(self) -> dict[str, Any]:
         """Return what this worker is and does, as its operator wants to know it."""
@@ -665,11 +684,13 @@ class WorkerHost:
 
     def _forget(self, identity: str) -> None:
         with self._lock:
+            leaving = self._sessions.get(identity)
+        if leaving is not None and self.named is not None:
+            self.named.release(leaving)  # before: an end of the worker saves what nobody uses
+        with self._lock:
             ended = self._sessions.pop(identity, None)
             self._commands_of_the_past += ended.commands_done if ended is not None else 0
         logger.info("session %s closed", identity[:8])
         if ended is not None:
             audit.note(ended.client, "session-end", session=identity[:8])
-            if self.named is not None:
-                self.named.release(ended)
             self.on_session_end(ended)

@@ -6,12 +6,11 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
-from typing import Any
 
 from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context, write_private
-from skyproxy.errors import ConfigurationError, ConnectError, visible
+from skyproxy.errors import ConnectError
 from skyproxy.providers.detached import (
     DetachedWorker,
     find,
@@ -52,13 +51,6 @@ class LocalFleet:
 
     async def suspend(self, name: str, ending: Ending) -> str:
         """Ends one when its sessions are saved; what became of them, in words."""
-        if not ending.force:
-            rows = await asyncio.to_thread(_named_sessions, name)
-            if rows:
-                raise ConfigurationError(
-                    f"{name} keeps sessions by name, {', '.join(rows)}, and what is put under a name cannot be "
-                    "suspended. Take what you need, and end them: skyproxy sessions end NAME; or lose them: --force"
-                )
         worker = await asyncio.to_thread(suspend_detached, name)
         return worker.suspension_text()
 
@@ -100,17 +92,6 @@ class LocalFleet:
     async def access(self, name: str) -> Access:
         """Its address and token."""
         return Access(*local_address(name))
-
-
-def _named_sessions(name: str) -> list[str]:
-    """Return the named sessions of a worker; none where it does not run, which another step says."""
-    from skyproxy.transport.worker_questions import ask_control
-
-    worker = find(name)
-    if worker is None or not worker.alive or worker.url is None:
-        return []
-    rows: Any = ask_control(worker.url, worker.token(), "named_sessions")
-    return [visible(row["name"]) for row in rows]
 
 
 def _row(worker: DetachedWorker) -> WorkerRow:

@@ -31,7 +31,7 @@ def suspend(
     provider: Provider = None,
     timeout: Annotated[str, typer.Option(help="How long to wait for its end.")] = "5m",
     force: Annotated[
-        bool, typer.Option("--force", help="Also where sessions would be lost: named ones, or without a volume.")
+        bool, typer.Option("--force", help="Also where sessions would be lost: without a volume.")
     ] = False,
     namespace: Namespace = None,
     context: KubeContext = None,

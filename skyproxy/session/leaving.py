@@ -30,7 +30,6 @@ class LeavingSession(Protocol):
     protection: Protection | None
     settings: Settings
     open_anew: OpenAnew | None
-    obstacle: Callable[[], str]
 
     @property
     def lost(self) -> SessionLostError | None: ...
@@ -88,9 +87,8 @@ class Leave:
 
     def _leave(self, until: float) -> None:
         session = self._session
-        obstacle = session.obstacle()
-        if obstacle or session.open_anew is None:
-            raise SkyproxyError(obstacle or "it was made without a way to open another one")
+        if session.open_anew is None:
+            raise SkyproxyError("it was made without a way to open another one")
         session.post_bulk(Pong(0, {LEAVING: 1}))
         protection = session.protection
         if protection is not None and protection.suspension.is_on:

@@ -50,13 +50,6 @@ class NodeMoves:
     def _expect_leave(self) -> None:
         """Have the session suspended when its worker says that it is about to end."""
         self._session.open_anew = Successor(self, None) if self._opener is not None else None
-        self._session.obstacle = self._obstacle
-
-    def _obstacle(self) -> str:
-        """Return why the session cannot be suspended; an empty text where it can."""
-        if self.session_name is not None:
-            return f"the session {self.session_name!r} has a name, and what is put under a name stays on its worker"
-        return ""
 
     def _use_way(self, close: Callable[[], object]) -> None:
         """Close this with the node, in place of the way to the worker before."""

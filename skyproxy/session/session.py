@@ -62,7 +62,6 @@ class Session(Requests):
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
         protection: has another worker go on where this one ends; None where the session ends then.
         open_anew: finds another worker; None where nobody can.
-        obstacle: tells why this session cannot be suspended; an empty text where it can.
     """
 
     protection: Protection | None = None
@@ -119,7 +118,6 @@ class Session(Requests):
         self.auxiliary = self._housekeeping.auxiliary
         self.often = self._housekeeping.often
         self._housekeeping.on_leaving = Leave(self).on_notice
-        self.obstacle: Callable[[], str] = lambda: ""
         self._closing = False
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)

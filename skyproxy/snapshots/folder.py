@@ -264,6 +264,7 @@ class SnapshotFolder:
             "sequence": whole(entry(document, "sequence"), "its batch"),
             "bytes": whole(entry(header, "bytes"), "its size"),
             "seconds": max(time.time() - real(entry(header, "made_at"), "when it was made"), 0.0),
+            **_session_of(document),
         }
 
     def read(self, name: str, hashing: Executor, room_bytes: Callable[[], int | None]) -> Loaded:
@@ -372,6 +373,13 @@ class SnapshotFolder:
         finally:
             for reader in readers.values():
                 reader.close()
+
+
+def _session_of(document: Table) -> dict[str, object]:
+    """Return the name of the named session that a snapshot has, as a part of its row."""
+    if "named" not in document:
+        return {}
+    return {"session": text(entry(table(document["named"], "its named session"), "name"), "the name of a session", 200)}
 
 
 def _header_name(number: int) -> str:

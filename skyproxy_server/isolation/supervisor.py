@@ -348,6 +348,10 @@ class ProcessHost:
         """None are kept here."""
         return 0
 
+    def save_named(self) -> int:
+        """None are kept here."""
+        return 0
+
     def _attached(self) -> list[SupervisedSession]:
         with self._lock:
             return [one for one in self._sessions.values() if one.is_open and one.detached_at is None]

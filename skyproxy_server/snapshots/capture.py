@@ -16,6 +16,7 @@ from skyproxy_server.failures import Failed
 from skyproxy_server.recordings import Recording
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.beliefs import encode_watch
+from skyproxy_server.snapshots.names import named_part
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -87,6 +88,7 @@ class _Capture:
             ],
             "shrunk": [[self._storage(storage), former] for storage, former in values.gates.shrunk()],
             "unreported": [self._failure(failed) for failed in state.reports.unreported],
+            **named_part(state.names, self.value),
         }
         return self._captured({"signatures": self._signatures(), **parts}, _places(state))
 

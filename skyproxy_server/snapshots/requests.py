@@ -14,12 +14,13 @@ from skyproxy.settings import Settings
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, SnapshotFolder, check_name
 from skyproxy.snapshots.stores import Store, open_store
 from skyproxy_server.gates import storage_key
+from skyproxy_server.named_sessions import NamedSession
 from skyproxy_server.reports import Deferred
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.capture import capture
 from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
 from skyproxy_server.snapshots.places import place_of
-from skyproxy_server.snapshots.restore import Adoptable, restore, restore_values
+from skyproxy_server.snapshots.restore import Adoptable, restore, restore_named, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
 from skyproxy_server.snapshots.writing import CopyBudget, WritingJob, hangs
 
@@ -97,6 +98,31 @@ class SessionSnapshots:
             "sequence": sequence,
             "bytes": sum(storage.numel() for storage in found.storages),
         }
+
+    def read_named(self, state: SessionState, name: str) -> tuple[NamedSession, str] | None:
+        """Read what was saved of a named session, and the name of its snapshots; None where nothing was.
+
+        Raises:
+            SnapshotError: it cannot be used here, or the volume hangs.
+        """
+        place = self.place_of_named(name)
+        if not place:
+            return None
+        found = self._folder(place).read("", self._threads, lambda: _room(state))
+        return restore_named(state, found.document, found.storages, self._max_handles), place
+
+    def place_of_named(self, name: str) -> str:
+        """Return the name of the newest snapshots of a named session; empty where there are none.
+
+        Raises:
+            SnapshotError: the volume hangs.
+        """
+        try:
+            found = self._threads.submit(self.rows, "").result(self._stall_seconds)
+        except TimeoutError:
+            raise hangs(self._stall_seconds) from None
+        ages = {row["seconds"]: str(row["name"]) for row in found if row.get("session") == name}
+        return ages[min(ages)] if ages else ""  # type: ignore[type-var]
 
     def open_values(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Read the tensors of a snapshot, for the session to adopt; "names", and "rows" about the tensors.

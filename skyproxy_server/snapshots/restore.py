@@ -34,9 +34,11 @@ from skyproxy.torch_codec import DTYPES, LAYOUTS, decode_description
 from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES
 from skyproxy_server.controls import HostEvent
 from skyproxy_server.failures import Failed
+from skyproxy_server.named_sessions import NamedSession
 from skyproxy_server.recordings import Recording
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.beliefs import decode_watch
+from skyproxy_server.snapshots.names import read_named, use_named
 
 _RECORD_TEXTS = ("type", "message", "traceback", "op")
 _RECORD_NUMBERS = ("sequence", "position", "graph")
@@ -104,6 +106,20 @@ def restore_values(state: SessionState, document: Table, storages: list[torch.Te
         return _Restoration(state, document, storages, max_handles - len(state.values.slots)).adoptable()
 
 
+def restore_named(state: SessionState, document: Table, storages: list[torch.Tensor], max_handles: int) -> NamedSession:
+    """Make the named session of a snapshot, for a session that will use it; nobody finds it yet.
+
+    Args:
+        state, document, storages, max_handles: as for `restore`.
+
+    Raises:
+        SnapshotError: the document is refused.
+    """
+    with _refusals():
+        _check_origin(document, state)
+        return _Restoration(state, document, storages, max_handles).named()
+
+
 def _check_origin(document: Table, state: SessionState) -> None:
     check_origin(document, torch.__version__, {(row["type"], row["index"] or 0) for row in state.devices})
 
@@ -159,6 +175,7 @@ class _Restoration:
         random = [self._generator_state(*row) for row in rows(entry(document, "random"), "the random states", 3)]
         met = whole(entry(document, "cancellations"), "its cancellations", 1 << 53)
         max_bytes = whole(entry(document, "max_bytes"), "the bytes that it held")
+        named = read_named(state, document, self._value_at)
         steps: list[Callable[[], object]] = [
             self._define,
             partial(state.values.slots.update, slots),
@@ -173,6 +190,7 @@ class _Restoration:
             state.modes.switch(modes)
             self._draw_from(random)
             state.max_bytes = max_bytes
+            use_named(state, named)  # last: others find it from here on
 
         return install
 
@@ -200,6 +218,21 @@ class _Restoration:
             self._draw_from(random)
 
         return Adoptable(tensors, install)  # type: ignore[arg-type]
+
+    def named(self) -> NamedSession:
+        """Check and make what stands under names."""
+        document, gates = self._document, self._state.values.gates
+        for row in rows(entry(document, "values"), "the values"):
+            self._values.append(self._value(row))
+        session = read_named(self._state, document, self._value_at)
+        if session is None:
+            raise refuse("it is of no named session")
+        for storage, failed in rows(entry(document, "changes_that_failed"), "the changes that failed", 2):
+            gates.mark_storage_failed(self._storage(storage), self._failed_at(failed))
+        for shrunk, own, former in self._shrunk:
+            shrunk.resize_(own)
+            gates.mark_shrunk(shrunk, former)
+        return session
 
     def _draw_from(self, states: list[tuple[tuple[str, int], torch.Tensor]]) -> None:
         random = self._state.random

@@ -207,16 +207,6 @@ def test_closing_a_suspended_session_wakes_nobody(worker: Worker, node: skyproxy
         x.sum().item()
 
 
-def test_a_named_session_is_refused_and_says_so(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
-    with skyproxy.connect(worker.url, token=worker.token, session="exp1") as node:
-        x = torch.ones(2, device=node.devices[0])
-        node.put("x", x)
-        assert x.sum().item() == 2
-        assert "lost: 1 whose clients took no snapshot in time, 1 by name" in worker.end()
-        assert "cannot be suspended: the session 'exp1' has a name" in capfd.readouterr().err
-        wait_for(lambda: not node.alive, "the session is over")
-
-
 def say_that_it_is_ended_for_good(worker: Worker) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{worker.port}/ending", headers={"Authorization": f"Bearer {worker.token}"}

@@ -10,7 +10,7 @@ import torch
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.settings import Settings
-from skyproxy_server.named_sessions import NamedSessionInUseError, NamedSessions
+from skyproxy_server.named_sessions import NamedSessionChangedError, NamedSessionInUseError, NamedSessions, NamedValue
 from tests.integration.programs import wait_for
 
 SETTINGS = Settings(max_named_sessions=2, max_names=3, max_named_bytes=1 << 20)
@@ -165,3 +165,35 @@ def test_a_tensor_has_one_number_and_no_number_is_given_twice(store: NamedSessio
     again = store.put(session, "c", b"", [x])
     assert again[0] not in first
     assert store.put(session, "d", b"", [y]) == [first[1]]
+
+
+def test_what_was_saved_takes_the_place_of_what_is_left_of_the_same_use(store: NamedSessions) -> None:
+    first, again = FakeHolder(), FakeHolder()
+    left = store.hold(first, "alice", "exp", take=False)
+    saved = store.empty("alice", "exp", left.tag)
+    store.bring_back(again, saved)
+    assert (saved.holder, len(first.reasons)) == (again, 1)
+    store.release(first)  # late: it has nothing any more
+    assert saved.holder is again
+
+
+def test_what_was_saved_is_refused_where_another_client_has_used_it_since(store: NamedSessions) -> None:
+    before = store.hold(FakeHolder(), "alice", "exp", take=False).tag
+    now = store.hold(FakeHolder(), "alice", "exp", take=True)
+    with pytest.raises(NamedSessionChangedError, match="another client has used the session 'exp'"):
+        store.bring_back(FakeHolder(), store.empty("alice", "exp", before))
+    assert store.hold(FakeHolder(), "alice", "exp", take=True) is now
+    store.bring_back(FakeHolder(), store.empty("mallory", "exp", before))  # of another token, another session
+
+
+def test_what_was_saved_has_the_bounds_of_what_is_put(store: NamedSessions) -> None:
+    large, many = store.empty("alice", "large", "x"), store.empty("alice", "many", "x")
+    large.values["x"] = NamedValue(1, bytes(2 << 20), [], 0.0)
+    many.values.update({str(number): NamedValue(1, b"", [], 0.0) for number in range(4)})
+    for saved, reason in ((large, "structures"), (many, "4 names")):
+        with pytest.raises(LimitExceededError, match=reason):
+            store.bring_back(FakeHolder(), saved)
+    store.bring_back(FakeHolder(), store.empty("alice", "one", "x"))
+    store.bring_back(FakeHolder(), store.empty("alice", "two", "x"))
+    with pytest.raises(LimitExceededError, match="its limit"):
+        store.bring_back(FakeHolder(), store.empty("alice", "three", "x"))
