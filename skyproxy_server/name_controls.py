@@ -162,8 +162,9 @@ def named_sessions(session: SessionState) -> list[dict[str, object]]:
 def end_named(session: SessionState, name: str) -> bool:
     """End a named session of this client's token; whether there was one."""
     names = _names(session)
+    _text(name)
     with session.idle():
-        place = session.snapshots.place_of_named(_text(name)) if session.snapshots is not None else ""
+        place = session.snapshots.place_of_named(name) if session.snapshots is not None else ""
         was_saved = bool(place and session.snapshots is not None and session.snapshots.delete(place, ""))
         return names.store.end(names.owner, name) or was_saved
 
