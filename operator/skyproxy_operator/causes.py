@@ -171,8 +171,6 @@ def waiting_cause(
 def _unscheduled_cause(pod: Object, name: str, now: datetime.datetime) -> Cause:
     scheduled = condition(pod, "PodScheduled")
     message = str(scheduled.get("message", ""))
-    if scheduled.get("reason") == "SchedulingGated":
-        return Cause("SchedulingGated", f"Pod {name} is waiting for its scheduling gates: {message}")
     if scheduled.get("reason") != "Unschedulable":
         return Cause("Scheduling", f"Pod {name} is waiting for a machine.")
     if "unbound immediate PersistentVolumeClaims" in message:

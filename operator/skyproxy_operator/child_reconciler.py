@@ -20,6 +20,7 @@ from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
 from skyproxy_operator.probing import Access
+from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, unavailable
 from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
@@ -73,8 +74,7 @@ class ChildReconciler:
         self._options = options
         self._known: dict[str, tuple[str, float, ChildStatus]] = {}
         self._read: dict[str, _Read] = {}
-        self._kinds: dict[str, str] = {}
-        self._kinds_until = 0.0
+        self._kinds: dict[str, tuple[float, Mapping[str, str]]] = {}
 
     def recheck(self, uid: str) -> None:
         """Look again at the children of a Compute that are watched: something happened to one."""
@@ -106,6 +106,8 @@ class ChildReconciler:
         for item in wanted_objects:
             await self._apply(compute, item, status, blocks=item["kind"] == "Service")
         await self._claims(compute, spec, status)
+        if spec.queue is not None and WORKLOAD not in await self.served_kinds(KUEUE_GROUP):
+            status.blocking = unavailable(spec.queue)
         if spec.gateway is None:
             await self._close_gateway(compute)
         elif pair is not None:
@@ -280,7 +282,7 @@ class ChildReconciler:
             text = f"spec.gateway.{lacking} is missing, and this installation has no default for it."
             status.refusals.append(Cause("GatewayIncomplete", text, actionable=True))
             return
-        kinds = await self._gateway_kinds()
+        kinds = await self.served_kinds(_GATEWAY_GROUP)
         lacking = next((kind for kind, good in _GATEWAY_VERSIONS.items() if kinds.get(kind) not in good), "")
         if lacking:
             text = (
@@ -296,18 +298,24 @@ class ChildReconciler:
     async def _close_gateway(self, compute: Object) -> None:
         """Takes away a way in that is not wanted any more. What else it was made of leads nowhere by itself."""
         read = self._read[compute["metadata"]["uid"]]
-        if read.has_no_way_in or not compute.get("status") or "HTTPRoute" not in await self._gateway_kinds():
+        if (
+            read.has_no_way_in
+            or not compute.get("status")
+            or "HTTPRoute" not in await self.served_kinds(_GATEWAY_GROUP)
+        ):
             return
         existing = await self._existing(compute, children.ROUTE_API, "HTTPRoute", compute["metadata"]["name"])
         if existing is not None and _is_owned(compute, existing):
             await self._cluster.delete(existing)
         read.has_no_way_in = True
 
-    async def _gateway_kinds(self) -> Mapping[str, str]:
-        if time.monotonic() >= self._kinds_until:
-            self._kinds = await self._cluster.served_kinds(_GATEWAY_GROUP)
-            self._kinds_until = time.monotonic() + _KINDS_SECONDS
-        return self._kinds
+    async def served_kinds(self, group: str) -> Mapping[str, str]:
+        """Return the kinds of an API group that the cluster serves, as they were some minutes ago at most."""
+        until, kinds = self._kinds.get(group, (0.0, {}))
+        if time.monotonic() >= until:
+            kinds = await self._cluster.served_kinds(group)
+            self._kinds[group] = (time.monotonic() + _KINDS_SECONDS, kinds)
+        return kinds
 
 
 def _note(status: ChildStatus, error: ApiError, *, blocks: bool) -> None:

@@ -20,6 +20,7 @@ from skyproxy.kubernetes.versions import check_version
 from skyproxy_operator.causes import Cause, refusal_cause
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, PLURAL
+from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, workload_query
 
 Object = dict[str, Any]
 
@@ -40,6 +41,7 @@ _PLURALS = {
     "Pod": "pods",
     "Secret": "secrets",
     "Service": "services",
+    "Workload": "workloads",
 }
 
 
@@ -362,6 +364,18 @@ class Cluster:
             "v1", "Event", namespace, {"fieldSelector": f"involvedObject.uid={pod['metadata']['uid']}", "limit": "50"}
         )
         return sorted(found, key=lambda item: item.get("lastTimestamp") or item.get("eventTime") or "")
+
+    async def workload(self, version: str, pod: Object) -> Object | None:
+        """Kueue's object about a pod; None where it has made none, or we may not see it."""
+        try:
+            found = await self.list_all(
+                f"{KUEUE_GROUP}/{version}", WORKLOAD, pod["metadata"]["namespace"], workload_query(pod)
+            )
+        except ApiError as exc:
+            if exc.status in (403, 404):
+                return None
+            raise
+        return found[0] if found else None
 
     async def patch_status(self, compute: Object, patch: Object) -> None:
         """Changes a Compute's status; one that is gone is fine."""

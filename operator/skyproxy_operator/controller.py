@@ -31,6 +31,7 @@ from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, Access, Prober
+from skyproxy_operator.queueing import KUEUE_GROUP, QUEUE_LABEL, WORKLOAD, is_gated
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 from skyproxy_operator.worker_spec import WorkerSpec
@@ -54,7 +55,7 @@ _SILENT_PROBES = 3
 
 @dataclass(frozen=True)
 class _Events:
-    """The events that were told about a pod, and when to ask again, in the time of `time.monotonic`."""
+    """Events about a pod, or Kueue's object about it, and when to ask again, in the time of `time.monotonic`."""
 
     ask_at: float
     pause_seconds: float = 15.0
@@ -76,6 +77,7 @@ class _Memory:
         events: those about pods that wait on their machine, by the pod's uid.
         ending: how its workers are told that they are ended for good, and their ports; None where they were told, or
             keep nothing for whoever comes back.
+        workload: what Kueue said last about pods in its queue; None where none is.
     """
 
     uid: str = ""
@@ -87,6 +89,7 @@ class _Memory:
     silence: Report = field(default_factory=Report)
     events: Mapping[str, _Events] = field(default_factory=dict)
     ending: tuple[Access, Sequence[int]] | None = None
+    workload: _Events | None = None
 
 
 def _utc_now() -> datetime.datetime:
@@ -260,7 +263,8 @@ class Controller:
         if memory.unanswered >= _SILENT_PROBES and _should_answer(spec, compute):
             refusals.append(_silence_cause(spec, memory.silence))
         events = await self._events(observed, memory)
-        observed = ObservedState(compute, observed.pods, self._clock(), reports, events, tuple(refusals))
+        workload = await self._workload(observed, memory)
+        observed = ObservedState(compute, observed.pods, self._clock(), reports, events, tuple(refusals), workload)
         plan = decide(observed, spec, self._options)
         if not plan.create:
             return plan
@@ -271,7 +275,7 @@ class Controller:
         refused = await self._create(plan.create)
         if not refused:
             return replace(plan, create=())
-        observed = ObservedState(compute, observed.pods, observed.now, reports, observed.events, (*refused, *refusals))
+        observed = replace(observed, refusals=(*refused, *refusals))
         plan = decide(observed, spec, self._options)
         return replace(plan, create=())
 
@@ -333,6 +337,21 @@ class Controller:
                 found[pod["metadata"]["name"]] = latest.found
         memory.events = asked
         return found
+
+    async def _workload(self, observed: ObservedState, memory: _Memory) -> Object | None:
+        """Kueue's object about pods that wait in its queue; asked for less and less often."""
+        queued = [pod for pod in owned(observed) if is_gated(pod) and QUEUE_LABEL in pod["metadata"]["labels"]]
+        version = (await self._children.served_kinds(KUEUE_GROUP)).get(WORKLOAD) if queued else None
+        if version is None:
+            memory.workload = None
+            return None
+        latest = memory.workload or _Events(time.monotonic())
+        if time.monotonic() >= latest.ask_at:
+            found = await self._cluster.workload(version, queued[0])
+            pause = min(2 * latest.pause_seconds, _MAX_EVENTS_SECONDS)
+            latest = _Events(time.monotonic() + latest.pause_seconds, pause, [found] if found else [])
+        memory.workload = latest
+        return latest.found[0] if latest.found else None
 
     # --- the plan ----------------------------------------------------------------------------------------------------
 

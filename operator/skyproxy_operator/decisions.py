@@ -28,6 +28,7 @@ from skyproxy_operator.children import gateway_host
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
+from skyproxy_operator.queueing import EVICTED, eviction, overlooked
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds, reaping
 from skyproxy_operator.worker_spec import RestartPolicy, WorkerSpec
 
@@ -49,6 +50,7 @@ class ObservedState:
         reports: what its workers said just now, one for each process; empty where nobody was asked.
         events: those about pods, oldest first, by the pod's name.
         refusals: what the API server refused, the most important first.
+        workload: Kueue's object about its pods; None where it is not known.
     """
 
     compute: Object
@@ -57,6 +59,7 @@ class ObservedState:
     reports: Sequence[Report] = ()
     events: Mapping[str, Sequence[Object]] = dataclasses.field(default_factory=dict)
     refusals: Sequence[Cause] = ()
+    workload: Object | None = None
 
 
 @dataclass(frozen=True)
@@ -261,19 +264,28 @@ class _Decision:
                 machine = (pod.get("spec") or {}).get("nodeName", "")
                 text = f"The machine {machine} of pod {pod['metadata']['name']} has not answered for {silent:.0f} s."
                 lost.append(Cause("NodeLost", text, actionable=True))
-        if self._spec.nodes > 1 and self._carried.get("formed") == self._group():
-            here = {node_of(pod) for pod in current if not is_leaving(pod)}
-            for node in sorted(set(range(self._spec.nodes)) - here):
+        if self._spec.nodes > 1:
+            leaving = {node_of(pod) for pod in current if is_leaving(pod)}
+            here = {node_of(pod) for pod in current} - leaving
+            # Kueue keeps what is left of a group until all of it has ended, so no member of it is replaced alone.
+            gone = leaving if self._spec.queue is not None else set()
+            if self._carried.get("formed") == self._group():
+                gone = set(range(self._spec.nodes)) - here
+            for node in sorted(gone):
                 name = pod_name(self._compute["metadata"]["name"], node)
                 lost.append(Cause("PodDeleted", f"Pod {name} was deleted: by a drain, an eviction or a user."))
+            lost += filter(None, map(eviction, current if gone else ()))
         return lost
 
     def _note_failure(self, causes: list[Cause]) -> Cause:
-        # An orderly exit of one node is what the others' failure brought about, more often than the reverse.
-        causes.sort(key=lambda item: "exit status 0" in item.message)
+        # An orderly exit of one node is what the others' failure brought about, more often than the reverse; and what a
+        # queue takes back ends in any way.
+        causes.sort(key=lambda item: (item.reason != EVICTED, "exit status 0" in item.message))
         since = state.moment(self._carried.get("readySince"))
         stable = since is not None and (self._now - since).total_seconds() >= self._spec.restart.reset_seconds
-        row = 1 if stable else int(self._carried.get("failuresInARow", 0)) + 1
+        row = 0 if stable else int(self._carried.get("failuresInARow", 0))
+        # Making room for others is no failure: it may happen any number of times.
+        row += causes[0].reason != EVICTED
         self._forget("readySince")
         self._carried |= {
             "failuresInARow": row,
@@ -318,16 +330,18 @@ class _Decision:
         failures = pull_failures(current, self._observed.events, self._carried.get("pullFailures", {}))
         self._forget("pullFailures")
         self._carried |= {"pullFailures": failures} if failures else {}
-        verdict = state.judged(self._spec, current, self._observed.events, self._now, failures)
-        refusal = self._first_refusal()
+        verdict = state.judged(self._spec, current, self._observed.events, self._now, failures, self._observed.workload)
+        refusal, ignored = self._first_refusal(), overlooked(self._spec, current)
         if verdict.ready:
             now = state.timestamp(self._now)
             self._carried = {"startTime": now, "readySince": now} | self._carried | {"formed": self._group()}
-            verdict = dataclasses.replace(verdict, trouble=refusal)
+            verdict = dataclasses.replace(verdict, trouble=refusal or ignored)
         else:
             self._forget("readySince")
             if refusal is not None:
                 verdict = dataclasses.replace(verdict, cause=refusal, trouble=refusal, progressing=False)
+            elif verdict.trouble is None:
+                verdict = dataclasses.replace(verdict, trouble=ignored)
         self._carried = state.with_activity(self._carried, self._observed.reports, self._now)
         started = state.moment(self._carried.get("startTime"))
         end = reaping(self._spec, started, self._observed.reports, self._now)

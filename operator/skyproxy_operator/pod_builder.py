@@ -29,6 +29,7 @@ from skyproxy_operator.names import (
 )
 from skyproxy_operator.options import Options, accelerator_image
 from skyproxy_operator.pod_policy import violations
+from skyproxy_operator.queueing import queue_labels
 from skyproxy_operator.strategic_merge import merged
 from skyproxy_operator.worker_spec import SNAPSHOTS_FOLDER, WorkerSpec
 
@@ -71,9 +72,11 @@ def build_pod(
     # By these we know our pods again, so no template may change them.
     metadata = built["metadata"] = built.get("metadata") or {}
     metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
-    metadata["labels"] = {**(metadata.get("labels") or {}), **labels(name), NODE_LABEL: str(node)}
+    queue, group = queue_labels(compute, spec, attempt)
+    metadata["labels"] = {**(metadata.get("labels") or {}), **queue, **labels(name), NODE_LABEL: str(node)}
     metadata["annotations"] = {
         **(metadata.get("annotations") or {}),
+        **group,
         SPEC_HASH: spec.pod_hash(),
         ATTEMPT: str(attempt),
     }

@@ -9,12 +9,13 @@ from typing import Any
 
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, pod_phase, waiting_cause
 from skyproxy_operator.names import NODE_LABEL, server_name
+from skyproxy_operator.queueing import gate_cause, is_gated
 from skyproxy_operator.reaping import Report
 from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
 
-PENDING, PROVISIONING, RUNNING = "Pending", "Provisioning", "Running"
+PENDING, QUEUED, PROVISIONING, RUNNING = "Pending", "Queued", "Provisioning", "Running"
 SUSPENDED, FAILED, EXPIRED, TERMINATING = "Suspended", "Failed", "Expired", "Terminating"
 
 _PAST = (
@@ -76,6 +77,7 @@ def judged(
     events: Mapping[str, Sequence[Object]],
     now: datetime.datetime,
     pull_failures: Mapping[str, str] | None = None,
+    workload: Object | None = None,
 ) -> Verdict:
     """Judge a Compute that should run.
 
@@ -85,6 +87,7 @@ def judged(
         events: those about pods, by the pod's name.
         now: the time.
         pull_failures: what registries said against images, now or before.
+        workload: Kueue's object about the pods; None where it is not known.
     """
     ready = sum(is_ready(pod) for pod in pods)
     scheduled = sum(is_scheduled(pod) for pod in pods) == spec.nodes
@@ -92,7 +95,12 @@ def judged(
         what = "The worker accepts sessions." if spec.nodes == 1 else f"All {spec.nodes} nodes accept sessions."
         return Verdict(RUNNING, True, Cause("Ready", what), False, True)
     waiting = [pod for pod in pods if not is_ready(pod) and not has_ended(pod)]
-    causes = [waiting_cause(pod, now, events.get(pod["metadata"]["name"], ()), pull_failures) for pod in waiting]
+    causes = [
+        gate_cause(pod, workload)
+        if is_gated(pod)
+        else waiting_cause(pod, now, events.get(pod["metadata"]["name"], ()), pull_failures)
+        for pod in waiting
+    ]
     # What somebody has to see to goes before what will pass.
     causes.sort(key=lambda item: not item.actionable)
     cause = causes[0] if causes else Cause("CreatingPods", "The pods are being created.")
@@ -100,7 +108,8 @@ def judged(
         cause = Cause(cause.reason, f"{ready} of {spec.nodes} nodes are ready. {cause.message}", cause.actionable)
     begun = any(is_scheduled(pod) or pod_phase(pod) == "Running" for pod in pods)
     trouble = cause if cause.actionable else None
-    return Verdict(PROVISIONING if begun else PENDING, False, cause, trouble is None, scheduled, trouble)
+    idle = QUEUED if any(map(is_gated, waiting)) else PENDING
+    return Verdict(PROVISIONING if begun else idle, False, cause, trouble is None, scheduled, trouble)
 
 
 def stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:

@@ -137,6 +137,7 @@ class SpecItem(TypedDict, total=False):
     podTemplate: Mapping[str, object] | None
     idleTimeout: float | str | None
     maxLifetime: float | str | None
+    queue: str | None
     suspend: bool
     suspendAfter: float | str | None
     snapshots: SnapshotsItem | None
@@ -166,6 +167,7 @@ class WorkerSpec:
     image_pull_secrets: tuple[str, ...] = ()
     shared_memory: str = "2Gi"
     pod_template: Mapping[str, object] = field(default_factory=dict)
+    queue: str | None = None
     # What follows can change while the pods run.
     idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
     max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
@@ -204,6 +206,7 @@ class WorkerSpec:
             image_pull_secrets=tuple(item["name"] for item in spec.get("imagePullSecrets") or ()),
             shared_memory=str(spec.get("sharedMemory", "2Gi")),
             pod_template=spec.get("podTemplate") or {},
+            queue=spec.get("queue") or None,
             idle_timeout_seconds=limit_seconds(spec.get("idleTimeout")),
             max_lifetime_seconds=limit_seconds(spec.get("maxLifetime")),
             suspend=spec.get("suspend", False),

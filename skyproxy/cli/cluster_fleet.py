@@ -136,6 +136,7 @@ def _row(
         reason="" if found.ready else found.reason,
         message="" if found.ready else found.text,
         hint=found.hint,
+        queue=str(compute.get("spec", {}).get("queue") or ""),
         events=found.events,
         software={key: worker[key] for key in ("skyproxy", "torch", "python") if key in worker},
     )

@@ -20,7 +20,8 @@ class WorkerRow:
         name: of the worker.
         provider: who runs it.
         where: a namespace and a kubeconfig's context, or "this machine".
-        phase: Pending, Provisioning, Running, Suspended, Failed, Expired, Terminating; Lost for a process that is gone.
+        phase: Pending, Queued, Provisioning, Running, Suspended, Failed, Expired or Terminating; Lost for a process
+            that is gone.
         ready: whether it takes clients.
         nodes: how many.
         devices: what it offers, in words; empty where it does not say.
@@ -30,6 +31,7 @@ class WorkerRow:
         reason: one word for why it is not ready.
         message: the cause, for people.
         hint: what to do about it.
+        queue: the one that it was sent to, of Kueue's; empty for none.
         events: the latest warnings.
         software: versions on the worker.
     """
@@ -47,6 +49,7 @@ class WorkerRow:
     reason: str = ""
     message: str = ""
     hint: str = ""
+    queue: str = ""
     events: tuple[str, ...] = ()
     software: dict[str, str] = field(default_factory=dict)
 

@@ -137,6 +137,7 @@ def _show_status(found: WorkerRow) -> None:
         "phase": found.phase + (f" ({found.reason})" if found.reason and found.reason != found.phase else ""),
         "why": found.message,
         "hint": found.hint,
+        "queue": found.queue,
         "nodes": str(found.nodes),
         "devices": found.devices,
         "software": software,

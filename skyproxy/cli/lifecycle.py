@@ -61,6 +61,9 @@ def up(
     memory: Annotated[str | None, typer.Option(help="Memory per node, such as 16Gi.")] = None,
     image: Annotated[str | None, typer.Option(help="Container image; default: the operator's.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each in its own Pod.")] = 1,
+    queue: Annotated[
+        str | None, typer.Option(help="In Kubernetes: Kueue's LocalQueue, in which it waits for its turn.")
+    ] = None,
     volume: Annotated[list[str] | None, typer.Option(help="Persistent storage, NAME:SIZE:PATH; repeatable.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the worker, or NAME to pass on your own value; repeatable.")
@@ -114,6 +117,7 @@ def up(
         "gpu_type": gpu_type,
         "memory": memory,
         "image": image,
+        "queue": queue,
         "volume": volume,
         "idle_timeout": idle_timeout,
         "max_lifetime": max_lifetime,
@@ -146,6 +150,7 @@ def up(
             "image": image,
             "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,
+            "queue": queue,
             "volumes": volumes,
             "env": variables,
             "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,

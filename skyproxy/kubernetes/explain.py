@@ -51,6 +51,8 @@ _HINTS = {
     "PodFailed": _SEE_LOG,
     "PodSecurityViolation": "The namespace forbids such Pods. Use another, or change podTemplate of the Compute.",
     "ProvisioningFailed": "See what the storage class says: kubectl get events.",
+    "Queued": "See what is before it: kubectl get workloads. Another queue: skyproxy up NAME --queue QUEUE.",
+    "QueueUnavailable": "Leave --queue out, or have an administrator install Kueue.",
     "QuotaExceeded": "Ask for less, or end other workers of this namespace. See: kubectl describe quota.",
     "Suspended": "Bring it back: skyproxy resume NAME.",
     "SuspendedIdle": "Bring it back: skyproxy resume NAME.",

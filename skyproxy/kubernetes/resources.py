@@ -15,6 +15,7 @@ from skyproxy.units import duration_text, quantity
 
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_QUEUE = re.compile(rf"(?=.{{1,63}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
 _SPEC_FIELDS = frozenset(
     {
         "affinity",
@@ -27,6 +28,7 @@ _SPEC_FIELDS = frozenset(
         "podTemplate",
         "port",
         "priorityClassName",
+        "queue",
         "restartPolicy",
         "serviceAccountName",
         "sharedMemory",
@@ -98,6 +100,12 @@ def compute_manifest(
         spec["maxLifetime"] = _limit_text(max_lifetime_seconds)
     if suspend_after_seconds:
         spec["suspendAfter"] = _limit_text(suspend_after_seconds)
+    queue = more.get("queue")
+    if queue is not None and not _QUEUE.fullmatch(str(queue)):
+        raise ConfigurationError(
+            f"queue={queue!r}: a LocalQueue's name has small letters, digits, hyphens and dots, at most 63. See which "
+            "there are: kubectl get localqueues"
+        )
     spec |= {key: value for key, value in more.items() if value is not None}
     metadata = {"name": checked_name(name)} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Compute", "metadata": metadata, "spec": spec}

@@ -248,6 +248,7 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
             ["up", "x", "--provider", "local", "--image", "y", "--idle-timeout", "1m"],
             "cannot have --image, --idle-timeout",
         ),
+        (["up", "x", "--provider", "local", "--queue", "research"], "cannot have --queue"),
         (["up", "x", "--provider", "local", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here"),
         (["up", "x", "--provider", "local", "--cpu", "500m"], "whole number"),
         (["up", "x", "--provider", "moon"], "moon"),

@@ -42,6 +42,13 @@ def test_the_most_specific_condition_is_told_with_what_to_do() -> None:
     assert "skyproxy gpus" in found.hint
 
 
+def test_a_queue_is_waited_for() -> None:
+    said = "Pod w-0 waits in the queue research until Kueue admits it."
+    found = explain(compute("Queued", Ready=("False", "Queued", said)), [], [], now=NOW)
+    assert (found.phase, found.failed, found.reason, found.text) == ("Queued", False, "Queued", said)
+    assert "kubectl get workloads" in found.hint
+
+
 @pytest.mark.parametrize("phase", ["Failed", "Expired", "Suspended"])
 def test_what_has_ended_is_not_waited_for(phase: str) -> None:
     assert explain(compute(phase, Ready=("False", phase, "why")), [], [], now=NOW).failed

@@ -38,6 +38,7 @@ def everything() -> dict[str, Any]:
         suspend_after_seconds=900,
         snapshots={"storage": "20Gi"},
         nodeSelector={"zone": "a"},
+        queue="research",
         affinity=None,
     )
 
@@ -59,6 +60,7 @@ def test_everything_given_is_said() -> None:
         "suspendAfter": "15m",
         "snapshots": {"storage": "20Gi"},
         "nodeSelector": {"zone": "a"},
+        "queue": "research",
     }
 
 
@@ -91,6 +93,8 @@ def test_limits_are_rounded_up_to_whole_seconds(seconds: float, text: str) -> No
         ({"env": {"SKYPROXY_TOKEN": "x"}}, "set by the operator"),
         ({"env": {"a b": "x"}}, "cannot name an environment variable"),
         ({"replicas": 2}, "has no replicas"),
+        ({"queue": "Research"}, "kubectl get localqueues"),
+        ({"queue": "a" * 64}, "at most 63"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_sent(given: dict[str, Any], problem: str) -> None:

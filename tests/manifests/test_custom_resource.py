@@ -128,6 +128,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
     "phase",
     [
         status.PENDING,
+        status.QUEUED,
         status.PROVISIONING,
         status.RUNNING,
         status.SUSPENDED,
@@ -138,7 +139,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
 )
 def test_every_phase_is_known(phase: str) -> None:
     assert phase in STATUS["properties"]["phase"]["enum"]
-    assert len(STATUS["properties"]["phase"]["enum"]) == 7
+    assert len(STATUS["properties"]["phase"]["enum"]) == 8
 
 
 # --- examples -------------------------------------------------------------------------------------------------------
@@ -183,6 +184,10 @@ def test_a_misspelt_field_of_an_example_would_be_found() -> None:
         {"snapshots": {"storage": "much"}},
         {"gateway": {"hostname": "*.example"}},
         {"image": ""},
+        {"queue": ""},
+        {"queue": "Research"},
+        {"queue": "a..b"},
+        {"queue": "a" * 64},
     ],
 )
 def test_the_schema_refuses(spec: dict[str, Any]) -> None:

@@ -272,6 +272,7 @@ GROUPS = {
     "HTTPRoute": "gateway.networking.k8s.io",
     "Lease": "coordination.k8s.io",
     "NetworkPolicy": "networking.k8s.io",
+    "Workload": "kueue.x-k8s.io",
 }
 
 
@@ -280,7 +281,8 @@ def used() -> set[tuple[str, str, str]]:
     from tests.operator.world import EVERYTHING as STORY
     from tests.operator.world import KEY, World
 
-    worlds = [World(**STORY, restartPolicy={"backoffSeconds": 1}), World()]
+    worlds = [World(**STORY, restartPolicy={"backoffSeconds": 1}), World(), World(queue="research")]
+    worlds[2].cluster.kinds["Workload"] = "v1beta1"
     issuer = {"skyproxy.dev/cert-manager-issuer": "ClusterIssuer/ours"}
     worlds[1].cluster.objects["Compute", *KEY]["metadata"]["annotations"] = issuer
 
@@ -296,6 +298,7 @@ def used() -> set[tuple[str, str, str]]:
             memory.events = {uid: dataclasses.replace(asked, ask_at=0.0) for uid, asked in memory.events.items()}
         await worlds[0].look()
         await worlds[1].look()
+        await worlds[2].settle()
         worlds[0].edit(gateway={"enabled": False})
         await worlds[0].look()
         # The certificate is renewed before it ends.

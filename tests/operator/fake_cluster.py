@@ -15,6 +15,7 @@ from typing import Any
 from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.names import COMPUTE_LABEL
 from skyproxy_operator.probing import ENDING, Access
+from skyproxy_operator.queueing import GROUP_LABEL, QUEUE_LABEL, TOTAL_ANNOTATION, WORKLOAD
 from skyproxy_operator.reaping import Report
 
 Object = dict[str, Any]
@@ -34,6 +35,8 @@ class FakeCluster:
         stop_after: how many more requests succeed before the process ends; None for all.
         refuse: a failure for each kind of object that cannot be created or applied.
         made: how often each object was created.
+        kinds: those that the cluster serves beside Kubernetes' own, with their versions. With Workload, Kueue is there.
+        workload_object: Kueue's object about pods in its queue.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,7 @@ class FakeCluster:
         self.refuse: dict[str, ApiError] = {}
         self.made: Counter[Place] = Counter()
         self.kinds: dict[str, str] = {}
+        self.workload_object: Object | None = None
         self._uids = itertools.count(1)
 
     # --- the operator's side -----------------------------------------------------------------------------------------
@@ -84,6 +88,11 @@ class FakeCluster:
     async def events(self, namespace: str, pod: Object) -> list[Object]:
         self._request("list", "Event", pod["metadata"]["name"])
         return []
+
+    async def workload(self, version: str, pod: Object) -> Object | None:
+        self._request("list", WORKLOAD, pod["metadata"]["name"])
+        assert version == self.kinds[WORKLOAD]
+        return copy.deepcopy(self.workload_object)
 
     async def served_kinds(self, group: str) -> Mapping[str, str]:
         return self.kinds
@@ -138,6 +147,8 @@ class FakeCluster:
         made["metadata"].setdefault("creationTimestamp", "2026-05-01T12:00:00Z")
         if made["kind"] == "Pod":
             made.setdefault("status", {"phase": "Pending"})
+            if WORKLOAD in self.kinds and QUEUE_LABEL in made["metadata"]["labels"]:
+                _hold(made)
         self.objects[_place(made)] = made
         self.made[_place(made)] += 1
         return made
@@ -148,16 +159,49 @@ class FakeCluster:
     def finish_deletions(self) -> None:
         """Pods that were told to end have ended."""
         for place, item in list(self.objects.items()):
-            if "deletionTimestamp" in item["metadata"]:
+            if "deletionTimestamp" in item["metadata"] and not self._keeps(item):
                 del self.objects[place]
 
     def make_ready(self) -> None:
         """Every pod that waits runs, and takes sessions."""
         for pod in self.all("Pod"):
+            if pod["spec"].get("schedulingGates"):
+                continue
             if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
                 pod["spec"]["nodeName"] = "machine"
                 ready = {"type": "Ready", "status": "True"}
                 pod["status"] = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]}
+
+    def _keeps(self, pod: Object) -> bool:
+        """Kueue keeps the pods of a group until all of them have ended, and nobody may replace them."""
+        metadata = pod["metadata"]
+        if "finalizers" not in metadata or GROUP_LABEL not in metadata["labels"]:
+            return False
+        group = self._group(metadata["labels"][GROUP_LABEL])
+        retried = all(
+            item["metadata"]["annotations"].get("kueue.x-k8s.io/retriable-in-group") != "false" for item in group
+        )
+        ended = all("deletionTimestamp" in item["metadata"] or item["status"]["phase"] == "Failed" for item in group)
+        return retried or not ended
+
+    def _group(self, name: str) -> list[Object]:
+        return [pod for pod in self.all("Pod") if pod["metadata"]["labels"].get(GROUP_LABEL) == name]
+
+    def admit(self) -> None:
+        """Kueue has room for every group that is there as a whole, and every pod without one."""
+        for pod in self.all("Pod"):
+            metadata = pod["metadata"]
+            group = metadata["labels"].get(GROUP_LABEL)
+            if group is None or len(self._group(group)) == int(metadata["annotations"][TOTAL_ANNOTATION]):
+                pod["spec"].pop("schedulingGates", None)
+                pod["status"]["conditions"] = []
+
+    def preempt(self) -> None:
+        """Kueue takes every pod back."""
+        target = {"type": "TerminationTarget", "status": "True", "reason": "WorkloadEvicted", "message": "Preempted"}
+        for pod in self.all("Pod"):
+            pod["status"]["conditions"] = [target]
+            pod["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
 
     def fail(self, name: str) -> None:
         """A pod's worker crashes."""
@@ -197,6 +241,16 @@ class FakeProber:
         if self.idle_seconds is None:
             return [self.silence for _ in addresses]
         return [Report(self.idle_seconds, {"software": {}, "devices": []}) for _ in addresses]
+
+
+def _hold(pod: Object) -> None:
+    """Do what Kueue's webhook does to a pod with a queue, and then the scheduler."""
+    pod["metadata"]["labels"]["kueue.x-k8s.io/managed"] = "true"
+    pod["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
+    pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    text = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": text}
+    pod["status"]["conditions"] = [gated]
 
 
 def _place(item: Object) -> Place:

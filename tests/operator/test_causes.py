@@ -87,8 +87,6 @@ def test_a_claim_may_take_a_moment_to_be_bound() -> None:
 
 def test_a_fresh_pod_waits_for_its_machine() -> None:
     assert waiting_cause(make_pod(COMPUTE), NOW).reason == "Scheduling"
-    gated = make_pod(COMPUTE, conditions=[condition("PodScheduled", "False", "SchedulingGated", "kueue")])
-    assert waiting_cause(gated, NOW).reason == "SchedulingGated"
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,28 @@ def test_the_best_version_of_each_kind_is_found(tmp_path: Path, monkeypatch: pyt
     run(scenario, tmp_path, monkeypatch)
 
 
+def test_what_kueue_says_is_found_by_the_pod_and_missing_rights_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: Server, cluster: Cluster) -> None:
+        pod, path = make_pod(make_compute()), "/apis/kueue.x-k8s.io/v1beta1/namespaces/lab/workloads"
+        assert await cluster.workload("v1beta1", pod) is None
+        server.answers["GET", path] = (403, {"message": "no"})
+        assert await cluster.workload("v1beta1", pod) is None
+        server.answers["GET", path] = (200, {"items": []})
+        assert await cluster.workload("v1beta1", pod) is None
+        server.answers["GET", path] = (200, {"items": [{"metadata": {"name": "w"}}]})
+        found = await cluster.workload("v1beta1", pod)
+        assert found is not None
+        assert (found["kind"], found["metadata"]["name"]) == ("Workload", "w")
+        assert server.asked[-1][1].partition("?")[2] == "labelSelector=kueue.x-k8s.io/job-uid%3Dpod-0-0"
+        server.answers["GET", path] = (500, {"message": "no"})
+        with pytest.raises(ApiError):
+            await cluster.workload("v1beta1", pod)
+
+    run(scenario, tmp_path, monkeypatch)
+
+
 def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Server, cluster: Cluster) -> None:
         page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"resourceVersion": "7", "continue": "more"}}
