@@ -1,4 +1,4 @@
-"""What a Compute's pods tell Kueue, and what Kueue says back. Pure.
+"""Words between a Compute's pods and Kueue, in both directions. Pure.
 
 Kueue holds a pod with its queue's label at a scheduling gate, and lets it go when the queue has room
 (https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/). Pods of one group are let go together.
