@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Sequence
 
+from skyproxy.snapshots.direct_files import ALIGNMENT, DirectFile
 from skyproxy.snapshots.documents import refuse
-from skyproxy.snapshots.stores import Source, Store, write_at
+from skyproxy.snapshots.stores import Source, Store
 
 PIECE_BYTES = 4 << 20
 """Storages are hashed, and compared with what is there already, in pieces of this size."""
@@ -42,10 +42,10 @@ class PackWriter:
         self.written_bytes = 0
         self._store = store
         self._draft = store.draft(name)
-        self._header_bytes = 1024 + -(-count * _ENTRY_BYTES // 512) * 512
+        self._start = -(-(8 + 1024 + count * _ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
         self._pieces: dict[bytes, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._file = os.open(self._draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), 0o600)
+        self._file = DirectFile(self._draft, self._start)
 
     def put(self, digest: bytes, piece: memoryview) -> None:
         """Write a piece, unless it is in this pack already.
@@ -59,7 +59,7 @@ class PackWriter:
             offset = self.written_bytes
             self.written_bytes += len(piece)
             self._pieces[digest] = (offset, self.written_bytes)
-        write_at(self._file, piece, 8 + self._header_bytes + offset)
+        self._file.fill(piece, self._start + offset)
 
     def finish(self) -> bool:
         """Give the pack its header and its name, for good; return False if it holds nothing, and is gone.
@@ -74,20 +74,15 @@ class PackWriter:
             digest.hex(): {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
             for digest, (start, end) in self._pieces.items()
         }
-        text = json.dumps(header, separators=(",", ":")).encode("ascii").ljust(self._header_bytes)
-        assert len(text) == self._header_bytes, "room was left for more than these"
-        write_at(self._file, len(text).to_bytes(8, "little") + text, 0)
-        os.fsync(self._file)
-        os.close(self._file)
-        self._file = -1
+        text = json.dumps(header, separators=(",", ":")).encode("ascii").ljust(self._start - 8)
+        assert len(text) == self._start - 8, "room was left for more than these"
+        self._file.finish(len(text).to_bytes(8, "little") + text)
         self._store.publish(self._draft, self.name)
         return True
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Leave nothing behind; no thread may be putting a piece."""
+        self._file.close()
         self._draft.unlink(missing_ok=True)
 
 

@@ -22,7 +22,7 @@ from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
 from skyproxy_server.snapshots.places import place_of
 from skyproxy_server.snapshots.restore import Adoptable, restore, restore_named, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
-from skyproxy_server.snapshots.writing import CopyBudget, WritingJob, hangs
+from skyproxy_server.snapshots.writing import CopyBuffers, WritingJob, hangs
 
 _THREADS = 4
 
@@ -44,7 +44,7 @@ class SessionSnapshots:
         self._stall_seconds = settings.snapshot_stall_seconds
         self._writer = secrets.token_hex(16)
         self._claimed: set[str] = set()
-        self._budget = CopyBudget(settings.max_snapshot_copy_bytes, self._stall_seconds)
+        self._buffers = CopyBuffers(settings.max_snapshot_copy_bytes, self._stall_seconds)
         self._threads = DiskThreads(_THREADS, "skyproxy-snapshot")
         self._writer_thread = DiskThreads(1, "skyproxy-snapshot-writer")
         self._watch_thread = DiskThreads(1, "skyproxy-snapshot-watch")
@@ -76,7 +76,7 @@ class SessionSnapshots:
         if self._jobs and self._jobs[0].is_stalled(self._stall_seconds):
             raise hangs(self._stall_seconds)
         captured = capture(state, slots)
-        job = WritingJob(captured, folder, self._claimed, self._budget, self._threads, names)
+        job = WritingJob(captured, folder, self._claimed, self._buffers, self._threads, names)
         self._jobs.append(job)
         self._writer_thread.submit(job.write)
         with state.idle():  # waiting for the disk computes nothing

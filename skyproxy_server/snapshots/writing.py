@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -24,8 +26,14 @@ from skyproxy_server.snapshots.capture import Captured
 
 logger = logging.getLogger("skyproxy.server")
 
-_COPIED_BYTES = 16 * PIECE_BYTES
-"""Storages are copied in parts of this size, so that one large storage needs no copy as large as itself."""
+_BUFFER_BYTES = 4 * PIECE_BYTES
+"""Storages are copied in parts of this size at most, so that a large one needs no copy as large as itself."""
+_BUFFERS_ON_THE_WAY = 3
+"""Buffers that are hashed and written at a time."""
+_Filled = tuple[torch.Tensor, list[tuple[int, int]]]
+"""A buffer, and where in it the pieces begin and end."""
+_Started = tuple[torch.Tensor, "list[Future[bytes]]"]
+"""A buffer, and its pieces on their way."""
 
 
 class VolumeHangsError(SnapshotError):
@@ -40,43 +48,60 @@ def hangs(seconds: float) -> VolumeHangsError:
     )
 
 
-class CopyBudget:
-    """The bytes of copies that wait to be written.
+class CopyBuffers:
+    """The memory of copies that wait to be written. What was written is used again: new memory costs a page fault for
+    every 4 KiB, three times as much as the copy.
 
     Args:
-        most: how many there may be; a single copy always may.
+        most: how many bytes there may be; a single buffer always may.
         stall_seconds: the time for which the volume may take nothing.
     """
 
     def __init__(self, most: int, stall_seconds: float) -> None:
+        self.buffer_bytes = max(min(_BUFFER_BYTES, most), PIECE_BYTES)
         self._most = most
         self._stall_seconds = stall_seconds
         self._used = 0
+        self._free: list[torch.Tensor] = []
         self._changed = threading.Condition()
         self._moved_at = time.monotonic()
 
-    def take(self, byte_count: int) -> None:
-        """Wait for room, for as long as the volume takes something.
+    def take(self, byte_count: int) -> torch.Tensor:
+        """Wait for room, for as long as the volume takes something; return at least so many bytes, of
+        `buffer_bytes` at most.
 
         Raises:
             VolumeHangsError: it does not.
         """
         with self._changed:
-            while self._used and self._used + byte_count > self._most:
+            while self._used and self._used + self._charge(byte_count) > self._most:
                 left = self._moved_at + self._stall_seconds - time.monotonic()
                 if left <= 0:
                     raise hangs(self._stall_seconds)
                 self._changed.wait(left)
             if not self._used:
                 self._moved_at = time.monotonic()
-            self._used += byte_count
+            self._used += self._charge(byte_count)
+            if self._free:
+                return self._free.pop()
+        return torch.empty(byte_count, dtype=torch.uint8)
 
-    def give_back(self, byte_count: int) -> None:
+    def _charge(self, byte_count: int) -> int:
+        return self.buffer_bytes if self._free else byte_count
+
+    def give_back(self, buffer: torch.Tensor) -> None:
         """Make room."""
         with self._changed:
-            self._used -= byte_count
+            self._used -= buffer.numel()
+            if buffer.numel() == self.buffer_bytes:
+                self._free.append(buffer)
             self._moved_at = time.monotonic()
             self._changed.notify_all()
+
+    def let_go(self) -> None:
+        """Give the memory that nothing uses back to the system."""
+        with self._changed:
+            self._free.clear()
 
 
 class WritingJob:
@@ -86,7 +111,7 @@ class WritingJob:
         captured: the session at the boundary of a batch.
         folder: where it goes.
         claimed: the names that are ours already; what is not is made ours first, and again where that failed.
-        budget: bounds the copies.
+        buffers: the memory of the copies.
         hashing: hashes and writes pieces.
         names: what the client keeps with it, which nobody reads here.
 
@@ -99,7 +124,7 @@ class WritingJob:
         captured: Captured,
         folder: SnapshotFolder,
         claimed: set[str],
-        budget: CopyBudget,
+        buffers: CopyBuffers,
         hashing: Executor,
         names: bytes = b"",
     ) -> None:
@@ -113,22 +138,22 @@ class WritingJob:
         self._piece_count = piece_count(captured.storages)
         self._folder = folder
         self._claimed = claimed
-        self._budget = budget
+        self._buffers = buffers
         self._hashing = hashing
-        self._copies: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        self._copies: SimpleQueue[_Filled | None] = SimpleQueue()
 
     def copy(self, storages: list[torch.Tensor]) -> None:
         """Copy what is to be written. On the session's thread; waits where the disk is slower."""
         try:
-            for storage in storages:
-                for start in range(0, storage.numel(), _COPIED_BYTES):
-                    part = storage[start : start + _COPIED_BYTES]
-                    self._budget.take(part.numel())
-                    try:
-                        self._copies.put(part.cpu() if part.is_cuda else part.clone())
-                    except BaseException:
-                        self._budget.give_back(part.numel())
-                        raise
+            for parts, spans in _groups(storages, self._buffers.buffer_bytes):
+                byte_count = spans[-1][1]
+                buffer = self._buffers.take(byte_count)
+                try:
+                    _gather(parts, buffer[:byte_count])
+                except BaseException:
+                    self._buffers.give_back(buffer)
+                    raise
+                self._copies.put((buffer, spans))
         finally:
             self._copies.put(None)
 
@@ -161,6 +186,7 @@ class WritingJob:
         draft: Draft | None = None
         digests: list[bytes] = []
         copies = iter(self._copies.get, None)
+        on_the_way: deque[_Started] = deque()
         found: dict[str, object] = {}
         self._moved_at = time.monotonic()
         try:
@@ -169,22 +195,39 @@ class WritingJob:
                 self._claimed.add(self._folder.name)
             draft = self._folder.begin(self._piece_count, self._hashing)
             for copy in copies:
-                try:
-                    view = byte_view(copy)
-                    digests += draft.put(view[start:end] for start, end in pieces_of(len(view)))
-                finally:
-                    self._budget.give_back(copy.numel())
-                self._moved_at = time.monotonic()
+                on_the_way.append(self._put(draft, copy))
+                # Who copies may wait for the memory of these.
+                while len(on_the_way) == _BUFFERS_ON_THE_WAY or (on_the_way and self._copies.empty()):
+                    digests += self._settled(on_the_way.popleft())
+            while on_the_way:
+                digests += self._settled(on_the_way.popleft())
             found = self._finish(draft, digests)
         except Exception as problem:
             error = problem
+            for buffer, pieces in on_the_way:  # they write to the draft's file
+                wait(pieces)
+                self._buffers.give_back(buffer)
             if draft is not None:
                 with suppress(OSError):
                     draft.abandon()
-            for copy in copies:
-                self._budget.give_back(copy.numel())
+            for buffer, _ in copies:
+                self._buffers.give_back(buffer)
+        self._buffers.let_go()
         self._answer(found, None if error is None else self._named(error))
         self._done.set()
+
+    def _put(self, draft: Draft, copy: _Filled) -> _Started:
+        buffer, spans = copy
+        view = byte_view(buffer)
+        return buffer, [self._hashing.submit(draft.put_piece, view[start:end]) for start, end in spans]
+
+    def _settled(self, started: _Started) -> list[bytes]:
+        """The digests of the pieces of a buffer, when they are written; the buffer is free then."""
+        buffer, pieces = started
+        wait(pieces)
+        self._buffers.give_back(buffer)
+        self._moved_at = time.monotonic()
+        return [piece.result() for piece in pieces]
 
     def _answer(self, found: object, error: Exception | None) -> None:
         """Tell the client, unless it was told that the volume hangs."""
@@ -219,3 +262,29 @@ class WritingJob:
             )
         logger.error("a snapshot could not be written", exc_info=error)
         return SnapshotError(f"the snapshot could not be written: {error!r:.200}. Those before it are untouched")
+
+
+def _groups(storages: list[torch.Tensor], most: int) -> Iterator[tuple[list[torch.Tensor], list[tuple[int, int]]]]:
+    """The pieces of storages, in order, as many together as go into a buffer; and where they lie there."""
+    parts: list[torch.Tensor] = []
+    spans: list[tuple[int, int]] = []
+    used = 0
+    for storage in storages:
+        for start, end in pieces_of(storage.numel()):
+            if used + end - start > most:
+                yield parts, spans
+                parts, spans, used = [], [], 0
+            parts.append(storage[start:end])
+            spans.append((used, used + end - start))
+            used += end - start
+    if parts:
+        yield parts, spans
+
+
+def _gather(parts: list[torch.Tensor], target: torch.Tensor) -> None:
+    """Copy tensors, one behind the other."""
+    if any(part.is_cuda for part in parts):
+        for part, place in zip(parts, target.split([part.numel() for part in parts]), strict=True):
+            place.copy_(part)
+    else:
+        torch.cat(parts, out=target)  # one call: after each, a session's thread may have to wait for the interpreter

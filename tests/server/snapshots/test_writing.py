@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from skyproxy.snapshots import packs
+from skyproxy.snapshots import direct_files
 from skyproxy.snapshots.stores import LocalStore
 from skyproxy_server.snapshots.threads import DiskThreads
-from skyproxy_server.snapshots.writing import CopyBudget, VolumeHangsError
+from skyproxy_server.snapshots.writing import CopyBuffers, VolumeHangsError
 from tests.server.snapshots.sessions import CALL, Session
 
 STALL_SECONDS = 0.2
@@ -41,13 +41,13 @@ class Volume:
 @pytest.fixture
 def volume(monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
     made = Volume()
-    write_at = packs.write_at
+    write_at = direct_files.write_at
 
     def hang(*arguments: Any) -> None:
         made.hang()
         write_at(*arguments)
 
-    monkeypatch.setattr(packs, "write_at", hang)
+    monkeypatch.setattr(direct_files, "write_at", hang)
     yield made
     made.goes_on.set()
 
@@ -69,7 +69,7 @@ def answered(session: Session, count: int) -> Any:
 def let_go(volume: Volume, session: Session) -> None:
     """The volume takes everything, however slow this machine is at the moment."""
     snapshots = session.snapshots
-    snapshots._stall_seconds = snapshots._budget._stall_seconds = WAIT_SECONDS
+    snapshots._stall_seconds = snapshots._buffers._stall_seconds = WAIT_SECONDS
     volume.goes_on.set()
     assert all(job.wait(WAIT_SECONDS) for job in snapshots._jobs)
 
@@ -126,27 +126,46 @@ def test_the_last_step_may_hang_as_well(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_copies_wait_for_a_volume_that_takes_something() -> None:
-    budget = CopyBudget(100, 5 * WAIT_SECONDS)
-    budget.take(80)
+    buffers = CopyBuffers(100, 5 * WAIT_SECONDS)
+    first = buffers.take(80)
     taken = threading.Event()
 
     def take() -> None:
-        budget.take(50)
+        buffers.take(50)
         taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    budget.give_back(80)
+    buffers.give_back(first)
     assert taken.wait(WAIT_SECONDS)
     thread.join()
+    full = CopyBuffers(10, 0.01)
+    full.take(80)  # a single one always may
     with pytest.raises(VolumeHangsError, match=r"SKYPROXY_SNAPSHOT_STALL_SECONDS"):
-        CopyBudget.take(_full(), 50)
+        full.take(50)
 
 
-def _full() -> CopyBudget:
-    budget = CopyBudget(10, 0.01)
-    budget.take(80)  # a single one always may
-    return budget
+def test_memory_of_copies_that_were_written_is_used_again() -> None:
+    buffers = CopyBuffers(1 << 30, WAIT_SECONDS)
+    first = buffers.take(buffers.buffer_bytes)
+    place = first.data_ptr()
+    buffers.give_back(first)
+    again = buffers.take(10)
+    assert (again.data_ptr(), again.numel()) == (place, buffers.buffer_bytes)
+    buffers.give_back(again)
+    buffers.let_go()
+    assert buffers.take(10).numel() == 10
+
+
+def test_storages_of_all_sizes_share_buffers(tmp_path: Path) -> None:
+    sizes = [0, 1, 3_000_000, 5 << 20, 7, 33 << 20, 100, 4 << 20]
+    tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+    with Session(tmp_path, max_snapshot_copy_bytes=20 << 20) as session:
+        session.put(**{f"s{slot}": tensor for slot, tensor in enumerate(tensors, 1)})
+        session.call("save_snapshot", "s")
+        found = session.snapshots._folder("s").read("", session.snapshots._threads, lambda: None)
+    assert [storage.numel() for storage in found.storages] == sizes
+    assert all(map(torch.equal, found.storages, tensors))
 
 
 def test_threads_of_the_disk_do_all_in_order_and_end() -> None:
