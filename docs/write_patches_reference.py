@@ -62,7 +62,8 @@ def _integration(name: str) -> Any:
 
 def _first_device() -> None:
     """What the first device does before it has a session."""
-    importlib.import_module("skyproxy.tensor.torch_api.autograd").install_engine()
+    for prepare in importlib.import_module("skyproxy.tensor.core.devices").DEVICES.before_new:
+        prepare()
     importlib.import_module("skyproxy.tensor.torch_api.global_modes").follow([])
 
 

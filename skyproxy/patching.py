@@ -153,6 +153,12 @@ def enter(owner: object, name: str, key: str, value: object, *, why: str, test: 
     registered(f"{_label(owner)}.{name}[{key!r}]", lambda: table.pop(key, None), why=why, test=test, when=when)
 
 
+def is_replaced(owner: object, name: str) -> bool:
+    """Return whether skyproxy has replaced the attribute, and not put it back."""
+    with _lock:
+        return any(patch.owner is owner and patch.name == name for patch in PATCHES)
+
+
 def replace_everywhere(name: str, plain: object, new: object, *, why: str, test: str, when: When = When.IMPORT) -> None:
     """Replace a function in every loaded module that has it under this name.
 

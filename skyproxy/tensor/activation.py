@@ -56,6 +56,7 @@ def activate() -> None:
             streams,
             subclasses,
             tensor_methods,
+            torchscript,
         )
 
         hot_path.install()
@@ -70,6 +71,7 @@ def activate() -> None:
         nested_tensors.install()
         storage.install()
         serialization.install()
+        torchscript.install()
         tensor_methods.install()
         subclasses.install()
         modules.install()

@@ -170,8 +170,8 @@ class Devices:
         self._current = _CurrentDevice()
         self.start_default: Callable[[], object] | None = None
         """Makes the first devices when `sky:0` is used before any were added; set by `skyproxy.nodes`."""
-        self.before_new: Callable[[], object] | None = None
-        """Called before there are fresh devices; set by `skyproxy.tensor.torch_api.autograd`."""
+        self.before_new: dict[Callable[[], object], None] = {}
+        """Called in this order before there are fresh devices, each time; each is here once."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
         """Called with fresh devices; set by `skyproxy.tensor.torch_api.global_modes`."""
 
@@ -179,8 +179,8 @@ class Devices:
         """Number the devices of a new session: the places of lost ones first, so that a program that connects again
         finds its worker under the number that it has always used.
         """
-        if self.before_new is not None:
-            self.before_new()
+        for prepare in self.before_new:
+            prepare()
         with self._lock:
             vacant = (index for index, device in enumerate(self._devices) if device.session.lost is not None)
             numbers = itertools.chain(list(vacant), itertools.count(len(self._devices)))

@@ -78,4 +78,4 @@ def install_engine() -> None:
 
 def install() -> None:
     """Have the engine installed when the first sky device comes to exist; programs without one keep PyTorch's."""
-    DEVICES.before_new = install_engine
+    DEVICES.before_new[install_engine] = None

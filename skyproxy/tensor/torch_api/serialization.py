@@ -58,6 +58,9 @@ def _restore(storage: Any, location: str) -> Any:
             f"Attempting to deserialize object on {location}, which does not exist here: {error} Or use torch.load "
             "with map_location to map your storages to an existing device."
         ) from error
+    if isinstance(storage, torch.TypedStorage):  # `torch.package` reads these
+        moved = _restore(storage._untyped_storage, location)
+        return torch.TypedStorage(wrap_storage=moved, dtype=storage.dtype, _internal=True)
     if isinstance(storage, SkyStorage):
         return storage
     return storage_from_bytes(storage, device, uninitialized=getattr(storage, "_torch_load_uninitialized", False))
@@ -233,6 +236,36 @@ def _saving_tensors(save: Callable[..., object]) -> Callable[..., object]:
     return save_in_blocks
 
 
+def _install_for_devices() -> None:
+    """Replace what reads and writes remote tensors when the first device comes to exist: before, there are none."""
+    if patching.is_replaced(torch, "is_storage"):
+        return
+    patching.replace(
+        torch,
+        "is_storage",
+        _is_storage,
+        why="`torch.save` finds the storages to write by this function, and it compares exact classes",
+        test="tests/tensor/torch_api/test_serialization.py::test_a_storage_can_be_saved_by_itself",
+        when=patching.When.FIRST_DEVICE,
+    )
+    patching.replace(
+        _utils,
+        "set_tensor_metadata",
+        _set_tensor_metadata,
+        why="PyTorch's own calls a function that each device must have in C++",
+        test="tests/tensor/torch_api/test_serialization.py::test_the_conjugate_bit_of_a_file_reaches_the_worker",
+        when=patching.When.FIRST_DEVICE,
+    )
+    patching.replace_everywhere(
+        "save",
+        torch.serialization.save,
+        _saving(torch.serialization.save),
+        why=_IN_BLOCKS,
+        test="tests/tensor/core/test_prefetching.py::test_a_checkpoint_is_saved_in_blocks",
+        when=patching.When.FIRST_DEVICE,
+    )
+
+
 def install() -> None:
     """Teaches PyTorch to save, load and copy remote tensors.
 
@@ -253,28 +286,8 @@ def install() -> None:
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign,assignment]
-    patching.replace(
-        torch,
-        "is_storage",
-        _is_storage,
-        why="`torch.save` finds the storages to write by this function, and it compares exact classes",
-        test="tests/tensor/torch_api/test_serialization.py::test_a_storage_can_be_saved_by_itself",
-    )
     # `torch.save` writes down the name that the class of a storage has in torch.
     SkyStorage.__module__ = "torch.storage"
     SkyStorage.__name__ = SkyStorage.__qualname__ = "UntypedStorage"
-    patching.replace(
-        _utils,
-        "set_tensor_metadata",
-        _set_tensor_metadata,
-        why="PyTorch's own calls a function that each device must have in C++",
-        test="tests/tensor/torch_api/test_serialization.py::test_the_conjugate_bit_of_a_file_reaches_the_worker",
-    )
-    patching.replace_everywhere(
-        "save",
-        torch.serialization.save,
-        _saving(torch.serialization.save),
-        why=_IN_BLOCKS,
-        test="tests/tensor/core/test_prefetching.py::test_a_checkpoint_is_saved_in_blocks",
-    )
     _patch_safetensors()
+    DEVICES.before_new[_install_for_devices] = None
