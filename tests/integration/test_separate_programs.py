@@ -143,3 +143,35 @@ def test_a_definition_is_never_executed_as_source_text() -> None:
 
 def test_plain_imports_need_no_worker() -> None:
     succeed("import skyproxy, torch; assert torch.sky.is_available(); assert not torch.sky.is_initialized()")
+
+
+CHILD = """
+import torch, skyproxy
+
+def answer(model, queue):
+    x = torch.ones(2, 3, device="sky:0")
+    queue.put((model(x).detach(), skyproxy.list_nodes()[0].url))
+    queue.close()
+    queue.join_thread()
+"""
+PARENT = """
+import multiprocessing, torch, skyproxy, child
+model = torch.nn.Linear(3, 3).to("sky:0")
+context = multiprocessing.get_context("spawn")
+queue = context.Queue()
+process = context.Process(target=child.answer, args=(model, queue))
+process.start()
+values, url = queue.get()
+process.join()
+assert values.device == torch.device("sky:0"), values.device
+assert torch.equal(values.cpu(), model(torch.ones(2, 3, device="sky:0")).cpu())
+print(process.exitcode, url == skyproxy.list_nodes()[0].url)
+"""
+
+
+@pytest.mark.slow
+def test_a_spawned_process_has_a_session_of_its_own_and_gets_copies(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
+    assert succeed(PARENT, timeout=240, cwd=tmp_path) == "0 False"
+    with worker(tmp_path) as (url, token):
+        assert succeed(PARENT, timeout=240, cwd=tmp_path, SKYPROXY_URL=url, SKYPROXY_TOKEN=token) == "0 True"

@@ -128,7 +128,7 @@ class SkyStorage(torch.UntypedStorage):
             raise RuntimeError(
                 f"size does not match, self was {self.nbytes()} bytes but src was {source.nbytes()} bytes"
             )
-        values = source.as_bytes() if isinstance(source, SkyStorage) else _bytes_of(source.cpu())
+        values = source.as_bytes() if isinstance(source, SkyStorage) else bytes_of(source.cpu())
         self.as_bytes().copy_(values)
         return self
 
@@ -212,7 +212,8 @@ class SkyStorage(torch.UntypedStorage):
         )
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a CPU storage as a uint8 tensor of one dimension, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
@@ -220,7 +221,7 @@ def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, unin
     """A new storage on a device, with the bytes of a CPU storage unless only the size matters."""
     if uninitialized:
         return SkyStorage(torch.empty(storage.nbytes(), dtype=torch.uint8, device=device.torch_device)._sky)  # type: ignore[attr-defined]
-    values = _bytes_of(storage)
+    values = bytes_of(storage)
     handle = upload(values, device)._sky
     if values.numel() <= known_values.MOST_BYTES:
         known_values.know(handle, values.clone())

@@ -6,19 +6,20 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import _utils
 
-from skyproxy import patching
+from skyproxy import patching, torch_codec
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.prefetching import READER, reading_ahead
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
-from skyproxy.tensor.core.storage import SkyStorage, storage_from_bytes, view_of
+from skyproxy.tensor.core.storage import SkyStorage, bytes_of, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
 _IN_BLOCKS = "tensors are fetched in blocks before they are written, not with one round trip each"
@@ -122,6 +123,25 @@ def _set_tensor_metadata(tensor: torch.Tensor, metadata: dict[str, bool]) -> Non
             adopt(tensor, tensor.conj()._sky)  # type: ignore[attr-defined]
         if metadata.get("neg"):
             adopt(tensor, tensor._neg_view()._sky)  # type: ignore[attr-defined]
+
+
+# --- multiprocessing -------------------------------------------------------------------------------------------------
+
+
+def _reduce_for_process(storage: SkyStorage) -> tuple[Callable[..., object], tuple[object, ...]]:
+    # As bytes and not in shared memory: whoever reads them may do so long after, when this copy is gone.
+    values = bytes_of(storage.cpu())
+    return _rebuild_in_process, (bytearray(torch_codec.byte_view(values)), str(storage.device))
+
+
+def _rebuild_in_process(values: bytearray, location: str) -> SkyStorage:
+    """The storage of a tensor that another process has passed on: a copy in this process's session.
+
+    Raises:
+        SkyproxyError: the device does not exist in this process, or belongs to the process that it was forked from.
+    """
+    here = torch.frombuffer(values, dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+    return storage_from_bytes(here.untyped_storage(), DEVICES.of(location))
 
 
 # --- copy.deepcopy ---------------------------------------------------------------------------------------------------
@@ -282,6 +302,14 @@ def install() -> None:
         lambda: packages.remove((_PRIORITY, _tag, _restore)),
         why="`torch.load` names a device that does not exist here, and `torch.save` asks for all values at once",
         test="tests/tensor/torch_api/test_serialization.py::test_a_device_that_does_not_exist_is_named",
+    )
+    ForkingPickler.register(SkyStorage, _reduce_for_process)
+    reducers: dict[type, object] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    patching.registered(
+        "multiprocessing.reduction.ForkingPickler._extra_reducers",
+        lambda: reducers.pop(SkyStorage, None),
+        why="PyTorch writes storages of classes that it does not know so that it cannot read them again",
+        test="tests/tensor/torch_api/test_serialization.py::test_tensors_are_passed_to_other_processes",
     )
     RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]

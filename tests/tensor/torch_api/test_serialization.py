@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,22 @@ def test_only_leaves_can_be_copied_deeply(sky1: str) -> None:
     with pytest.raises(RuntimeError) as got:
         copy.deepcopy(torch.ones(1, device=sky1, requires_grad=True) * 2)
     assert str(got.value) == str(expected.value)
+
+
+# --- multiprocessing -------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_passed_to_other_processes(sky1: str) -> None:
+    model, x = tied_model(sky1), torch.arange(6.0, device=sky1).view(2, 3).t()
+    empty = torch.ones(0, 3, device=sky1)
+    passed, y, view, nothing = ForkingPickler.loads(ForkingPickler.dumps([model, x, x[1:], empty]))
+    assert passed[0].weight is passed[1].weight
+    assert isinstance(passed[0].weight, nn.Parameter)
+    assert torch.equal(passed[1].weight.cpu(), model[0].weight.cpu())
+    assert (str(y.device), y.stride(), nothing.shape) == (sky1, x.stride(), empty.shape)
+    y.add_(1)
+    assert torch.equal(view.cpu(), x.cpu()[1:] + 1)  # they share memory there
+    assert x.sum().item() == 15.0  # and not with what was passed
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
