@@ -314,6 +314,7 @@ def connect(
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
+    check_way: Callable[[], object] | None = None,
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
     session: str | None = None,
     take: bool = False,
@@ -336,6 +337,7 @@ def connect(
         on_close: called once, after the session has ended by `Node.close`: ends what the connection goes through.
         shares_files: whether the worker sees this program's folders under the same paths; otherwise functions find
             copies of its modules there.
+        check_way: called before each connection; raises ConnectError while what it would go through, a tunnel, is away.
         explain_end: tells how the worker's process ended, and the end of its log; None while it lives.
         session: a name for the session. What is put under a name in it (`node.put`) outlives this program: who connects
             with the same token and the same name finds it.
@@ -372,6 +374,7 @@ def connect(
         on_close=on_close,
         shares_files=shares_files,
         renew=renew,
+        check_way=check_way,
         trust_worker=_is_own(url) or SETTINGS.trust_worker if trust_worker is None else trust_worker,
         explain_end=explain_end,
     )
@@ -454,6 +457,7 @@ def _connect(
     on_close: Callable[[], None] | None = None,
     shares_files: bool = False,
     renew: Callable[[], tuple[str, str | None]] | None = None,
+    check_way: Callable[[], object] | None = None,
     trust_worker: bool = False,
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
 ) -> Node:
@@ -476,6 +480,7 @@ def _connect(
         server_name=server_name,
         insecure=insecure,
         renew=renew,
+        check_way=check_way,
         grace_seconds=grace_seconds,
     )
     operations, bulk, welcome = opener.open_session()

@@ -80,8 +80,8 @@ class SshFleet(NotSuspending):
 
     async def access(self, name: str) -> Access:
         """A tunnel to it."""
-        url, token, close = await asyncio.to_thread(_existing(name).open)
-        return Access(url, token, via="ssh", release=close)
+        tunnel, token = await asyncio.to_thread(_existing(name).open)
+        return Access(tunnel.url, token, via="ssh", release=tunnel.close)
 
 
 def _existing(name: str) -> SshWorker:

@@ -42,6 +42,7 @@ def open_context(context: Context) -> Node:
             source=source,
             on_close=way.close,
             renew=found.renew,
+            check_way=found.check,
             trust_worker=True if found.is_own else None,
         )
     except BaseException:
@@ -98,8 +99,9 @@ def _find_ssh(context: Context) -> FoundWay:
             f"there is no record of the worker {context.name!r} any more. Start it again: skyproxy up ssh://HOST; or "
             f"forget it: skyproxy context remove {context.name}"
         )
-    url, token, close = worker.open()
-    return FoundWay(PlainWay(url, token, close=close), lambda: (worker.token(), None))
+    tunnel, token = worker.open()
+    way = PlainWay(tunnel.url, token, close=tunnel.close)
+    return FoundWay(way, lambda: (worker.token(), None), check=tunnel.check)
 
 
 def move_node(node: Node, name: str) -> None:
@@ -118,7 +120,7 @@ def move_node(node: Node, name: str) -> None:
     way = found.way
     try:
         trusted = client_context(way.certificate) if way.certificate is not None else None
-        node._go_to(way.url, way.token, trusted, way.server_name, renew=found.renew)
+        node._go_to(way.url, way.token, trusted, way.server_name, renew=found.renew, check_way=found.check)
     except BaseException:
         way.close()
         raise

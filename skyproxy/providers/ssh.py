@@ -74,12 +74,14 @@ class SshWorker:
                 f"{self.name}"
             ) from error
 
-    def open(self) -> tuple[str, str, Callable[[], None]]:
-        """Open a tunnel to it; return its url, its token and what closes the tunnel.
+    def open(self) -> tuple[Tunnel, str]:
+        """Open a tunnel to it; return that and the worker's token.
 
         Raises:
+            ConfigurationError: its token file is gone.
             ConnectError: it does not run, or the host cannot be reached.
         """
+        token = self.token()
         found = self.ask("status")
         if not found["alive"] or not found["port"]:
             last = f" The end of its log:\n{found.get('log')}\n" if found.get("log") else " "
@@ -87,8 +89,7 @@ class SshWorker:
                 f"the worker {self.name!r} on {self.target.shown} is no longer running.{last}"
                 f"Start it again: skyproxy up {self.url} --name {self.name}; or forget it: skyproxy down {self.name}"
             )
-        tunnel = Tunnel(self.target, int(found["port"]))
-        return f"ws://127.0.0.1:{tunnel.port}", self.token(), tunnel.close
+        return Tunnel(self.target, int(found["port"])), token
 
     @property
     def url(self) -> str:

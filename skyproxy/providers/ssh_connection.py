@@ -283,6 +283,7 @@ class Tunnel:
         self._remote_port = remote_port
         self._closed = threading.Event()
         self._lock = threading.Lock()
+        self._problem = ""
         for attempt in range(self._ATTEMPTS):
             self.port = free_port()
             try:
@@ -294,6 +295,11 @@ class Tunnel:
                     raise
         self._keeper = threading.Thread(target=self._keep, name="skyproxy-ssh-tunnel", daemon=True)
         self._keeper.start()
+
+    @property
+    def url(self) -> str:
+        """The address of a worker at its other end."""
+        return f"ws://127.0.0.1:{self.port}"
 
     def _open(self) -> subprocess.Popen[bytes]:
         leads = f"127.0.0.1:{self.port}:127.0.0.1:{self._remote_port}"
@@ -333,6 +339,14 @@ class Tunnel:
         error = failure(self._target, "sh", process.returncode, told)
         raise error if isinstance(error, ConnectError) else ConnectError(str(error))
 
+    def check(self) -> None:
+        """Raises:
+        ConnectError: ssh has ended and is not back yet; says why.
+        """
+        if self._process.poll() is not None:
+            why = f": {self._problem}" if self._problem else ""
+            raise ConnectError(f"the tunnel to {self._target.shown} has ended and is opened again{why}")
+
     def _keep(self) -> None:
         """Start ssh again whenever it ends."""
         pause = self._FIRST_PAUSE_SECONDS
@@ -348,11 +362,13 @@ class Tunnel:
                     process = self._open()
                 except SkyproxyError as error:
                     pause = min(pause * 2, self._LONGEST_PAUSE_SECONDS)
-                    logger.warning("skyproxy: %s", error)
+                    if str(error) != self._problem:  # once for each reason: a host can be away for hours
+                        logger.warning("skyproxy: %s", error)
+                    self._problem = str(error)
                     continue
                 pause = self._FIRST_PAUSE_SECONDS
                 with self._lock:
-                    self._process = process
+                    self._process, self._problem = process, ""
                     if not self._closed.is_set():
                         break
                 _end(process)

@@ -32,11 +32,13 @@ class FoundWay:
         way: its address and token.
         renew: gives the token and the certificate anew; None where they stay.
         is_own: whether `skyproxy up` started it, as this user.
+        check: raises ConnectError while the way is away, and will be back; None where there is nothing in between.
     """
 
     way: WayBack
     renew: Callable[[], tuple[str, str | None]] | None
     is_own: bool = True
+    check: Callable[[], object] | None = None
 
 
 def waker(context: Context) -> Callable[[], WayBack] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from skyproxy.errors import ConfigurationError, SessionLostError, SkyproxyError
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.local_worker import LocalWorker
-from skyproxy.session.opening import Opener, Renew
+from skyproxy.session.opening import CheckWay, Opener, Renew
 from skyproxy.session.protection import NewSession
 from skyproxy.session.session import Session
 from skyproxy.session.successor import Successor, WayBack, check_fits
@@ -109,12 +109,14 @@ class NodeMoves:
         *,
         insecure: bool = False,
         renew: Renew | None = None,
+        check_way: CheckWay | None = None,
     ) -> None:
         """As `move_to`.
 
         Args:
             url, token, ssl_context, server_name, insecure: the other worker.
             renew: gives its token and certificate anew; None leaves what there was.
+            check_way: raises ConnectError while the way to it, a tunnel, is away; None where there is none.
         """
         session, opener = self._session, self._opener
         session.wait_until_awake()
@@ -123,7 +125,7 @@ class NodeMoves:
         if self.session_name is not None:
             raise ConfigurationError(f"the session {self.session_name!r} has a name, which stays on its worker.")
         target = opener.copy()
-        target.use(url, token)
+        target.use(url, token, check_way)
         target.trust(ssl_context, server_name, insecure=insecure)
         if renew is not None:
             target.renew_by(renew)

@@ -17,6 +17,7 @@ from skyproxy.transport.base import Transport
 from skyproxy.transport.trust import client_context
 
 Renew = Callable[[], tuple[str, str | None]]
+CheckWay = Callable[[], object]
 
 
 class Opener:
@@ -41,6 +42,7 @@ class Opener:
         server_name: str | None = None,
         insecure: bool = False,
         renew: Renew | None = None,
+        check_way: CheckWay | None = None,
         grace_seconds: int = 0,
     ) -> None:
         """Args:
@@ -51,6 +53,8 @@ class Opener:
         server_name: the name in the worker's certificate, where it is not the url's host.
         insecure: whether the token may travel without encryption.
         renew: gives the token and the certificate anew, for a session that has outlived them.
+        check_way: raises ConnectError while what the connections go through, a tunnel, is away: that nobody listens on
+            this side of it says nothing about the worker.
         grace_seconds: the time for which the worker shall keep a session whose connection breaks.
         """
         self.url, self.token = url, token
@@ -61,6 +65,7 @@ class Opener:
         self._server_name = server_name
         self._insecure = insecure
         self._renew = renew
+        self._check_way = check_way
 
     def open_session(self, *, may_renew: bool = False) -> NewSession:
         """Open a session, which is this opener's from now on.
@@ -118,9 +123,9 @@ class Opener:
             with contextlib.suppress(SkyproxyError, OSError):
                 self.reopen(OPERATIONS, received)[0].close()
 
-    def use(self, url: str, token: str | None = None) -> None:
-        """Open the next session on another worker."""
-        self.url, self.token = url, token or self.token
+    def use(self, url: str, token: str | None = None, check_way: CheckWay | None = None) -> None:
+        """Open the next session on another worker, by another way."""
+        self.url, self.token, self._check_way = url, token or self.token, check_way
 
     def trust(self, ssl_context: ssl.SSLContext | None, server_name: str | None, *, insecure: bool) -> None:
         """Trust this for further connections; what is None, or false, stays as it is."""
@@ -158,6 +163,8 @@ class Opener:
         hello = Hello(
             list(SUPPORTED), role, session, software(self._torch_version), self.grace_seconds, secret, received
         )
+        if self._check_way is not None:
+            self._check_way()
         try:
             return self._connect(hello, self.token, self._ssl_context)
         except ConnectError:

@@ -257,7 +257,7 @@ def test_a_tunnel_is_opened_again_where_it_led_before(host: Host, worker: SshWor
         assert up(host).exit_code == 0
     port = worker.ask("status")["port"]
     tunnel = Tunnel(worker.target, port)
-    url = f"ws://127.0.0.1:{tunnel.port}"
+    url = tunnel.url
     try:
         assert ask_worker(url, worker.token(), timeout_seconds=60)["sessions"] == 0
         first = tunnel._process

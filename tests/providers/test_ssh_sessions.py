@@ -1,0 +1,133 @@
+"""Sessions of workers over ssh whose tunnel ends: it is opened again, and they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyproxy
+from skyproxy.errors import ConnectError
+from skyproxy.providers.ssh import find
+from skyproxy.providers.ssh_connection import Tunnel
+from tests.integration.programs import worker as started_worker
+from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, until, up
+
+__all__ = ["host", "state"]
+pytestmark = [NEEDS, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
+    """The port and the token of a worker, for tunnels to lead to."""
+    with started_worker(tmp_path_factory.mktemp("worker")) as (url, token):
+        yield int(url.rpartition(":")[2]), token
+
+
+class Away:
+    """A host that can be away, behind a real tunnel to it.
+
+    Attributes:
+        tunnel: to the host.
+        is_away: whether nobody can log in now.
+        asked: how often a connection was refused because the tunnel is away.
+    """
+
+    def __init__(self, tunnel: Tunnel, patch: pytest.MonkeyPatch) -> None:
+        self.tunnel, self.is_away, self.asked = tunnel, False, 0
+        opened = tunnel._open
+
+        def opens() -> subprocess.Popen[bytes]:
+            if self.is_away:
+                raise ConnectError("nobody can log in")
+            return opened()
+
+        patch.setattr(tunnel, "_open", opens)
+        patch.setattr(tunnel, "_LONGEST_PAUSE_SECONDS", 0.1)
+
+    def check(self) -> None:
+        try:
+            self.tunnel.check()
+        except ConnectError:
+            self.asked += 1
+            raise
+
+
+@pytest.fixture
+def away(sky: str, host: Host, served: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
+    tunnel = Tunnel(host.target(), served[0])
+    yield Away(tunnel, monkeypatch)
+    tunnel.close()
+
+
+@pytest.fixture
+def node(away: Away, served: tuple[int, str]) -> Iterator[skyproxy.Node]:
+    with skyproxy.connect(away.tunnel.url, token=served[1], check_way=away.check) as made:
+        yield made
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_session_goes_on_after_its_tunnel_however_long_that_is_away(
+    node: skyproxy.Node, away: Away, number: signal.Signals
+) -> None:
+    x = torch.arange(4.0).to(node.device("cpu"))
+    away.is_away = True
+    os.kill(away.tunnel._process.pid, number)
+    y = x * 2
+    # Without a tunnel, nothing listens here: three refusals would be the end of the session.
+    until(lambda: away.asked >= 8, "nobody tries to come back")
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", away.tunnel.port), 5):
+        pass
+    with pytest.raises(ConnectError, match="the tunnel to gpu-box has ended and is opened again"):
+        away.tunnel.check()
+    away.is_away = False
+    assert y.sum().item() == 12.0
+    assert node.run(torch.sum, x).item() == 6.0
+    away.tunnel.check()
+
+
+def test_what_keeps_a_host_away_is_told_once(away: Away, caplog: pytest.LogCaptureFixture) -> None:
+    away.is_away = True
+    away.tunnel._process.kill()
+    until(lambda: "nobody can log in" in away.tunnel._problem, "no attempt is made")
+    assert caplog.text.count("has ended and is opened again") == 1
+    opened, attempts = away.tunnel._open, []
+
+    def counts() -> subprocess.Popen[bytes]:
+        attempts.append(1)
+        return opened()
+
+    away.tunnel._open = counts  # type: ignore[method-assign]
+    until(lambda: len(attempts) >= 3, "no further attempt is made")
+    assert caplog.text.count("nobody can log in") == 1
+    away.is_away = False
+    until(lambda: away.tunnel._process.poll() is None, "no new tunnel")
+
+
+PROGRAM = """
+import os, signal
+import psutil, torch, skyproxy
+x = torch.arange(4.0, device="sky")
+x.sum().item()
+(tunnel,) = [child for child in psutil.Process().children() if child.name() == "ssh"]
+tunnel.send_signal(signal.SIGKILL)
+for _ in range(3):
+    x = x + 1
+print(x.sum().item(), skyproxy.devices()[0].alive)
+"""
+
+
+@real
+def test_a_program_goes_on_after_the_tunnel_of_its_worker(host: Host, state: Path) -> None:
+    assert up(host).exit_code == 0
+    try:
+        assert python(PROGRAM) == "18.0 True\n"
+    finally:
+        assert run("down").exit_code == 0
+    assert find("gpu-box") is None
