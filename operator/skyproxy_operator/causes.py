@@ -253,24 +253,3 @@ def _container_statuses(pod: Object) -> Sequence[Object]:
 def namespace_cause() -> Cause:
     """Return why nothing is made any more for a Compute whose namespace is being deleted."""
     return Cause(NAMESPACE_TERMINATING, "Its namespace is being deleted, and it goes with it.")
-
-
-def refusal_cause(what: str, status: int, message: str) -> Cause:
-    """Return why the API server refused what we asked for.
-
-    Args:
-        what: the object, such as "Pod dev-0".
-        status: the HTTP status.
-        message: the server's own words.
-    """
-    if status == 403 and "because it is being terminated" in message:
-        return namespace_cause()
-    if status == 403 and "exceeded quota" in message:
-        return Cause("QuotaExceeded", f"{what} exceeds a quota of its namespace: {message}", actionable=True)
-    if status == 403 and "violates PodSecurity" in message:
-        return Cause("PodSecurityViolation", f"{what} is not allowed in its namespace: {message}", actionable=True)
-    if status == 403:
-        return Cause("Forbidden", f"{what} was refused: {message}", actionable=True)
-    if status in (400, 422):
-        return Cause("Invalid", f"{what} is not valid: {message}", actionable=True)
-    return Cause("ApiError", f"{what} could not be applied (HTTP {status}): {message}")

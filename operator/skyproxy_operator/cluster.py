@@ -17,10 +17,11 @@ from urllib.parse import quote
 import aiohttp
 
 from skyproxy.kubernetes.versions import check_version
-from skyproxy_operator.causes import Cause, refusal_cause
+from skyproxy_operator.causes import Cause
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, PLURAL
 from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, workload_query
+from skyproxy_operator.refusals import refusal_cause
 
 Object = dict[str, Any]
 

@@ -44,6 +44,8 @@ logger = logging.getLogger("skyproxy.operator")
 
 _FIRST_RETRY_SECONDS = 0.5
 _MAX_RETRY_SECONDS = 60.0
+_FIRST_REFUSAL_SECONDS = 10.0
+"""A quota has room again when something else ends, which nobody tells us."""
 _LEFTOVER_SECONDS = 1.0
 _PATIENCE_SECONDS = 20.0
 """For how long a watch may be lost before nothing is decided any more."""
@@ -78,6 +80,9 @@ class _Memory:
         ending: how its workers are told that they are ended for good, and their ports; None where they were told, or
             keep nothing for whoever comes back.
         workload: what Kueue said last about pods in its queue; None where none is.
+        refused: why the last pods were not made.
+        refused_until: when it is tried again, in the time of `time.monotonic`.
+        refusals: tries in a row that were refused.
     """
 
     uid: str = ""
@@ -90,6 +95,9 @@ class _Memory:
     events: Mapping[str, _Events] = field(default_factory=dict)
     ending: tuple[Access, Sequence[int]] | None = None
     workload: _Events | None = None
+    refused: Sequence[Cause] = ()
+    refused_until: float = 0.0
+    refusals: int = 0
 
 
 def _utc_now() -> datetime.datetime:
@@ -215,6 +223,7 @@ class Controller:
         if (memory.uid, memory.generation) != (uid, generation):
             # With another spec, such as a shorter idleTimeout, it may be time to ask the workers already.
             memory.uid, memory.generation, memory.probe_at = uid, generation, 0.0
+            memory.refused_until, memory.refusals = 0.0, 0
         pods = self._view.pods(namespace, name)
         observed = ObservedState(compute, pods, self._clock())
         try:
@@ -272,16 +281,22 @@ class Controller:
             # A pod without its Secrets would only fail.
             pause = _LEFTOVER_SECONDS if not children.blocking.actionable else plan.look_again_seconds
             return replace(plan, create=(), look_again_seconds=pause)
-        refused = await self._create(plan.create)
+        refused = await self._create(plan.create, memory)
         if not refused:
             return replace(plan, create=())
         observed = replace(observed, refusals=(*refused, *refusals))
         plan = decide(observed, spec, self._options)
         return replace(plan, create=())
 
-    async def _create(self, pods: Sequence[Object]) -> list[Cause]:
-        """Makes pods; what the API server said against it."""
-        refused = []
+    async def _create(self, pods: Sequence[Object], memory: _Memory) -> Sequence[Cause]:
+        """Makes pods; what the API server said against it.
+
+        What it has refused it will most likely refuse again: it is asked once, for one pod of several, and then less
+        often.
+        """
+        if time.monotonic() < memory.refused_until:
+            return memory.refused
+        memory.refused, refusals, memory.refusals = (), memory.refusals, 0
         for pod in pods:
             try:
                 if await self._cluster.create(pod):
@@ -289,8 +304,11 @@ class Controller:
             except ApiError as exc:
                 if exc.status == 0 or exc.status >= 500 or exc.status == 429:
                     raise
-                refused.append(exc.cause)
-        return refused
+                pause = min(_FIRST_REFUSAL_SECONDS * 2**refusals, _MAX_RETRY_SECONDS)
+                memory.refused, memory.refusals = (exc.cause,), refusals + 1
+                memory.refused_until = time.monotonic() + pause
+                break
+        return memory.refused
 
     async def _reports(
         self, observed: ObservedState, spec: WorkerSpec, children: ChildStatus, memory: _Memory

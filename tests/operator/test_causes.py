@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy_operator.causes import ended_cause, pull_failures, refusal_cause, waiting_cause
+from skyproxy_operator.causes import ended_cause, pull_failures, waiting_cause
 from tests.operator.makers import NOW, at, condition, make_compute, make_pod
 
 COMPUTE = make_compute(resources={"nvidia.com/gpu": "2", "memory": "8Gi"})
@@ -172,24 +172,3 @@ def test_what_is_done_to_a_pod_is_told(reason: str) -> None:
 
 def test_a_pod_that_ended_without_a_word() -> None:
     assert ended_cause(make_pod(COMPUTE, phase="Failed")).reason == "PodFailed"
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "reason"),
-    [
-        (403, 'pods "dev-0" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=2', "QuotaExceeded"),
-        (
-            403,
-            'pods "dev-0" is forbidden: violates PodSecurity "restricted:latest": privileged',
-            "PodSecurityViolation",
-        ),
-        (403, 'pods is forbidden: User "x" cannot create resource', "Forbidden"),
-        (422, "spec.containers[0].image: Required value", "Invalid"),
-        (500, "etcd is gone", "ApiError"),
-    ],
-)
-def test_refusals_of_the_api_server_are_told(status: int, message: str, reason: str) -> None:
-    cause = refusal_cause("Pod dev-0", status, message)
-    assert cause.reason == reason
-    assert message in cause.message
-    assert "Pod dev-0" in cause.message

@@ -117,15 +117,37 @@ def test_two_starts_never_meet() -> None:
     run(scenario, world)
 
 
-def test_a_full_quota_is_told_and_overcome() -> None:
-    world = World()
+def test_a_full_quota_is_told_once_and_overcome() -> None:
+    world = World(nodes=3)
 
     async def scenario(world: World) -> None:
-        message = 'pods "dev-0" is forbidden: exceeded quota: gpus'
+        message = 'pods "dev-0" is forbidden: exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2'
         world.cluster.refuse["Pod"] = ApiError("Pod dev-0", 403, "Forbidden", message)
-        await world.look()
-        assert world.status["conditions"][1]["reason"] == "QuotaExceeded"
+        for _ in range(5):
+            await world.look()
+        conditions = {item["type"]: item for item in world.status["conditions"]}
+        assert (conditions["Ready"]["reason"], conditions["Degraded"]["status"]) == ("QuotaExceeded", "True")
+        assert "gpus of its namespace: pods: 1 asked for, 2 of 2 in use" in conditions["Ready"]["message"]
+        # One Pod of three, once: what was refused is refused again, until something ends.
+        assert [kind for verb, kind, _ in world.cluster.requests if verb == "create"].count("Pod") == 1
+        assert [event["reason"] for event in world.cluster.all("Event")].count("QuotaExceeded") == 1
         world.cluster.refuse.clear()
+        for memory in world.controller._memories.values():
+            memory.refused_until = 0.0
+        await world.settle()
+        assert world.status["phase"] == "Running"
+
+    run(scenario, world)
+
+
+def test_a_changed_spec_is_tried_at_once_after_a_refusal() -> None:
+    world = World(resources={"cpu": "9"})
+
+    async def scenario(world: World) -> None:
+        world.cluster.refuse["Pod"] = ApiError("Pod dev-0", 403, "Forbidden", "exceeded quota: cpus")
+        await world.look()
+        world.cluster.refuse.clear()
+        world.edit(resources={"cpu": "1"})
         await world.settle()
         assert world.status["phase"] == "Running"
 

@@ -1,0 +1,71 @@
+"""Neighbours in a namespace, as the API server's own admission and controllers see to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Object, condition
+from tests.e2e.computes import TRIVIAL, User, make, path_of, wait_phase, wait_reason
+
+pytestmark = pytest.mark.usefixtures("installation")
+
+
+def put_quota(cluster: Cluster, namespace: str, **hard: str) -> None:
+    """Makes a ResourceQuota, and waits until its controller counts."""
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "share"}, "spec": {"hard": hard}}
+    folder = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    cluster.create(folder, quota)
+    cluster.wait(f"{folder}/share", lambda found: (found or {}).get("status", {}).get("used"), "the quota counts")
+
+
+def warnings(cluster: Cluster, namespace: str, reason: str) -> list[Object]:
+    events = cluster.items(f"/api/v1/namespaces/{namespace}/events", fieldSelector=f"reason={reason}")
+    return [event for event in events if event["involvedObject"]["kind"] == "Compute"]
+
+
+def test_a_quota_is_named_with_its_amounts_and_its_room_is_taken_when_there_is_some(
+    cluster: Cluster, user: User
+) -> None:
+    namespace = user.namespace
+    put_quota(cluster, namespace, pods="1")
+    first = make(cluster, namespace, "first", **TRIVIAL)
+    wait_phase(cluster, first, "Running")
+    refused = user.try_sky("up", "second", "--no-use", "--timeout", "15s")
+    assert refused.returncode == 4, refused.stderr
+    said = "Pod second-0 exceeds the ResourceQuota share of its namespace: pods: 1 asked for, 1 of 1 in use."
+    assert said in refused.stderr
+    second = path_of(namespace, "second")
+    assert wait_reason(cluster, second, "Degraded", "QuotaExceeded")["message"] == said
+    cluster.patch(second, {"spec": TRIVIAL})
+    cluster.delete(first)
+    assert condition(wait_phase(cluster, second, "Running", 150), "Degraded")["status"] == "False"
+    # It was refused several times, for two specs at least, and told of once for each.
+    assert len(warnings(cluster, namespace, "QuotaExceeded")) <= 2
+
+
+def test_a_quota_that_counts_memory_asks_for_its_amount(cluster: Cluster, namespace: str) -> None:
+    put_quota(cluster, namespace, **{"limits.memory": "1Gi"})
+    path = make(cluster, namespace, "one", **TRIVIAL)
+    text = wait_reason(cluster, path, "Ready", "QuotaNeedsResources")["message"]
+    assert "the ResourceQuota share of its namespace counts limits.memory" in text
+    cluster.patch(path, {"spec": {"resources": {"memory": "64Mi"}}})
+    wait_phase(cluster, path, "Running")
+
+
+def test_a_limit_range_is_named(cluster: Cluster, namespace: str) -> None:
+    limits = [{"type": "Container", "max": {"memory": "64Mi"}}]
+    made = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"}, "spec": {"limits": limits}}
+    cluster.create(f"/api/v1/namespaces/{namespace}/limitranges", made)
+    path = make(cluster, namespace, "one", **TRIVIAL, resources={"memory": "65Mi"})
+    text = wait_reason(cluster, path, "Ready", "LimitRangeViolated")["message"]
+    assert "maximum memory usage per Container is 64Mi, but limit is 65Mi" in text
+    cluster.patch(path, {"spec": {"resources": {"memory": "64Mi"}}})
+    wait_phase(cluster, path, "Running")
+
+
+def test_without_kueue_a_queue_is_no_way_past_it(cluster: Cluster, namespace: str) -> None:
+    path = make(cluster, namespace, "one", **TRIVIAL, queue="research")
+    assert "installs Kueue" in wait_reason(cluster, path, "Ready", "QueueUnavailable")["message"]
+    assert cluster.items(f"/api/v1/namespaces/{namespace}/pods") == []
+    cluster.patch(path, {"spec": {"queue": None}})
+    wait_phase(cluster, path, "Running")
