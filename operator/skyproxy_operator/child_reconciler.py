@@ -17,6 +17,7 @@ from skyproxy_operator.causes import Cause
 from skyproxy_operator.certificates import first_certificate, is_usable, issue
 from skyproxy_operator.cluster import ApiError, Cluster
 from skyproxy_operator.cluster_view import ClusterView
+from skyproxy_operator.disruption import BUDGET, POLICY_GROUP, is_protected
 from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
 from skyproxy_operator.probing import Access
@@ -40,12 +41,14 @@ class _Read:
         until: when it is read anew, in the time of `time.monotonic`.
         found: the objects by kind and name, without private keys.
         has_no_way_in: it was seen that no route is left.
+        has_no_budget: it was seen that there is no PodDisruptionBudget.
     """
 
     fingerprint: str
     until: float
     found: dict[tuple[str, str], Object] = field(default_factory=dict, repr=False)
     has_no_way_in: bool = False
+    has_no_budget: bool = False
 
 
 @dataclass
@@ -93,8 +96,9 @@ class ChildReconciler:
         """
         uid = compute["metadata"]["uid"]
         wanted = _fingerprint(compute)
-        known = self._known.get(uid)
-        if known is not None and known[0] == wanted and time.monotonic() < known[1]:
+        known, protected = self._known.get(uid), is_protected(compute.get("status") or {}, self._options)
+        mark = f"{wanted}/{protected}"
+        if known is not None and known[0] == mark and time.monotonic() < known[1]:
             return known[2]
         self._open(uid, wanted)
         status = ChildStatus()
@@ -106,6 +110,7 @@ class ChildReconciler:
         for item in wanted_objects:
             await self._apply(compute, item, status, blocks=item["kind"] == "Service")
         await self._claims(compute, spec, status)
+        await self._budget(compute, spec, status, protected=protected)
         if spec.queue is not None and WORKLOAD not in await self.served_kinds(KUEUE_GROUP):
             status.blocking = unavailable(spec.queue)
         if spec.gateway is None:
@@ -117,7 +122,7 @@ class ChildReconciler:
             name = server_name(metadata["name"], metadata["namespace"])
             status.access = Access(token, pair.get("ca.crt", ""), name, status.former_token)
         if status.blocking is None and not status.refusals:
-            self._known[uid] = (wanted, time.monotonic() + self._options.resync_seconds, status)
+            self._known[uid] = (mark, time.monotonic() + self._options.resync_seconds, status)
         else:
             self.forget(uid) if status.blocking else self.recheck(uid)
         return status
@@ -268,6 +273,20 @@ class ChildReconciler:
                     status.refusals.append(Cause("VolumeImmutable", text, actionable=True))
             # Blocks only as long as there is no claim at all: one that cannot grow still works.
             await self._apply(compute, wanted, status, blocks=existing is None, existing=existing)
+
+    async def _budget(self, compute: Object, spec: WorkerSpec, status: ChildStatus, *, protected: bool) -> None:
+        """Makes the PodDisruptionBudget when it is needed for the first time; later it allows what it has to."""
+        read = self._read[compute["metadata"]["uid"]]
+        if not protected and (read.has_no_budget or "inUse" not in (compute.get("status") or {})):
+            return
+        version = (await self.served_kinds(POLICY_GROUP)).get(BUDGET)
+        if version is None:
+            return
+        wanted = children.disruption_budget(compute, spec, version, protected=protected)
+        existing = await self._existing(compute, wanted["apiVersion"], BUDGET, wanted["metadata"]["name"])
+        read.has_no_budget = not protected and existing is None
+        if not read.has_no_budget:
+            await self._apply(compute, wanted, status, existing=existing)
 
     async def _gateway(self, compute: Object, spec: WorkerSpec, authority: str, status: ChildStatus) -> None:
         host = children.gateway_host(compute, spec, self._options)

@@ -126,6 +126,24 @@ def claim(compute: Object, volume: Volume, existing: Object | None) -> Object:
     return result | {"spec": spec}
 
 
+def disruption_budget(compute: Object, spec: WorkerSpec, version: str, *, protected: bool) -> Object:
+    """Return the budget by which a drain leaves the workers alone, or need not.
+
+    Args:
+        compute: their Compute.
+        spec: its checked spec.
+        version: that of PodDisruptionBudget which the cluster knows: v1, or v1beta1 before Kubernetes 1.21.
+        protected: whether they must stay.
+    """
+    name = compute["metadata"]["name"]
+    # A number that must stay: of pods whose owner cannot be scaled, Kubernetes takes neither percentages nor a number
+    # that may go.
+    least = spec.nodes if protected else 0
+    return _object(compute, f"policy/{version}", "PodDisruptionBudget", name) | {
+        "spec": {"minAvailable": least, "selector": {"matchLabels": {COMPUTE_LABEL: name}}}
+    }
+
+
 def new_token(compute: Object) -> Object:
     """A Secret with a new token. It is created, and never changed."""
     token = secrets.token_urlsafe(32)

@@ -40,6 +40,7 @@ _PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
+    "PodDisruptionBudget": "poddisruptionbudgets",
     "Secret": "secrets",
     "Service": "services",
     "Workload": "workloads",
@@ -91,6 +92,11 @@ def refusal(what: str, status: int, text: bytes) -> ApiError:
     answer = answer if isinstance(answer, dict) else {}
     message = str(answer.get("message") or f"HTTP {status}")
     return ApiError(what, status, str(answer.get("reason", "")), message)
+
+
+def _is_gone(error: ApiError) -> bool:
+    """Return whether a change was refused because the object is gone, and another one may have its name."""
+    return error.status in (404, 409) or (error.status == 422 and "uid" in error.message)
 
 
 def version_of(item: Mapping[str, Any]) -> int:
@@ -351,6 +357,27 @@ class Cluster:
             if exc.status not in (404, 409):
                 raise
 
+    async def annotate(self, item: Object, changes: Mapping[str, str | None]) -> None:
+        """Changes annotations of this object and not of another one that has got its name; one that is gone is fine.
+
+        Args:
+            item: the object.
+            changes: the annotations; None takes one away.
+        """
+        metadata = item["metadata"]
+        try:
+            await self._write(
+                "PATCH",
+                path_of(item["apiVersion"], item["kind"], metadata["namespace"], metadata["name"]),
+                what=f"annotations of {item['kind']} {metadata['name']}",
+                query={"fieldManager": FIELD_MANAGER},
+                body={"metadata": {"uid": metadata["uid"], "annotations": dict(changes)}},
+                content_type="application/merge-patch+json",
+            )
+        except ApiError as exc:
+            if not _is_gone(exc):
+                raise
+
     async def _write(self, method: str, path: str, **more: Any) -> Object:
         answer = await self.request(method, path, **more)
         if answer.get("kind") not in (None, "Status"):
@@ -392,8 +419,7 @@ class Cluster:
                 content_type="application/merge-patch+json",
             )
         except ApiError as exc:
-            another = exc.status == 422 and "uid" in exc.message
-            if exc.status not in (404, 409) and not another:
+            if not _is_gone(exc):
                 raise
 
     async def served_kinds(self, group: str) -> dict[str, str]:

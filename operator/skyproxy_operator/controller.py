@@ -389,6 +389,8 @@ class Controller:
             )
             await self._cluster.delete(pod, force=True)
             METRICS.pods.labels(action="forced").inc()
+        for pod, changes in plan.annotate:
+            await self._cluster.annotate(pod, changes)
         if patch.get("endedReason") in (IDLE, LIFETIME, SUSPENDED_IDLE):
             METRICS.reaped.labels(reason=patch["endedReason"]).inc()
         for announcement in plan.announce:

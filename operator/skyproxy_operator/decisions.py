@@ -25,6 +25,7 @@ from skyproxy_operator.causes import (
     pull_failures,
 )
 from skyproxy_operator.children import gateway_host
+from skyproxy_operator.disruption import annotations_to_change
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
@@ -73,7 +74,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps to take, in this order: write the status, delete, create, announce, and look again.
+    """The steps to take, in this order: write the status, delete, annotate, create, announce, and look again.
 
     The status goes first: it remembers the failures of pods that are deleted next. Pods in `force` are deleted without
     waiting for their machine, which does not answer any more.
@@ -82,6 +83,7 @@ class Plan:
     status: Object
     delete: tuple[Object, ...] = ()
     force: tuple[Object, ...] = ()
+    annotate: tuple[tuple[Object, Mapping[str, str | None]], ...] = ()
     create: tuple[Object, ...] = ()
     announce: tuple[Announcement, ...] = ()
     look_again_seconds: float | None = None
@@ -375,6 +377,13 @@ class _Decision:
         create: Sequence[Object] = (),
         look_again: float | None,
     ) -> Plan:
+        if not verdict.ready and "inUse" in self._carried:
+            self._carried["inUse"] = False
+        changes = [
+            (pod, annotations_to_change(pod, self._spec, self._carried, self._options))
+            for pod in pods
+            if not is_leaving(pod)
+        ]
         new = state.built(
             self._compute,
             verdict,
@@ -387,7 +396,15 @@ class _Decision:
         stuck = [pod for pod in self._pods if _is_stuck(pod, self._now, self._options.lost_node_seconds)]
         if look_again is None and any(is_leaving(pod) for pod in self._pods):
             look_again = _LOOK_AGAIN_SECONDS
-        return Plan(new, tuple(delete), tuple(stuck), tuple(create), announcements(self._before, new), look_again)
+        return Plan(
+            new,
+            tuple(delete),
+            tuple(stuck),
+            tuple((pod, change) for pod, change in changes if change),
+            tuple(create),
+            announcements(self._before, new),
+            look_again,
+        )
 
 
 def announcements(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Announcement, ...]:

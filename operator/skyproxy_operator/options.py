@@ -37,6 +37,8 @@ class Options:
     addresses such as 10.0.0.0/8; several with commas. Nodes of one Compute and the operator always reach them."""
     egress: str = "*"
     """Peers that workers reach, written like `ingress`; its own nodes and the cluster's DNS always. Empty: nobody."""
+    protect_sessions: bool = True
+    """True if drains and autoscalers must leave workers alone as long as somebody uses them."""
     lost_node_seconds: float = 300.0
     """For how long a machine may be silent until its workers are made again on another one."""
     accelerator_images: str = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, pod_phase, waiting_cause
+from skyproxy_operator.disruption import in_use
 from skyproxy_operator.names import NODE_LABEL, server_name
 from skyproxy_operator.queueing import gate_cause, is_gated
 from skyproxy_operator.reaping import Report
@@ -31,6 +32,7 @@ _PAST = (
     "endedReason",
     "endedMessage",
     "lastActivityTime",
+    "inUse",
     "pullFailures",
     "worker",
 )
@@ -142,6 +144,9 @@ def with_activity(carried: Object, reports: Sequence[Report], now: datetime.date
         active, before = now - datetime.timedelta(seconds=min(idle)), moment(carried.get("lastActivityTime"))
         if before is None or (active - before).total_seconds() >= _ACTIVITY_GRAIN_SECONDS:
             result["lastActivityTime"] = timestamp(active)
+    used = in_use(reports)
+    if used is not None:
+        result["inUse"] = used
     if answers:
         result["worker"] = worker_facts(answers[0])
     return result

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, condition
+from tests.e2e.cluster import ApiError, Cluster, Object, condition
 from tests.e2e.computes import TRIVIAL, User, make, path_of, wait_phase, wait_reason
+
+SESSION = """
+import sys
+
+import torch
+
+import skyproxy
+
+x = torch.ones(4, device="sky:0")
+print(x.sum().item(), flush=True)
+sys.stdin.readline()
+"""
 
 pytestmark = pytest.mark.usefixtures("installation")
 
@@ -69,3 +81,43 @@ def test_without_kueue_a_queue_is_no_way_past_it(cluster: Cluster, namespace: st
     assert cluster.items(f"/api/v1/namespaces/{namespace}/pods") == []
     cluster.patch(path, {"spec": {"queue": None}})
     wait_phase(cluster, path, "Running")
+
+
+def policy_version(cluster: Cluster) -> str:
+    """The version of budgets and evictions that the cluster prefers."""
+    return str(cluster.get("/apis/policy")["preferredVersion"]["version"])
+
+
+def evict(cluster: Cluster, namespace: str, pod: str) -> int:
+    """Asks for an eviction, as a drain does; the HTTP status of a refusal, or 201."""
+    kind = {"apiVersion": f"policy/{policy_version(cluster)}", "kind": "Eviction"}
+    try:
+        cluster.create(
+            f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction",
+            {**kind, "metadata": {"name": pod, "namespace": namespace}},
+        )
+    except ApiError as error:
+        return error.status
+    return 201
+
+
+def test_a_drain_waits_for_sessions_and_for_nothing_else(cluster: Cluster, user: User) -> None:
+    namespace = user.namespace
+    path = make(cluster, namespace, "dev", resources={"memory": "4Gi"})
+    wait_phase(cluster, path, "Running")
+    user.sky("connect", "dev")
+    with user.started(SESSION) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "4.0\n"
+        cluster.wait(path, lambda found: found and found["status"].get("inUse"), "the session is seen")
+        budget = f"/apis/policy/{policy_version(cluster)}/namespaces/{namespace}/poddisruptionbudgets/dev"
+        cluster.wait(budget, lambda found: (found or {}).get("status", {}).get("currentHealthy") == 1, "it counts")
+        assert evict(cluster, namespace, "dev-0") == 429
+        pod = cluster.get(f"/api/v1/namespaces/{namespace}/pods/dev-0")
+        assert pod["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+        program.communicate("\n", timeout=60)
+    allowed = cluster.wait(budget, lambda found: found and found["status"]["disruptionsAllowed"] == 1, "nobody is left")
+    assert allowed["metadata"]["ownerReferences"][0]["name"] == "dev"
+    assert evict(cluster, namespace, "dev-0") == 201
+    cluster.delete(path)
+    cluster.wait(budget, lambda found: found is None, "the budget goes with the Compute")

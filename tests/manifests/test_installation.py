@@ -141,6 +141,7 @@ def made_by_the_operator() -> list[dict[str, Any]]:
         children.new_token(EVERYTHING),
         children.certificate_secret(EVERYTHING, KeyPair("c", "k", "a")),
         children.ca_bundle(EVERYTHING, "a"),
+        children.disruption_budget(EVERYTHING, spec, "v1", protected=True),
     ]
 
 
@@ -272,6 +273,7 @@ GROUPS = {
     "HTTPRoute": "gateway.networking.k8s.io",
     "Lease": "coordination.k8s.io",
     "NetworkPolicy": "networking.k8s.io",
+    "PodDisruptionBudget": "policy",
     "Workload": "kueue.x-k8s.io",
 }
 
@@ -283,6 +285,8 @@ def used() -> set[tuple[str, str, str]]:
 
     worlds = [World(**STORY, restartPolicy={"backoffSeconds": 1}), World(), World(queue="research")]
     worlds[2].cluster.kinds["Workload"] = "v1beta1"
+    worlds[0].cluster.kinds["PodDisruptionBudget"] = "v1"
+    worlds[0].prober.sessions = 1
     issuer = {"skyproxy.dev/cert-manager-issuer": "ClusterIssuer/ours"}
     worlds[1].cluster.objects["Compute", *KEY]["metadata"]["annotations"] = issuer
 

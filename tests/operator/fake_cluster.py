@@ -131,6 +131,13 @@ class FakeCluster:
                 return
             found["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
 
+    async def annotate(self, item: Object, changes: Mapping[str, str | None]) -> None:
+        place = _place(item)
+        self._request("patch", place[0], place[2])
+        found = self.objects.get(place)
+        if found is not None and found["metadata"]["uid"] == item["metadata"]["uid"]:
+            found["metadata"] = _merge_patched(found["metadata"], {"annotations": dict(changes)})
+
     async def patch_status(self, compute: Object, patch: Object) -> None:
         place = _place(compute)
         self._request("patch", "Compute/status", place[2])
@@ -223,12 +230,14 @@ class FakeProber:
 
     Attributes:
         idle_seconds: what each of them reports; None where they do not answer.
+        sessions: what each of them reports.
         asked: what was asked.
         told: the addresses that were told that they are ended for good.
     """
 
     def __init__(self) -> None:
         self.idle_seconds: float | None = 0.0
+        self.sessions = 0
         self.silence = Report(problem="silent")
         self.asked: list[tuple[Sequence[tuple[str, int]], Access]] = []
         self.told: list[Sequence[tuple[str, int]]] = []
@@ -240,7 +249,9 @@ class FakeProber:
         self.asked.append((addresses, access))
         if self.idle_seconds is None:
             return [self.silence for _ in addresses]
-        return [Report(self.idle_seconds, {"software": {}, "devices": []}) for _ in addresses]
+        return [
+            Report(self.idle_seconds, {"software": {}, "devices": [], "sessions": self.sessions}) for _ in addresses
+        ]
 
 
 def _hold(pod: Object) -> None:
