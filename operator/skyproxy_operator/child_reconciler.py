@@ -18,6 +18,8 @@ from skyproxy_operator.certificates import first_certificate, is_usable, issue
 from skyproxy_operator.cluster import ApiError, Cluster
 from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.disruption import BUDGET, POLICY_GROUP, is_protected
+from skyproxy_operator.gangs import POD_GROUP, gang_of
+from skyproxy_operator.gangs import unavailable as gang_unavailable
 from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
 from skyproxy_operator.probing import Access
@@ -111,6 +113,7 @@ class ChildReconciler:
             await self._apply(compute, item, status, blocks=item["kind"] == "Service")
         await self._claims(compute, spec, status)
         await self._budget(compute, spec, status, protected=protected)
+        await self._gang(compute, spec, status)
         if spec.queue is not None and WORKLOAD not in await self.served_kinds(KUEUE_GROUP):
             status.blocking = unavailable(spec.queue)
         if spec.gateway is None:
@@ -287,6 +290,16 @@ class ChildReconciler:
         read.has_no_budget = not protected and existing is None
         if not read.has_no_budget:
             await self._apply(compute, wanted, status, existing=existing)
+
+    async def _gang(self, compute: Object, spec: WorkerSpec, status: ChildStatus) -> None:
+        """Makes the PodGroup before the pods that name it."""
+        gang = gang_of(spec)
+        if gang is None:
+            return
+        if (await self.served_kinds(gang.group)).get(POD_GROUP) is None:
+            status.blocking = gang_unavailable(spec, gang)
+            return
+        await self._apply(compute, children.pod_group(compute, spec, gang.api_version), status, blocks=True)
 
     async def _gateway(self, compute: Object, spec: WorkerSpec, authority: str, status: ChildStatus) -> None:
         host = children.gateway_host(compute, spec, self._options)

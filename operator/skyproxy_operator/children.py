@@ -144,6 +144,11 @@ def disruption_budget(compute: Object, spec: WorkerSpec, version: str, *, protec
     }
 
 
+def pod_group(compute: Object, spec: WorkerSpec, api_version: str) -> Object:
+    """Return the group of all nodes, for a scheduler that places them together or not at all."""
+    return _object(compute, api_version, "PodGroup", compute["metadata"]["name"]) | {"spec": {"minMember": spec.nodes}}
+
+
 def new_token(compute: Object) -> Object:
     """A Secret with a new token. It is created, and never changed."""
     token = secrets.token_urlsafe(32)

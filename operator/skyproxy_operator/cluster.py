@@ -40,6 +40,7 @@ _PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
+    "PodGroup": "podgroups",
     "PodDisruptionBudget": "poddisruptionbudgets",
     "Secret": "secrets",
     "Service": "services",

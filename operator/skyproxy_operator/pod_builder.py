@@ -11,8 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from skyproxy_operator.gangs import gang_labels, scheduler_of
 from skyproxy_operator.names import (
     ATTEMPT,
+    COMPUTE_LABEL,
     CONTAINER,
     HOME_FOLDER,
     NODE_LABEL,
@@ -73,10 +75,12 @@ def build_pod(
     metadata = built["metadata"] = built.get("metadata") or {}
     metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
     queue, group = queue_labels(compute, spec, attempt)
-    metadata["labels"] = {**(metadata.get("labels") or {}), **queue, **labels(name), NODE_LABEL: str(node)}
+    gang, gang_annotations = gang_labels(compute, spec)
+    metadata["labels"] = {**(metadata.get("labels") or {}), **queue, **gang, **labels(name), NODE_LABEL: str(node)}
     metadata["annotations"] = {
         **(metadata.get("annotations") or {}),
         **group,
+        **gang_annotations,
         SPEC_HASH: spec.pod_hash(),
         ATTEMPT: str(attempt),
     }
@@ -125,6 +129,11 @@ def _pod_spec(
         "nodeSelector": dict(spec.node_selector),
         "affinity": dict(spec.affinity),
         "priorityClassName": spec.priority_class,
+        "schedulerName": scheduler_of(spec),
+        # Of whom else they keep a distance, a constraint may say itself.
+        "topologySpreadConstraints": [
+            {"labelSelector": {"matchLabels": {COMPUTE_LABEL: name}}, **row} for row in spec.topology_spread
+        ],
         "serviceAccountName": spec.service_account,
         "imagePullSecrets": [{"name": secret} for secret in spec.image_pull_secrets],
     }

@@ -138,6 +138,9 @@ class SpecItem(TypedDict, total=False):
     idleTimeout: float | str | None
     maxLifetime: float | str | None
     queue: str | None
+    schedulerName: str | None
+    gang: str | None
+    topologySpreadConstraints: list[Mapping[str, object]] | None
     suspend: bool
     suspendAfter: float | str | None
     snapshots: SnapshotsItem | None
@@ -168,6 +171,9 @@ class WorkerSpec:
     shared_memory: str = "2Gi"
     pod_template: Mapping[str, object] = field(default_factory=dict)
     queue: str | None = None
+    scheduler: str | None = None
+    gang: str | None = None
+    topology_spread: tuple[Mapping[str, object], ...] = ()
     # What follows can change while the pods run.
     idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
     max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
@@ -207,6 +213,9 @@ class WorkerSpec:
             shared_memory=str(spec.get("sharedMemory", "2Gi")),
             pod_template=spec.get("podTemplate") or {},
             queue=spec.get("queue") or None,
+            scheduler=spec.get("schedulerName") or None,
+            gang=spec.get("gang") or None,
+            topology_spread=tuple(spec.get("topologySpreadConstraints") or ()),
             idle_timeout_seconds=limit_seconds(spec.get("idleTimeout")),
             max_lifetime_seconds=limit_seconds(spec.get("maxLifetime")),
             suspend=spec.get("suspend", False),

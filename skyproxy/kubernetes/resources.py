@@ -22,6 +22,7 @@ _SPEC_FIELDS = frozenset(
         "args",
         "command",
         "envFrom",
+        "gang",
         "gateway",
         "imagePullSecrets",
         "nodeSelector",
@@ -30,11 +31,13 @@ _SPEC_FIELDS = frozenset(
         "priorityClassName",
         "queue",
         "restartPolicy",
+        "schedulerName",
         "serviceAccountName",
         "sharedMemory",
         "snapshots",
         "suspend",
         "tolerations",
+        "topologySpreadConstraints",
     }
 )
 """Fields of the spec that go to the cluster as they are given."""

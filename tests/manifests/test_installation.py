@@ -21,6 +21,7 @@ from skyproxy_operator import children
 from skyproxy_operator.__main__ import parser
 from skyproxy_operator.certificates import KeyPair
 from skyproxy_operator.cluster import _PLURALS
+from skyproxy_operator.gangs import GANGS, POD_GROUP
 from skyproxy_operator.options import Options, load
 from skyproxy_operator.pod_builder import build_pod
 from tests.manifests.custom_resource import VERSION
@@ -119,6 +120,8 @@ EVERYTHING = make_compute(
     priorityClassName="high",
     serviceAccountName="me",
     imagePullSecrets=[{"name": "pull"}],
+    schedulerName="second",
+    topologySpreadConstraints=[{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
     gateway={"enabled": True, "hostname": "a.example", "parentRef": {"name": "g"}},
 )
 
@@ -283,8 +286,9 @@ def used() -> set[tuple[str, str, str]]:
     from tests.operator.world import EVERYTHING as STORY
     from tests.operator.world import KEY, World
 
-    worlds = [World(**STORY, restartPolicy={"backoffSeconds": 1}), World(), World(queue="research")]
+    worlds = [World(**STORY, gang="volcano", restartPolicy={"backoffSeconds": 1}), World(), World(queue="research")]
     worlds[2].cluster.kinds["Workload"] = "v1beta1"
+    worlds[0].cluster.kinds["PodGroup"] = "v1beta1"
     worlds[0].cluster.kinds["PodDisruptionBudget"] = "v1"
     worlds[0].prober.sessions = 1
     issuer = {"skyproxy.dev/cert-manager-issuer": "ClusterIssuer/ours"}
@@ -315,10 +319,10 @@ def used() -> set[tuple[str, str, str]]:
     for verb, kind, _ in [request for world in worlds for request in world.cluster.requests]:
         name, _, part = kind.partition("/")
         resource = _PLURALS[name] + (f"/{part}" if part else "")
-        found.add((verb, GROUPS.get(name, ""), resource))
         # Applying an object that is not there creates it.
-        if verb == "patch" and not part:
-            found.add(("create", GROUPS.get(name, ""), resource))
+        verbs = {verb, "create"} if verb == "patch" and not part else {verb}
+        groups = [gang.group for gang in GANGS.values()] if name == POD_GROUP else [GROUPS.get(name, "")]
+        found |= {(each, group, resource) for each in verbs for group in groups}
     # What is watched, and the Lease.
     for group, resource in (
         ("skyproxy.dev", "computes"),
