@@ -1,4 +1,4 @@
-"""What keeps a cluster from ending workers that somebody uses, and lets it end the others. Pure.
+"""Protection of workers that somebody uses from the cluster, which may end the others. Pure.
 
 A drain asks a PodDisruptionBudget; autoscalers, which move pods to save machines, ask annotations as well.
 """

@@ -1,4 +1,4 @@
-"""How schedulers for groups are told that all nodes of a Compute get machines together, or none. Pure.
+"""Signs by which schedulers for groups give all nodes of a Compute machines together, or none. Pure.
 
 Volcano reads an annotation (https://volcano.sh/en/docs/podgroup/), the coscheduling plugin of scheduler-plugins a label
 (https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/); both name an object of the kind PodGroup.

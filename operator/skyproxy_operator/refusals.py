@@ -1,4 +1,4 @@
-"""Why the API server refused what we asked for, in words that say what to do. Pure."""
+"""Causes of what the API server refuses, in words that say what to do. Pure."""
 
 from __future__ import annotations
 
