@@ -36,7 +36,7 @@ class Gang:
 
     @property
     def api_version(self) -> str:
-        """That of its PodGroup."""
+        """The API version of its PodGroup."""
         return f"{self.group}/{self.version}"
 
 
