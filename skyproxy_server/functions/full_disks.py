@@ -9,7 +9,14 @@ import tempfile
 
 _FULL_BYTES = 1 << 20
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_FAILED_WRITES = ("failed writing", "write failed", "no space left", "disk quota", "i/o error")
+_FAILED_WRITES = (
+    "failed writing",
+    "write failed",
+    "unexpected pos",  # of torch.save, which goes on after a write that failed
+    "no space left",
+    "disk quota",
+    "i/o error",
+)
 
 
 def explain_full_disk(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ class JobLog:
         self._changed = threading.Condition()
         self._segments = sorted(_offset(path) for path in folder.glob(f"{_PREFIX}*") if _offset(path) >= 0)
         self._file: BinaryIO | None = None
+        self._refusal: OSError | None = None  # of output that was lost, and of which the log does not say so yet
         self._end = 0
         if self._segments:
             self._end = self._segments[-1] + self._path(self._segments[-1]).lstat().st_size
@@ -42,35 +44,71 @@ class JobLog:
     @property
     def start(self) -> int:
         """The offset of the first byte that is kept."""
-        return self._segments[0] if self._segments else 0
+        return self._segments[0] if self._segments else self._end
 
     def _path(self, offset: int) -> Path:
         return self._folder / f"{_PREFIX}{offset:0{_DIGITS}d}"
 
     def write(self, data: bytes) -> None:
-        """Append bytes; what a full disk does not take is dropped, and the job goes on."""
-        for begin in range(0, len(data), self._segment_bytes):
-            self._write(data[begin : begin + self._segment_bytes])
-
-    def _write(self, data: bytes) -> None:
+        """Append bytes. On a full disk they replace older ones; what it does not even take so is dropped, and said."""
         with self._changed:
             try:
-                if not self._segments or self._end - self._segments[-1] + len(data) > self._segment_bytes:
-                    self._begin_segment()
-                elif self._file is None:
-                    self._file = self._open(self._segments[-1])
-                assert self._file is not None
-                written = self._file.write(data)
-            except OSError:
-                return
+                self._append(data)
+            except OSError as error:
+                self._refusal = error
             finally:
                 self._changed.notify_all()
-            self._end += written or 0
 
-    def _begin_segment(self) -> None:
+    def _append(self, data: bytes) -> None:
+        """Append bytes, and before them a line where some are lost.
+
+        Raises:
+            OSError: there is no room, and nothing older in this log that could give way.
+        """
+        left = memoryview(data)
+        while left:
+            lost = b"" if self._refusal is None else _line_of(self._refusal)
+            try:
+                while lost:
+                    lost = lost[self._write(memoryview(lost)[: self._segment_bytes]) :]
+                self._refusal = None
+                left = left[self._write(left[: self._segment_bytes]) :]
+            except OSError as error:
+                if not self._make_room(error):
+                    raise
+                self._refusal = error
+
+    def _write(self, data: memoryview) -> int:
+        """Append what fits into a segment, or a part of it; return how much."""
+        if not self._segments or self._end - self._segments[-1] + len(data) > self._segment_bytes:
+            self._begin_segment()
+        elif self._file is None:
+            self._file = self._open(self._segments[-1])
+        assert self._file is not None
+        written = self._file.write(data) or 0
+        self._end += written
+        return written
+
+    def _make_room(self, error: OSError) -> bool:
+        """Drop the oldest output where a disk is full; return False where it is not, or there is nothing to drop."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.start == self._end:
+            return False
+        if len(self._segments) == 1:
+            self._close_file()
+        try:
+            self._path(self._segments[0]).unlink()
+        except OSError:
+            return False
+        self._segments.pop(0)
+        return True
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _begin_segment(self) -> None:
+        self._close_file()
         self._file = self._open(self._end)
         self._segments.append(self._end)
         while len(self._segments) > _SHARE:
@@ -121,10 +159,13 @@ class JobLog:
     def close(self) -> None:
         """Let go of the file; a later write opens it again."""
         with self._changed:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._close_file()
             self._changed.notify_all()
+
+
+def _line_of(refusal: OSError) -> bytes:
+    reason = refusal.strerror or str(refusal)
+    return f"\n[skyproxy] some of the output before this line is lost: the worker's disk said: {reason}\n".encode()
 
 
 def _offset(path: Path) -> int:

@@ -30,10 +30,17 @@ def test_a_full_disk_is_named_with_what_is_left_of_it(
     assert "ask for a larger disk" in text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "PytorchStreamWriter failed writing file data/0: file write failed",
+        "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534",
+    ],
+)
 def test_an_error_of_a_library_that_only_says_that_writing_failed_is_explained_by_the_full_disk(
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    error = RuntimeError(text)
     monkeypatch.setattr(shutil, "disk_usage", _full)
     assert explain_full_disk(error).startswith("A disk of the worker is full: ")
     monkeypatch.setattr(shutil, "disk_usage", _roomy)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,64 @@ def test_a_job_cannot_have_the_worker_write_elsewhere(make: object, tmp_path: Pa
     log.write(b"x")
     assert log.end == 0
     assert log.read(0, 10) == (0, b"")
+
+
+class Disk:
+    """A disk with so much room, for the files that are opened through it."""
+
+    def __init__(self, folder: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.room = folder, room
+        monkeypatch.setattr(JobLog, "_open", lambda log, offset: _OnDisk(self, str(log._path(offset))))
+
+    def free(self) -> int:
+        return self.room - sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+class _OnDisk(io.FileIO):
+    def __init__(self, disk: Disk, name: str) -> None:
+        super().__init__(name, "ab")
+        self._disk = disk
+
+    def write(self, data: Any) -> int:
+        fits = min(len(data), self._disk.free())  # as the kernel: what fits is written, and the next write is refused
+        if not fits:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data[:fits])
+
+
+LINES = [b"line %04d\n" % number for number in range(200)]
+LOST = b"some of the output before this line is lost: the worker's disk said: No space left on device"
+
+
+@pytest.mark.parametrize("room", [150, 437, 1000, 1500])
+def test_a_full_disk_keeps_the_newest_output_and_a_line_on_what_is_lost(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Disk(tmp_path, room, monkeypatch)
+    log = JobLog(tmp_path, 4000)
+    for line in LINES:
+        log.write(line)
+    kept = everything(log, log.start)
+    assert LOST in kept
+    after = kept.rpartition(b"on device\n")[2]
+    assert b"".join(LINES).endswith(after)
+    assert after.endswith(b"0199\n")
+    again = JobLog(tmp_path, 4000)
+    assert everything(again, again.start) == kept
+
+
+def test_output_that_others_left_no_room_for_is_told_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, 0, monkeypatch)
+    log = JobLog(tmp_path, 4000)
+    log.write(b"lost")
+    assert (log.start, log.end, everything(log)) == (0, 0, b"")
+    disk.room = 1000
+    log.write(b"kept\n")
+    log.write(b"more\n")
+    assert everything(log).count(LOST) == 1
+    assert everything(log).endswith(b"\nkept\nmore\n")
 
 
 def test_strange_files_are_no_segments(tmp_path: Path) -> None:
