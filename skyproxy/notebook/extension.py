@@ -7,7 +7,7 @@ from typing import Any
 
 from skyproxy.early_start import start_early
 from skyproxy.errors import WorkerStartError
-from skyproxy.notebook import stopping
+from skyproxy.notebook import displays, stopping
 from skyproxy.notebook.magic import SkyMagic
 from skyproxy.notebook.tracebacks import show_shortened
 
@@ -29,6 +29,7 @@ def load_ipython_extension(ipython: Any) -> None:
         start_early()
     ipython.register_magic_function(SkyMagic(ipython), magic_kind="line_cell", magic_name="sky")
     ipython.events.register("post_run_cell", stopping.after_cell)
+    displays.Displays(ipython).install()
     if not ipython.custom_exceptions:  # whoever shows errors already goes on with it
         ipython.set_custom_exc((BaseException,), show_shortened)
 
@@ -45,5 +46,6 @@ def unload_ipython_extension(ipython: Any) -> None:
         ipython.events.unregister("post_run_cell", stopping.after_cell)
     if ipython.custom_exceptions == (BaseException,):
         ipython.set_custom_exc((), None)
+    displays.uninstall(ipython)
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("sky", None)

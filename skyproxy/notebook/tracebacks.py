@@ -38,11 +38,12 @@ def shorten(error: BaseException) -> None:
     lines = sys.modules.get("skyproxy.tensor.core.user_lines")
     if lines is None:
         return  # nothing was on a worker yet
-    for each in _chain(error):
+    for each in chain(error):
         each.__traceback__ = _cut(each.__traceback__, lines.FOREIGN)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

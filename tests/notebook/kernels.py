@@ -19,7 +19,8 @@ class Outcome:
 
     Attributes:
         status: "ok" or "error".
-        error: the exception's class and text.
+        error: the exception's class and text; of the last one that was shown.
+        errors: how many were shown.
         traceback: as shown, with its colours.
         printed: by stream: "stdout", "stderr".
         result: the forms of the last line's value.
@@ -28,6 +29,7 @@ class Outcome:
 
     status: str = ""
     error: tuple[str, str] = ("", "")
+    errors: int = 0
     traceback: str = ""
     printed: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
     result: dict[str, str] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Kernel:
                 outcome.displays.append(content["data"])
                 on_display(content["data"].get("text/plain", ""))
             elif kind == "error":
+                outcome.errors += 1
                 outcome.error = content["ename"], content["evalue"]
                 outcome.traceback = "\n".join(content["traceback"])
 

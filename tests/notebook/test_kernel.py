@@ -107,6 +107,20 @@ def test_an_error_names_the_cell_and_hides_what_is_below_it(sky: Kernel) -> None
         assert [line for line in frames if line.startswith("File ")] == []
 
 
+def test_a_value_that_failed_shows_its_error_once_and_without_what_is_below_the_cell(sky: Kernel) -> None:
+    sky.succeed("rows = torch.zeros(2, 3, device='sky:0')\nat = torch.tensor([9], device='sky:0')")
+    sky.succeed("missing = torch.nn.functional.embedding(at, rows)")
+    for cell in ("missing", "missing[0]"):
+        outcome = sky.run(cell)
+        assert outcome.status == "error"
+        assert outcome.result == {}
+        assert outcome.errors == 1
+        assert re.search(r"Cell In\[\d+\], line 1$", outcome.error[1], re.MULTILINE), outcome.error
+        assert "_mimebundle" not in outcome.traceback
+        assert "index out of range" in outcome.traceback
+    assert sky.value("rows.sum()") == "tensor(0., device='sky:0')"
+
+
 def test_logs_are_the_workers(sky: Kernel) -> None:
     assert "skyproxy.server: devices: cpu:0" in sky.succeed("%sky logs").printed["stdout"]
 

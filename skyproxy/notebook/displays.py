@@ -1,0 +1,61 @@
+"""Errors of remote values that a notebook was to show: once, and without the frames of IPython and skyproxy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyproxy.errors import SkyproxyError
+from skyproxy.notebook.tracebacks import chain
+
+_MODULE, _CLASS = "skyproxy.tensor.core.remote_tensor", "RemoteTensor"
+
+
+class Displays:
+    """How a shell shows remote tensors.
+
+    IPython shows an error of each form of a value, with all frames below it, and goes on with the next form: two long
+    tracebacks for a cell that ends with a tensor. Here the value is fetched before the first form, by what IPython asks
+    whether a value shows itself; one that fails does, with its error.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        """Args:
+        shell: IPython's `InteractiveShell`.
+        """
+        self._shell = shell
+        self._fetched: tuple[object, dict[str, str]] | None = None
+
+    def install(self) -> None:
+        """Have the shell ask here; loads neither torch nor the tensor's class."""
+        formatter = self._shell.display_formatter
+        formatter.ipython_display_formatter.for_type_by_name(_MODULE, _CLASS, self._fetch)
+        formatter.mimebundle_formatter.for_type_by_name(_MODULE, _CLASS, self._take)
+
+    def _fetch(self, tensor: Any) -> None:
+        """Fetch what is shown, or show the error.
+
+        Raises:
+            NotImplementedError: there is no error; IPython goes on with the other forms.
+        """
+        try:
+            self._fetched = (tensor, tensor._repr_mimebundle_())
+        except SkyproxyError as error:
+            for each in chain(error):
+                each.__traceback__ = None  # all below the cell; the line that recorded the operation is in the text
+            self._shell.showtraceback((type(error), error, None))
+        else:
+            raise NotImplementedError
+
+    def _take(self, tensor: Any) -> dict[str, str]:
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None and fetched[0] is tensor:
+            return fetched[1]
+        bundle: dict[str, str] = tensor._repr_mimebundle_()
+        return bundle
+
+
+def uninstall(shell: Any) -> None:
+    """Have the shell show remote tensors as it shows everything."""
+    formatter = shell.display_formatter
+    for each in (formatter.ipython_display_formatter, formatter.mimebundle_formatter):
+        each.pop(f"{_MODULE}.{_CLASS}", None)
