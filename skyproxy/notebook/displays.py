@@ -11,7 +11,7 @@ _MODULE, _CLASS = "skyproxy.tensor.core.remote_tensor", "RemoteTensor"
 
 
 class Displays:
-    """How a shell shows remote tensors.
+    """Displays of remote tensors in a shell.
 
     IPython shows an error of each form of a value, with all frames below it, and goes on with the next form: two long
     tracebacks for a cell that ends with a tensor. Here the value is fetched before the first form, by what IPython asks
