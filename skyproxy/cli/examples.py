@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 EXAMPLES = {
     "skyproxy up": ("skyproxy up dev --gpus 1 --idle-timeout 30m", "skyproxy up ssh://me@gpu-box"),
     "skyproxy down": ("skyproxy down dev",),
@@ -55,4 +57,10 @@ def examples_text(command: str) -> str:
         command: its whole name.
     """
     examples = EXAMPLES[command]
-    return f"Example{'s' if len(examples) > 1 else ''}: " + "; ".join(examples)
+    # A line each, to be copied: an empty line is what becomes the end of a line in a help.
+    return "\n\n".join([f"Example{'s' if len(examples) > 1 else ''}:", *examples])
+
+
+def help_text(command: Callable[..., object]) -> str:
+    """Return the docstring of a command with a line for each paragraph, for the terminal to break where it ends."""
+    return "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import difflib
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.contexts import Context
+from skyproxy.contexts import Context, ContextStore
 from skyproxy.errors import ConfigurationError
 from skyproxy.transport.worker_report import ask_worker
 
@@ -183,10 +184,25 @@ class NotSuspending:
         )
 
 
-def not_found(name: str, where: str) -> NotFoundError:
-    """Return the error for a worker that is not there."""
-    return NotFoundError(
-        f"there is no worker {name!r}, neither with {where}. See: skyproxy list"
-        if " nor " in where
-        else f"there is no worker {name!r} with the provider {where}. See: skyproxy list"
-    )
+_PLACES = {
+    "local": "on this machine",
+    "container": "in a container of this machine",
+    "ssh": "over ssh",
+    "kubernetes": "in the cluster",
+    "remote": "at a saved address",
+}
+
+
+def not_found(name: str, *providers: str, unasked: Mapping[str, str] | None = None) -> NotFoundError:
+    """Return the error for a worker that is not there.
+
+    Args:
+        name: as it was given.
+        providers: who was asked.
+        unasked: who could not be, and why.
+    """
+    close = difflib.get_close_matches(name, ContextStore().names(), n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    asked = "".join(f" {word}{_PLACES[kind]}" for word, kind in zip(["", *["or "] * len(providers)], providers))
+    problems = "".join(f" What is {_PLACES[kind]} could not be asked: {why}." for kind, why in (unasked or {}).items())
+    return NotFoundError(f"there is no worker {name!r}{asked}.{problems}{meant} See: skyproxy list")

@@ -99,7 +99,7 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
         return name, fleet_of(ProviderName.KUBERNETES, address)
     if context is not None:
         return name, fleet_of(context.provider, ClusterAddress.of_options(context.options))
-    asked = []
+    asked, unasked = [], {}
     for kind in (ProviderName.LOCAL, ProviderName.SSH, ProviderName.KUBERNETES):
         try:
             if kind is ProviderName.KUBERNETES and not await has_cluster(address):
@@ -109,5 +109,5 @@ async def locate(name: str | None, provider: ProviderName | None, address: Clust
                 return name, fleet
             asked.append(kind.value)
         except SkyproxyError as error:
-            asked.append(f"{kind.value} (which could not be asked: {error})")
-    raise not_found(name, " nor ".join(asked))
+            unasked[kind.value] = str(error).rstrip(".")
+    raise not_found(name, *asked, unasked=unasked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from skyproxy.cli import (
     web_view,
 )
 from skyproxy.cli.arguments import Json
-from skyproxy.cli.examples import examples_text
+from skyproxy.cli.examples import examples_text, help_text
 from skyproxy.cli.exit_codes import code_of
 from skyproxy.cli.output import fail, show_json
 from skyproxy.errors import SkyproxyError
@@ -41,6 +42,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except (SkyproxyError, KeyboardInterrupt) as error:
             fail(str(error) or "interrupted", code_of(error))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            fail(f"the disk is full, or your quota is used up: {error}. Make room, and try again.", code_of(error))
 
 
 app = typer.Typer(
@@ -94,6 +99,7 @@ for panel, commands in _PANELS.items():
             command_name,
             rich_help_panel=panel,
             context_settings=settings,
+            help=help_text(command),
             epilog=examples_text(f"skyproxy {command_name}"),
         )(command)
 app.add_typer(saved_contexts.app, name="context", rich_help_panel="Using one")

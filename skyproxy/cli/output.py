@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +36,18 @@ def note(message: str) -> None:
 
 def warn(message: str) -> None:
     """Something a person should look into, beside the result."""
-    typer.secho(f"Warning: {message}", fg=typer.colors.YELLOW, err=True)
+    typer.secho(f"Warning: {message}", fg=_color(typer.colors.YELLOW), err=True)
 
 
 def fail(message: str, code: ExitCode = ExitCode.USAGE) -> NoReturn:
     """Ends the command with a message."""
-    typer.secho(f"Error: {message}", fg=typer.colors.RED, err=True)
+    typer.secho(f"Error: {message}", fg=_color(typer.colors.RED), err=True)
     raise typer.Exit(int(code))
+
+
+def _color(name: str) -> str | None:
+    """Return a colour, unless the user wants none: https://no-color.org, which rich follows and `secho` does not."""
+    return None if os.environ.get("NO_COLOR") else name
 
 
 def show_json(value: object) -> None:

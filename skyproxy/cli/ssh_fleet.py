@@ -104,7 +104,10 @@ def _row(worker: SshWorker) -> WorkerRow:
             "It may still be running; try again when the host can be reached.",
         )
     report = found.get("report") or {}
-    if found and not found["alive"]:
+    if found and not found["alive"] and not found["there"]:
+        phase, message = "Provisioning", "nothing of it is there: an `up` is installing it, or has failed"
+        hint = f"Start it: skyproxy up {worker.url} --name {worker.name}. Forget it: skyproxy down {worker.name}"
+    elif found and not found["alive"]:
         last = visible(str(found.get("log", "")).rpartition("\n")[2])
         phase, message = "Lost", "its process has ended" + (f"; its last output: {last}" if last else "")
         hint = f"See why: skyproxy logs {worker.name}. Start it again: skyproxy up {worker.url} --name {worker.name}"

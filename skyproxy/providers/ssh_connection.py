@@ -45,8 +45,18 @@ _FAILURES = (
         "no host of that name is known. Check the name, your network or VPN, and ~/.ssh/config.",
     ),
     (
-        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "ssh does not know the host's key, or it has changed. Log in by hand, and compare it: ssh {login}",
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        (
+            "the host's key has changed: it was installed anew, or somebody is in between. Ask who runs it for the "
+            "fingerprint; only where that is the one below, take out the old key as ssh says there."
+        ),
+    ),
+    (
+        r"Host key verification failed",
+        (
+            "ssh does not know the host's key. Log in once by hand, and compare the fingerprint that it shows: "
+            "ssh {login}"
+        ),
     ),
     (
         r"Permission denied|Too many authentication failures",
@@ -123,8 +133,9 @@ class SshTarget:
 
     @property
     def login(self) -> str:
-        """The arguments of ssh, as a user types them: "-p 2222 me@gpu-box"."""
-        return f"{f'-p {self.port} ' if self.port else ''}{self.shown}"
+        """The arguments of ssh and of ssh-copy-id, as a user types them: "-p 2222 me@gpu-box"."""
+        config = f"-F {shlex.quote(self.config)} " if self.config else ""
+        return f"{config}{f'-p {self.port} ' if self.port else ''}{self.shown}"
 
     @property
     def url(self) -> str:
@@ -227,7 +238,11 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         # What a profile of the host prints comes before the answer.
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
-        raise ConnectError(f"{target.shown} gave an unexpected answer: {done.stdout[-200:]!r}") from error
+        shown = visible_output(repr(done.stdout[-200:]))
+        raise ConnectError(
+            f"{python} on {target.shown} gave an unexpected answer: {shown}. Is it a Python? Name another one: "
+            "--python PATH"
+        ) from error
     if answer.get("error") == "removed":
         raise EnvironmentRemovedError(answer["text"])
     if "error" in answer:

@@ -36,7 +36,8 @@ class Jobs:
     """The jobs of a worker.
 
     Args:
-        root: where they lie; ours alone until `close`. None: a folder that goes with the worker.
+        root: where they lie; ours alone until `close`. None: a folder that comes with the first job, and goes with the
+            worker. One that is ended with its program cleans nothing up, so it begins nothing before it must.
         settings: limits.
 
     Raises:
@@ -46,22 +47,31 @@ class Jobs:
     def __init__(self, root: Path | None, settings: Settings) -> None:
         self._settings = settings
         self._is_temporary = root is None
-        self._root = Path(tempfile.mkdtemp(prefix="skyproxy-jobs-")) if root is None else root.absolute()
+        self._root = root.absolute() if root is not None else None
         self._jobs: dict[tuple[str, str], Job] = {}
         self._arriving: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
         self._spawning = threading.Lock()
         self._closing = False
         self._last_use = time.monotonic()
-        self._lock_file = self._claim()
-        self._recover()
+        self._lock_file = -1
+        if self._root is not None:
+            self._lock_file = self._claim(self._root)
+            self._recover(self._root)
 
-    def _claim(self) -> int:
+    def _folder(self) -> Path:
+        """Return where jobs lie."""
+        with self._lock:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix="skyproxy-jobs-"))
+            return self._root
+
+    def _claim(self, root: Path) -> int:
         try:
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ConfigurationError(f"The folder of jobs {self._root} cannot be used: {error.strerror}.") from error
+            raise ConfigurationError(f"The folder of jobs {root} cannot be used: {error.strerror}.") from error
         try:
             import fcntl
 
@@ -71,18 +81,18 @@ class Jobs:
         except OSError as error:
             os.close(descriptor)
             raise ConfigurationError(
-                f"The folder of jobs {self._root} is used by another worker. Give each a folder of its own: --jobs"
+                f"The folder of jobs {root} is used by another worker. Give each a folder of its own: --jobs"
             ) from error
         return descriptor
 
-    def _recover(self) -> None:
+    def _recover(self, root: Path) -> None:
         """Take up what a worker before us has left: start again what was preempted, and what may be by its policy."""
-        for folder in sorted(self._root.glob("*/*")):
+        for folder in sorted(root.glob("*/*")):
             if folder.name.startswith(_ARRIVING):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             record = load_record(folder)
-            if record is None or owner_folder(self._root, record.client.name) != folder.parent:
+            if record is None or owner_folder(root, record.client.name) != folder.parent:
                 if folder.is_dir():
                     logger.warning("%s holds no job that can be read; it is left as it is", folder)
                 continue
@@ -123,8 +133,8 @@ class Jobs:
                     "worker raises it"
                 )
             self._arriving.add(key)
-        folder = owner_folder(self._root, client.name) / f"{_ARRIVING}{record.name}"
         try:
+            folder = owner_folder(self._folder(), client.name) / f"{_ARRIVING}{record.name}"
             return IncomingJob(record, folder, asked.get("payload_bytes"), self._settings, self._forget_arriving)
         except BaseException:
             self._forget_arriving(record)
@@ -292,7 +302,7 @@ class Jobs:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        if self._is_temporary:
+        if self._is_temporary and self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
 
 

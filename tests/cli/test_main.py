@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -14,10 +16,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from skyproxy.cli import main as cli
+from skyproxy.contexts import Context, ContextStore
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+    return run_in(160, *arguments)
+
+
+def run_in(width: int, *arguments: str) -> Result:
+    settings = {"COLUMNS": str(width), "NO_COLOR": "1", "TERM": "dumb"}
+    return CliRunner().invoke(cli.app, list(arguments), env=settings)
 
 
 @pytest.fixture
@@ -47,6 +55,41 @@ def test_help_of_serve_tells_of_the_token() -> None:
     assert "SKYPROXY_TOKEN" in result.output
     assert "--token-file" in result.output
     assert "--token " not in result.output
+
+
+def test_help_breaks_lines_where_the_terminal_ends_and_has_a_line_for_each_example() -> None:
+    for width in (80, 160):
+        lines = [line.strip() for line in run_in(width, "up", "--help").output.splitlines()]
+        paragraph = lines[lines.index("") :]
+        begin = next(n for n, line in enumerate(paragraph) if line.startswith("With the provider local"))
+        text = paragraph[begin : paragraph.index("", begin)]
+        # All but the last are as full as the next word allows.
+        for line, following in itertools.pairwise(text):
+            assert len(line) + 1 + len(following.split()[0]) > width - 2
+        assert "skyproxy up ssh://me@gpu-box" in lines
+
+
+def test_a_full_disk_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "_version_of", fails)
+    result = run("version")
+    assert result.exit_code == 1
+    assert "the disk is full" in result.output
+    assert "Make room" in result.output
+
+
+def test_a_name_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("SKYPROXY_", "KUBE"))]:
+        monkeypatch.delenv(name)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    ContextStore().save(Context("trainer", "local"))
+    result = run("status", "trianer")
+    assert result.exit_code == 3
+    assert "there is no worker 'trianer' on this machine or over ssh. Did you mean 'trainer'?" in result.output
+    assert "Did you mean" not in run("status", "other").output
 
 
 def test_version_names_what_we_stand_on() -> None:

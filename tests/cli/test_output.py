@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from skyproxy.cli.arguments import variables_of, volume_of
-from skyproxy.cli.output import age_text, bytes_text, show_table
+from skyproxy.cli.output import age_text, bytes_text, fail, show_table, warn
 from skyproxy.errors import ConfigurationError
 
 WAIT = """
@@ -109,6 +110,17 @@ def test_a_list_of_workers_has_a_line_each_that_fits(
     assert ("…" in lines[1]) == (width < 130)
     assert lines[2].split()[:3] == ["dev", "local", "this"]
     assert "Running" in lines[2]
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_who_wants_no_colours_gets_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    given: list[str | None] = []
+    monkeypatch.setattr(typer, "secho", lambda message, fg, err: given.append(fg))
+    monkeypatch.setenv("NO_COLOR", value)
+    warn("beware")
+    with pytest.raises(typer.Exit):
+        fail("it is broken")
+    assert given == ([None, None] if value else ["yellow", "red"])
 
 
 def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,12 @@ def test_a_one_line_program_runs_and_ends_by_itself(tmp_path: Path) -> None:
     )
 
 
+def test_a_program_leaves_nothing_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    source = "import os, torch, skyproxy; print((torch.ones(2, device='sky:0') * 2).sum().item())"
+    assert succeed(source, cwd=tmp_path, TMPDIR=str(tmp_path)) == "4.0"
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("skyproxy")] == []
+
+
 def test_imports_work_in_the_other_order() -> None:
     check_exit("import torch, skyproxy; print((torch.ones(2).to('sky') * 3).tolist())", ["[3.0, 3.0]"])
 

@@ -301,8 +301,8 @@ def python_of_version(folder: Path, version: str) -> str:
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
     [
-        ("stranger", ConnectError, "does not know the host's key"),
-        ("denied", ConnectError, "ssh-copy-id denied"),
+        ("stranger", ConnectError, r"does not know the host's key.*ssh -F \S+ stranger"),
+        ("denied", ConnectError, r"ssh-copy-id -F \S+ denied"),
         ("no-such-host.invalid", ConnectError, "cannot log in to no-such-host.invalid"),
     ],
 )
@@ -390,7 +390,8 @@ def test_a_worker_is_named_after_its_host(host: str, name: str) -> None:
     ("status", "told", "kind", "shown"),
     [
         (255, "ssh: Could not resolve hostname x: Name or service not known", ConnectError, "no host of that name"),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", ConnectError, "has changed"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", ConnectError, "key has changed"),
+        (255, "Host key verification failed.", ConnectError, "Log in once by hand"),
         (255, "connect to host x port 22: Connection refused", ConnectError, "no ssh server is listening"),
         (255, "connect to host x port 22: Connection timed out", ConnectError, "does not answer"),
         (255, "", ConnectError, "without a message"),

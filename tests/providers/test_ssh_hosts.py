@@ -222,7 +222,7 @@ def test_nobody_is_asked_for_a_password(
     program.chmod(0o755)
     for name, value in (("SSH_ASKPASS", str(program)), ("SSH_ASKPASS_REQUIRE", "force"), ("DISPLAY", ":0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConnectError, match=r"no password is asked for here.*ssh-copy-id asking.*ssh-add"):
+    with pytest.raises(ConnectError, match=r"no password is asked for here.*ssh-copy-id -F \S+ asking.*ssh-add"):
         call(asking(passphrase), sys.executable, ASKED)
     assert not asked.exists()
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 import skyproxy
+from skyproxy.contexts import write_private
 from skyproxy.errors import ConnectError
-from skyproxy.providers.ssh import find
-from skyproxy.providers.ssh_connection import Tunnel
+from skyproxy.providers.ssh import SshWorker, find
+from skyproxy.providers.ssh_connection import Tunnel, call
 from tests.integration.programs import worker as started_worker
 from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, until, up
 
@@ -108,6 +112,21 @@ def test_what_keeps_a_host_away_is_told_once(away: Away, caplog: pytest.LogCaptu
     assert caplog.text.count("nobody can log in") == 1
     away.is_away = False
     until(lambda: away.tunnel._process.poll() is None, "no new tunnel")
+
+
+def test_a_worker_that_is_being_installed_is_not_lost(host: Host) -> None:
+    record = SshWorker("begun", host.target(), sys.executable, "2026-01-01T00:00:00+00:00")
+    write_private(record.folder / "worker.json", json.dumps(asdict(record)))
+    try:
+        (row,) = json.loads(run("list", "--json").stdout)
+        assert (row["name"], row["phase"], row["ready"]) == ("begun", "Provisioning", False)
+    finally:
+        record.forget()
+
+
+def test_what_is_no_python_is_named(host: Host) -> None:
+    with pytest.raises(ConnectError, match=r"/bin/true on gpu-box gave an unexpected answer.*Is it a Python"):
+        call(host.target(), "/bin/true", {"operation": "status", "name": "nobody"})
 
 
 PROGRAM = """

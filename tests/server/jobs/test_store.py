@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,13 +237,18 @@ def test_rows_have_the_ends_of_logs_where_they_are_asked_for(jobs: Jobs, tmp_pat
     assert "tail" not in jobs.rows(ME)[0]
 
 
-def test_a_folder_of_its_own_goes_with_the_worker() -> None:
+def test_a_folder_of_its_own_comes_with_the_first_job_and_goes_with_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     jobs = Jobs(None, limits())
-    root = jobs._root
-    assert root.is_dir()
+    assert list((tmp_path / "temporary").iterdir()) == []
+    ended(submit(jobs, payload_of(tmp_path, "print('done')"), name="mine"))
+    assert len(list((tmp_path / "temporary").iterdir())) == 1
     jobs.close()
     jobs.close()
-    assert not root.exists()
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_no_job_begins_while_the_worker_ends(jobs: Jobs, tmp_path: Path) -> None:
