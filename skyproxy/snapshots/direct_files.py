@@ -17,7 +17,7 @@ import numpy as np
 from skyproxy.snapshots.stores import write_at
 
 ALIGNMENT = 4096
-"""Where a file system writes without its cache, addresses and offsets are multiples of this, or of less."""
+"""The number of which addresses and offsets are multiples where a file system writes without its cache."""
 BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
