@@ -32,6 +32,7 @@ _ERRORS: dict[str, type[BaseException]] = {
     "LimitExceededError": LimitExceededError,
     "SnapshotError": SnapshotError,
     "SnapshotNotNowError": SnapshotNotNowError,
+    "VolumeHangsError": SnapshotError,
     "CancelledOperationError": CancelledOperationError,
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,  # type: ignore[attr-defined]

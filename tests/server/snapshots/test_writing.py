@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.errors import SnapshotError
+from skyproxy.session.failures import remote_error
 from skyproxy.snapshots import direct_files
 from skyproxy.snapshots.stores import LocalStore
 from skyproxy_server.snapshots.threads import DiskThreads
@@ -180,3 +182,7 @@ def test_threads_of_the_disk_do_all_in_order_and_end() -> None:
         failed.result()
     with pytest.raises(RuntimeError, match="ended"):
         threads.submit(int)
+
+
+def test_a_program_is_told_of_it_by_an_error_about_snapshots() -> None:
+    assert isinstance(remote_error({"type": VolumeHangsError.__name__, "message": "it hangs"}, ""), SnapshotError)
