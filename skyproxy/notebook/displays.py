@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from skyproxy.errors import SkyproxyError
 from skyproxy.notebook.tracebacks import chain
 
 _MODULE, _CLASS = "skyproxy.tensor.core.remote_tensor", "RemoteTensor"
+
+
+class Shown(Protocol):
+    """A remote tensor, as far as a notebook shows it."""
+
+    def _repr_mimebundle_(self) -> dict[str, str]:
+        """Return its forms, which waits for its values."""
 
 
 class Displays:
@@ -31,7 +38,7 @@ class Displays:
         formatter.ipython_display_formatter.for_type_by_name(_MODULE, _CLASS, self._fetch)
         formatter.mimebundle_formatter.for_type_by_name(_MODULE, _CLASS, self._take)
 
-    def _fetch(self, tensor: Any) -> None:
+    def _fetch(self, tensor: Shown) -> None:
         """Fetch what is shown, or show the error.
 
         Raises:
@@ -46,12 +53,11 @@ class Displays:
         else:
             raise NotImplementedError
 
-    def _take(self, tensor: Any) -> dict[str, str]:
+    def _take(self, tensor: Shown) -> dict[str, str]:
         fetched, self._fetched = self._fetched, None
         if fetched is not None and fetched[0] is tensor:
             return fetched[1]
-        bundle: dict[str, str] = tensor._repr_mimebundle_()
-        return bundle
+        return tensor._repr_mimebundle_()
 
 
 def uninstall(shell: Any) -> None:
