@@ -30,7 +30,7 @@ _DENIED = [
     ("create", "", "pods", "portforward"),
     ("create", "", "pods", "attach"),
     ("create", "", "pods", "eviction"),
-    ("patch", "", "pods", ""),
+    ("update", "", "pods", ""),
     ("delete", "", "persistentvolumeclaims", ""),
     ("delete", "", "services", ""),
     ("create", "", "namespaces", ""),
@@ -52,6 +52,7 @@ _ALLOWED = [
     ("patch", "skyproxy.dev", "computes", "status"),
     ("create", "", "pods", ""),
     ("delete", "", "pods", ""),
+    ("patch", "", "pods", ""),  # annotations for autoscalers
     ("create", "", "secrets", ""),
 ]
 
