@@ -42,7 +42,7 @@ def is_activity(path: str) -> bool:
 
 
 def is_ending(path: str) -> bool:
-    """Tell the word of whoever started this worker that it is ended for good; the answer is its activity."""
+    """Tell requests that say that this worker ends for good; they are answered as those for its activity."""
     return path.partition("?")[0] == ENDING_PATH
 
 

@@ -15,6 +15,7 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.requests import SessionSnapshots
+from skyproxy_server.snapshots.writing import VolumeHangsError
 from skyproxy_server.transfers import Transfers
 
 logger = logging.getLogger("skyproxy.server")
@@ -46,7 +47,8 @@ def save_unused(
         settings: limits.
     """
     failed: list[NamedSession] = []
-    for session in sessions:
+    due = list(sessions)
+    for index, session in enumerate(due):
         state = SessionState(devices, lambda message: None, Transfers(settings.chunk_bytes), settings)
         try:
             if state.devices.has_cuda:
@@ -60,6 +62,9 @@ def save_unused(
             saving.finish_writing()
             if problems:
                 raise problems[0]
+        except VolumeHangsError as error:
+            logger.error("the named session %r is not saved, nor are those after it: %s", session.name, error)
+            return failed + due[index:]  # each would wait as long again, and the worker is about to end
         except (SkyproxyError, OSError, RuntimeError) as error:
             logger.error("the named session %r is not saved: %s", session.name, error)
             failed.append(session)
