@@ -74,9 +74,11 @@ def copy_without_rules(target: Path) -> None:
     Raises:
         AssertionError: something else would.
     """
-    shutil.copytree(MANIFESTS, target)
+    shutil.copytree(MANIFESTS, target, symlinks=True)  # the chart takes the definition from the base
     changed = []
     for path in sorted(target.rglob("*.yaml")):
+        if path.is_symlink() or path.parent.name == "templates":
+            continue
         original = documents(path)
         if list(rules(original)):
             changed.append(path.relative_to(target).as_posix())

@@ -57,7 +57,7 @@ def test_every_manifest_is_tidy() -> None:
     from yamllint.config import YamlLintConfig
 
     configuration = YamlLintConfig(file=str(MANIFESTS / ".yamllint"))
-    files = sorted(MANIFESTS.rglob("*.yaml"))
+    files = sorted(path for path in MANIFESTS.rglob("*.yaml") if path.parent.name != "templates")  # those are Helm's
     assert len(files) > 10
     found = [f"{path}:{item}" for path in files for item in yamllint.run(path.read_text("utf-8"), configuration)]
     assert found == []

@@ -1,0 +1,7 @@
+{{- define "skyproxy.labels" -}}
+app.kubernetes.io/name: skyproxy
+{{- end -}}
+
+{{- define "skyproxy.gatewayNamespace" -}}
+{{ .Values.gateway.namespace | default .Release.Namespace }}
+{{- end -}}
