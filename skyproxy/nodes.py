@@ -33,7 +33,7 @@ from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
-from skyproxy.tensor.dispatch.inference import prepare
+from skyproxy.tensor.dispatch.fake_tensors import prepare
 from skyproxy.transport.base import Transport
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context

@@ -17,16 +17,8 @@ from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import (
-    Buffer,
-    CallAck,
-    CallAttach,
-    CallCancel,
-    CallData,
-    CallEvent,
-    CallStart,
-    Message,
-)
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
+from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.session.housekeeping import AuxiliaryConnection
 from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from skyproxy.errors import ProtocolError
-from skyproxy.protocol.messages import Buffer, CallData, Message
+from skyproxy.protocol.call_messages import CallData
+from skyproxy.protocol.messages import Buffer, Message
 
 Made = TypeVar("Made")
 _LARGE_BYTES = 1 << 20

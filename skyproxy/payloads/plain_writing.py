@@ -10,198 +10,17 @@ import fractions
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgpack
 import torch
 
 from skyproxy import torch_codec
 from skyproxy.payloads import rebuilding
-from skyproxy.payloads.pickling import PLAIN, Pickled
-from skyproxy.payloads.plain import ATOMS, FACTORIES, HEAD, MAX_DEPTH, PATHS, Code, NotPlainError
-from skyproxy.payloads.tensors import Refer, TensorTable
-from skyproxy.protocol.messages import Buffer
-
-_OUT_OF_BAND_BYTES = 64 << 10
-_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
-
-
-class PlainWriter:
-    """Writes one value.
-
-    Args:
-        refer: for a tensor that goes by reference, what its row ends with; None for one that goes by value.
-    """
-
-    def __init__(self, refer: Refer) -> None:
-        self._tensors = TensorTable(refer)
-        self._codes: list[int] = []
-        self._atoms: list[object] = []
-        self._buffers: list[Buffer] = []
-        self._known: dict[int, int] = {}
-        self._count = 0
-        self._keep: list[object] = []
-        self._open: set[int] = set()
-        self._path: list[str] = []
-        self._hashed = 0
-
-    def write(self, value: object) -> Pickled:
-        """Return the value as bytes.
-
-        Raises:
-            NotPlainError: something in it is not plain data.
-        """
-        try:
-            self.put(value)
-        except NotPlainError:
-            raise
-        except RecursionError:
-            raise NotPlainError("value that is nested too deeply", self._path[:20]) from None
-        except Exception as error:  # code of the value's class
-            raise NotPlainError(f"{rebuilding.full_name(type(value))} ({error!r:.80})", self._path) from error
-        document = self._document()
-        contents = self._tensors.contents()
-        pieces: list[Buffer] = [document, *self._buffers, *map(torch_codec.byte_view, contents)]
-        table = self._tensors
-        keep = [self._keep, self._buffers, contents]
-        return Pickled(pieces, table.rows, table.bases(), table.references, "", keep, PLAIN)
-
-    def _document(self) -> bytes:
-        codes, atoms = _pack(self._codes), _pack(self._atoms)
-        return HEAD.pack(len(codes)) + codes + atoms
-
-    # --- values
-
-    def put(self, value: Any) -> None:
-        """Write a value behind those that were written."""
-        kind = type(value)
-        if kind in ATOMS and not (kind is bytes and len(value) >= _OUT_OF_BAND_BYTES):
-            self._codes.append(Code.ATOM)
-            self._atoms.append(value)
-        elif kind is int:
-            self._put_int(value)
-        elif id(value) in self._known and not (self._hashed and not isinstance(value, torch.Tensor)):
-            self._codes += (Code.REF, self._known[id(value)])
-        else:
-            if id(value) in self._open:
-                raise NotPlainError(f"{kind.__qualname__} that contains itself", self._path)
-            if len(self._path) >= MAX_DEPTH:
-                raise NotPlainError("value that is nested too deeply", self._path[:20])
-            self._keep.append(value)
-            writer = _WRITERS.get(kind) or _writer_of_kin(value)
-            if writer is None:
-                raise NotPlainError(rebuilding.full_name(kind), self._path)
-            writer(self, value)
-
-    def _put_int(self, value: int) -> None:
-        if _MIN_INT <= value <= _MAX_INT:
-            self._codes.append(Code.ATOM)
-            self._atoms.append(value)
-        else:
-            self._codes.append(Code.BIG_INT)
-            self._atoms.append(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-    def note(self, value: object) -> None:
-        """Give a value its number, by which it is named when it comes again. Called where the reader has made it."""
-        self._known[id(value)] = self._count
-        self._count += 1
-
-    def begin(self, code: Code, *numbers: int) -> None:
-        """Write what follows is made into."""
-        self._codes += (code, *numbers)
-
-    def atom(self, *values: object) -> None:
-        """Write atoms that belong to the code before."""
-        self._atoms += values
-
-    def buffer(self, content: Buffer) -> int:
-        """Have bytes travel beside the document; return their number."""
-        self._buffers.append(content)
-        return len(self._buffers) - 1
-
-    def part(self, value: object, place: str) -> None:
-        """Write a part of the present value; `place` leads there, as in an expression."""
-        self._path.append(place)
-        try:
-            self.put(value)
-        finally:
-            self._path.pop()
-
-    def attempt(self, write: Callable[[], object]) -> bool:
-        """Return whether `write` has written only what is plain data; if not, nothing of it is left."""
-        codes, atoms, buffers, count = len(self._codes), len(self._atoms), len(self._buffers), self._count
-        try:
-            write()
-        except Exception:  # also what code of the value's class raises
-            del self._codes[codes:], self._atoms[atoms:], self._buffers[buffers:]
-            self._count = count
-            self._known = {name: number for name, number in self._known.items() if number < count}
-            return False
-        return True
-
-    def attributes(self, items: Mapping[str, object]) -> None:
-        """Write those of a value's attributes that are plain data, and how many they are."""
-        place, written = len(self._codes), 0
-        self._codes.append(0)
-        for name, item in items.items():
-            if type(name) is str and self.attempt(partial(self.pairs, [(name, item)])):
-                written += 1
-        self._codes[place] = written
-
-    def parts(self, values: Iterable[object]) -> None:
-        """Write the items of a sequence."""
-        for index, value in enumerate(values):
-            self.part(value, f"[{index}]")
-
-    def pairs(self, items: Iterable[tuple[object, object]]) -> None:
-        """Write keys and values."""
-        for key, value in items:
-            self.hashed_part(key)
-            self.part(value, f"[{key!r:.40}]" if type(key) in (str, int) else "[...]")
-
-    def hashed_part(self, value: object) -> None:
-        """Write a value that is hashed where it arrives: in full, for a tuple of tuples would take for ever."""
-        self._hashed += 1
-        try:
-            self.part(value, "(a key)")
-        finally:
-            self._hashed -= 1
-
-    def hashed_parts(self, values: Iterable[object]) -> None:
-        """Write the items of a set."""
-        for value in values:
-            self.hashed_part(value)
-
-    def inside(self, value: object, write: Callable[[], object]) -> None:
-        """Write the parts of a value that can only be made once they are there."""
-        self._open.add(id(value))
-        try:
-            write()
-        finally:
-            self._open.discard(id(value))
-        self.note(value)
-
-
-def _pack(values: Sequence[object]) -> bytes:
-    """The values as a run of msgpack: as a list, without what would say that it is one."""
-    packed = msgpack.packb(values, unicode_errors="surrogatepass")
-    count = len(values)
-    return packed[1 if count < 16 else 3 if count < 1 << 16 else 5 :]  # type: ignore[no-any-return]
-
-
-def to_plain(value: object, refer: Refer) -> Pickled:
-    """Return a value as plain bytes.
-
-    Args:
-        value: of tensors, numbers, strings, bytes, None, arrays, containers of these, and records and exceptions.
-        refer: for a tensor that goes by reference, what its row ends with; None for one that goes by value.
-
-    Raises:
-        NotPlainError: something in it is not plain data.
-    """
-    return PlainWriter(refer).write(value)
+from skyproxy.payloads.pickling import Pickled
+from skyproxy.payloads.plain import ATOMS, FACTORIES, PATHS, Code, NotPlainError
+from skyproxy.payloads.plain_writer import MAX_INT, MIN_INT, OUT_OF_BAND_BYTES, PlainWriter, WriteFunction
+from skyproxy.payloads.tensors import Refer
 
 
 def _only_atoms(values: Iterable[object]) -> bool:
@@ -209,9 +28,9 @@ def _only_atoms(values: Iterable[object]) -> bool:
     if int in kinds:
         kinds.discard(int)
         numbers = [value for value in values if type(value) is int]
-        if min(numbers) < _MIN_INT or max(numbers) > _MAX_INT:
+        if min(numbers) < MIN_INT or max(numbers) > MAX_INT:
             return False
-    if bytes in kinds and any(type(value) is bytes and len(value) >= _OUT_OF_BAND_BYTES for value in values):
+    if bytes in kinds and any(type(value) is bytes and len(value) >= OUT_OF_BAND_BYTES for value in values):
         return False
     return kinds <= ATOMS
 
@@ -265,7 +84,7 @@ def _put_bytes(writer: PlainWriter, value: bytes) -> None:
 
 def _put_bytearray(writer: PlainWriter, value: bytearray) -> None:
     writer.note(value)
-    if len(value) >= _OUT_OF_BAND_BYTES:
+    if len(value) >= OUT_OF_BAND_BYTES:
         writer.begin(Code.LARGE_BYTEARRAY, writer.buffer(value))
     else:
         writer.begin(Code.BYTEARRAY)
@@ -275,7 +94,7 @@ def _put_bytearray(writer: PlainWriter, value: bytearray) -> None:
 def _put_ordered_dict(writer: PlainWriter, value: collections.OrderedDict[object, object]) -> None:
     metadata = vars(value).get("_metadata")  # of a state dict
     if set(vars(value)) - {"_metadata"}:
-        raise NotPlainError("OrderedDict with attributes", writer._path)
+        raise NotPlainError("OrderedDict with attributes", writer.path)
     writer.note(value)
     writer.begin(Code.ORDERED_DICT if metadata is None else Code.STATE_DICT, len(value))
     writer.pairs(value.items())
@@ -287,7 +106,7 @@ def _put_default_dict(writer: PlainWriter, value: collections.defaultdict[object
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and FACTORIES.get(name) is not factory:
-        raise NotPlainError("defaultdict with a function", writer._path)
+        raise NotPlainError("defaultdict with a function", writer.path)
     writer.note(value)
     writer.begin(Code.DEFAULT_DICT, len(value))
     writer.atom(name)
@@ -320,14 +139,14 @@ def _put_range(writer: PlainWriter, value: range) -> None:
 
 
 def _put_tensor(writer: PlainWriter, value: torch.Tensor) -> None:
-    number = writer._tensors.add(value)
+    number = writer.tensors.add(value)
     if number is None:
         if value.layout is torch.sparse_coo and type(value) is torch.Tensor:
             writer.begin(Code.SPARSE)
             parts = value._indices(), value._values(), tuple(value.shape), value.is_coalesced()
             writer.inside(value, lambda: writer.parts(parts))
             return
-        raise NotPlainError(f"{rebuilding.full_name(type(value))} of the layout {value.layout}", writer._path)
+        raise NotPlainError(f"{rebuilding.full_name(type(value))} of the layout {value.layout}", writer.path)
     writer.note(value)
     writer.begin(Code.TENSOR, number)
     writer.attributes({name: item for name, item in vars(value).items() if rebuilding.is_free_attribute(name)})
@@ -345,7 +164,7 @@ def _put_device(writer: PlainWriter, value: torch.device) -> None:
 
 def _put_enum(writer: PlainWriter, value: enum.Enum) -> None:
     if type(value).__members__.get(value.name) is not value:
-        raise NotPlainError(f"combination of members of {rebuilding.full_name(type(value))}", writer._path)
+        raise NotPlainError(f"combination of members of {rebuilding.full_name(type(value))}", writer.path)
     writer.begin(Code.ENUM)
     writer.atom(*rebuilding.name_of(type(value)), value.name)
 
@@ -355,7 +174,7 @@ def _put_dataclass(writer: PlainWriter, value: object) -> None:
     names = rebuilding.field_names(kind)
     extra = set(getattr(value, "__dict__", ())) - set(names)
     if extra or not rebuilding.may_be_the_programs(kind):
-        raise NotPlainError(rebuilding.full_name(kind), writer._path)
+        raise NotPlainError(rebuilding.full_name(kind), writer.path)
     present = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     writer.note(value)
     writer.begin(Code.DATACLASS, len(present))
@@ -367,7 +186,7 @@ def _put_dataclass(writer: PlainWriter, value: object) -> None:
 
 def _put_named_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
     if not rebuilding.may_be_the_programs(type(value)):
-        raise NotPlainError(rebuilding.full_name(type(value)), writer._path)
+        raise NotPlainError(rebuilding.full_name(type(value)), writer.path)
     writer.begin(Code.NAMED_TUPLE, len(value))
     writer.atom(*rebuilding.name_of(type(value)))
     writer.inside(value, lambda: writer.parts(value))
@@ -409,9 +228,9 @@ def _put_array(writer: PlainWriter, value: Any) -> None:
     import numpy
 
     if value.dtype.hasobject:
-        raise NotPlainError("numpy array of Python objects", writer._path)
+        raise NotPlainError("numpy array of Python objects", writer.path)
     if not value.dtype.itemsize:
-        raise NotPlainError("numpy array of elements without bytes", writer._path)
+        raise NotPlainError("numpy array of elements without bytes", writer.path)
     fortran = bool(value.flags.f_contiguous and not value.flags.c_contiguous)
     content = numpy.ascontiguousarray(value.T if fortran else value).reshape(-1).view(numpy.uint8)
     writer.note(value)
@@ -422,7 +241,7 @@ def _put_array(writer: PlainWriter, value: Any) -> None:
 
 def _put_numpy_scalar(writer: PlainWriter, value: Any) -> None:
     if value.dtype.hasobject or not value.dtype.itemsize:
-        raise NotPlainError(rebuilding.full_name(type(value)), writer._path)
+        raise NotPlainError(rebuilding.full_name(type(value)), writer.path)
     writer.begin(Code.NUMPY_SCALAR)
     writer.atom(value.tobytes())
     writer.part(_dtype_fields(value.dtype), ".dtype")
@@ -430,7 +249,7 @@ def _put_numpy_scalar(writer: PlainWriter, value: Any) -> None:
 
 def _put_numpy_dtype(writer: PlainWriter, value: Any) -> None:
     if value.hasobject:
-        raise NotPlainError("numpy dtype of Python objects", writer._path)
+        raise NotPlainError("numpy dtype of Python objects", writer.path)
     writer.begin(Code.NUMPY_DTYPE)
     writer.part(_dtype_fields(value), ".descr")
 
@@ -462,12 +281,12 @@ def _single(code: Code, atoms: Callable[[Any], Sequence[object]]) -> Callable[[P
 
 def _put_datetime(writer: PlainWriter, value: datetime.datetime | datetime.time) -> None:
     if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
-        raise NotPlainError(rebuilding.full_name(type(value.tzinfo)), writer._path)
+        raise NotPlainError(rebuilding.full_name(type(value.tzinfo)), writer.path)
     writer.begin(Code.DATETIME if type(value) is datetime.datetime else Code.TIME)
     writer.atom(value.isoformat(), value.fold)
 
 
-_WRITERS: dict[type, Callable[[PlainWriter, Any], None]] = {
+_WRITERS: dict[type, WriteFunction] = {
     list: _put_list,
     tuple: _put_tuple,
     dict: _put_dict,
@@ -513,9 +332,11 @@ def write_as(known: type, kind: type) -> None:
     _WRITERS[kind] = _WRITERS[known]
 
 
-def _writer_of_kin(value: object) -> Callable[[PlainWriter, Any], None] | None:
-    """Return the function that writes a value whose very class is not in the table."""
+def _find_function(value: object) -> WriteFunction | None:
+    """Return the function that writes values of this one's class; None where they are not plain data."""
     kind = type(value)
+    if kind in _WRITERS:
+        return _WRITERS[kind]
     if isinstance(value, BaseException):
         return _put_exception
     if isinstance(value, enum.Enum):
@@ -533,3 +354,16 @@ def _writer_of_kin(value: object) -> Callable[[PlainWriter, Any], None] | None:
         if isinstance(value, numpy.dtype):
             return _put_numpy_dtype
     return _put_dataclass if rebuilding.is_record(kind) else None
+
+
+def to_plain(value: object, refer: Refer) -> Pickled:
+    """Return a value as plain bytes.
+
+    Args:
+        value: of tensors, numbers, strings, bytes, None, arrays, containers of these, and records and exceptions.
+        refer: for a tensor that goes by reference, what its row ends with; None for one that goes by value.
+
+    Raises:
+        NotPlainError: something in it is not plain data.
+    """
+    return PlainWriter(refer, _find_function).write(value)

@@ -8,45 +8,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from skyproxy.errors import CLOSE_CODES, ProtocolError
-from skyproxy.protocol.digests import DIGEST_BYTES
+from skyproxy.errors import ProtocolError
+from skyproxy.protocol.message_checks import ROLES, VALUE_CHECKS, check_range
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
     ANSWERS,
     BATCHES,
-    BULK,
-    CALL_EVENTS,
     CLIENT,
-    FUNCTIONS,
-    JOB_ACTIONS,
-    JOB_PROBLEMS,
-    JOBS,
-    MAX_ELEMENT_BYTES,
-    MAX_PACKED_BYTES,
-    MESSAGES,
     OPERATIONS,
     WORKER,
     Ack,
-    CallData,
-    CallEvent,
-    CancelOperations,
     Chunk,
     Goodbye,
     Hello,
-    JobAnswer,
-    JobRequest,
-    Landed,
     Message,
-    Offer,
-    PackedChunk,
     Received,
     Sequence,
     Welcome,
 )
-
-ROLES = (OPERATIONS, BULK, FUNCTIONS, JOBS)
-MAX_SECRET_BYTES = 64
-MAX_TRANSFER_BYTES = 1 << 62
-"""The most bytes that a transfer may announce: what is more does not fit into the sizes of tensors."""
 
 
 class State(enum.Enum):
@@ -343,7 +322,7 @@ class Connection:
         if kind not in self._may_receive:
             raise self._refusal(self._peer, kind)
         if isinstance(message, Chunk):
-            _check_range(message, payload_bytes)
+            check_range(message, payload_bytes)
 
     def _note_sent(self, message: Message) -> None:
         if isinstance(message, Ack):
@@ -372,28 +351,16 @@ class Connection:
             batches.popleft()
 
     def _check(self, message: Message) -> None:
-        check = _CHECKS.get(type(message))
+        kind = type(message)
+        check = VALUE_CHECKS.get(kind)
         if check is not None:
-            check(self, message)
+            check(message)
+        relation = _RELATIONS.get(kind)
+        if relation is not None:
+            relation(self, message)
 
     def _refusal(self, sender: str, kind: type[Message]) -> ProtocolError:
         return ProtocolError(f"The {sender} may not send {kind.__name__} {self.state.value} ({self.kind} connection).")
-
-
-def _check_hello(connection: Connection, message: Hello) -> None:
-    if message.role not in ROLES:
-        raise ProtocolError(f"Hello asks for the role {message.role!r:.40}; {', '.join(ROLES)} exist.")
-    if message.role == JOBS and (message.session or message.secret):
-        raise ProtocolError(f"Hello for {JOBS} names the session {message.session!r:.80}; jobs belong to none.")
-    if not message.session and message.role not in (OPERATIONS, JOBS):
-        raise ProtocolError(f"Hello for {message.role} names no session; only {OPERATIONS} and {JOBS} may do so.")
-    if message.role == OPERATIONS and bool(message.session) != bool(message.secret):
-        raise ProtocolError(
-            f"Hello for {OPERATIONS} names the session {message.session!r:.80}: a secret takes one up again, "
-            "and none opens one."
-        )
-    if message.grace_seconds < 0 or message.received < 0 or len(message.secret) > MAX_SECRET_BYTES:
-        raise ProtocolError("Hello has a negative number, or a secret that is none.")
 
 
 def _check_welcome(connection: Connection, message: Welcome) -> None:
@@ -419,89 +386,9 @@ def _check_received(connection: Connection, message: Received) -> None:
         raise ProtocolError(f"Received {message.count} is not between the last one and answer {connection.answers}.")
 
 
-def _check_landed(connection: Connection, message: Landed) -> None:
-    if message.byte_count < 0:
-        raise ProtocolError(f"Landed says that {message.byte_count} bytes of transfer {message.transfer} came.")
-
-
-def _check_cancel_operations(connection: Connection, message: CancelOperations) -> None:
-    if message.number < 1:
-        raise ProtocolError(f"CancelOperations has the number {message.number}; they count up from 1.")
-
-
-def _check_chunk(connection: Connection, message: Chunk) -> None:
-    if len(message.buffers) != 1:
-        raise ProtocolError(f"Chunk of transfer {message.transfer} has {len(message.buffers)} buffers instead of 1.")
-    _check_range(message, memoryview(message.buffers[0]).nbytes)
-
-
-def _check_packed_chunk(connection: Connection, message: PackedChunk) -> None:
-    if len(message.buffers) != 1:
-        raise ProtocolError(f"PackedChunk of transfer {message.transfer} has {len(message.buffers)} buffers, not 1.")
-    if not 0 < message.raw_bytes <= MAX_PACKED_BYTES or not 0 < message.width <= MAX_ELEMENT_BYTES:
-        raise ProtocolError(
-            f"PackedChunk of transfer {message.transfer} names {message.raw_bytes} bytes of width {message.width}; "
-            f"up to {MAX_PACKED_BYTES} of width {MAX_ELEMENT_BYTES} are allowed."
-        )
-    _check_range(message, message.raw_bytes)
-
-
-def _check_range(message: Chunk | PackedChunk, size: int) -> None:
-    if message.offset < 0 or not message.offset + size <= message.total_bytes <= MAX_TRANSFER_BYTES:
-        raise ProtocolError(
-            f"{type(message).__name__} of transfer {message.transfer} has bytes {message.offset} "
-            f"to {message.offset + size} of {message.total_bytes}."
-        )
-
-
-def _check_offer(connection: Connection, message: Offer) -> None:
-    if len(message.digest) not in (0, DIGEST_BYTES) or not 0 <= message.total_bytes <= MAX_TRANSFER_BYTES:
-        raise ProtocolError(
-            f"Offer of transfer {message.transfer} names {message.total_bytes} bytes and a digest of "
-            f"{len(message.digest)}; {DIGEST_BYTES} or none are right."
-        )
-
-
-def _check_call_data(connection: Connection, message: CallData) -> None:
-    if len(message.buffers) != 1 or message.piece < 0 or message.offset < 0:
-        raise ProtocolError(
-            f"CallData has {len(message.buffers)} buffers, for byte {message.offset} of piece {message.piece}."
-        )
-
-
-def _check_call_event(connection: Connection, message: CallEvent) -> None:
-    if message.kind not in CALL_EVENTS or (message.number == 0) != (message.kind == "unknown"):
-        raise ProtocolError(f"CallEvent {message.number} cannot be of the kind {message.kind!r:.40}.")
-
-
-def _check_job_request(connection: Connection, message: JobRequest) -> None:
-    if message.action not in JOB_ACTIONS or len(message.buffers) != (message.action == "data"):
-        raise ProtocolError(f"JobRequest asks for {message.action!r:.40} with {len(message.buffers)} buffers.")
-
-
-def _check_job_answer(connection: Connection, message: JobAnswer) -> None:
-    if (message.problem and message.problem not in JOB_PROBLEMS) or len(message.buffers) > 1:
-        raise ProtocolError(f"JobAnswer has the problem {message.problem!r:.40} and {len(message.buffers)} buffers.")
-
-
-def _check_goodbye(connection: Connection, message: Goodbye) -> None:
-    if message.code_name not in CLOSE_CODES:
-        raise ProtocolError(f"Goodbye has the code {message.code_name!r:.40}; known are {sorted(CLOSE_CODES)}.")
-
-
-_CHECKS: dict[type[Message], Callable[[Connection, Any], None]] = {
-    Hello: _check_hello,
+_RELATIONS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Welcome: _check_welcome,
     Ack: _check_ack,
     Received: _check_received,
-    Landed: _check_landed,
-    CancelOperations: _check_cancel_operations,
-    Chunk: _check_chunk,
-    PackedChunk: _check_packed_chunk,
-    Offer: _check_offer,
-    CallData: _check_call_data,
-    CallEvent: _check_call_event,
-    JobRequest: _check_job_request,
-    JobAnswer: _check_job_answer,
-    Goodbye: _check_goodbye,
 }
+"""What must hold between a message and those before it; `VALUE_CHECKS` has what must hold of it alone."""

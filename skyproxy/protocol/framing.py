@@ -17,7 +17,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 
 from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError
-from skyproxy.protocol.messages import MESSAGES, Buffer, Message
+from skyproxy.protocol.message_table import MESSAGES
+from skyproxy.protocol.messages import Buffer, Message
 
 PREFIX = struct.Struct("<BI")
 PREFIX_BYTES = PREFIX.size

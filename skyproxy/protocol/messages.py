@@ -1,8 +1,9 @@
-"""Every message of the wire, defined once, with its code and who may send it.
+"""The messages of the wire, each defined once, with its code and who may send it.
 
 A message is a frozen dataclass. Its fields travel in order as one msgpack array; `buffers`, where a message has
-them, travel behind that array as raw bytes and never pass through the msgpack codec. Add a message here and a handler
-where it is consumed; framing needs no change.
+them, travel behind that array as raw bytes and never pass through the msgpack codec. Add a message here, to
+the table in `message_table`, and a handler where it is consumed; framing needs no change. Messages of a functions
+connection are in `call_messages`.
 """
 
 from __future__ import annotations
@@ -380,94 +381,6 @@ class Pong(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart(Message):
-    """Run a function. Its payload is a list of pieces of these `sizes`: here as buffers where all of it is small, else
-    in `CallData` messages that follow.
-
-    A call that the worker already knows is not started again. `call` is the client's own, and a secret: whoever knows
-    it can fetch the result. `task` has the fields of `payloads.Task`.
-    """
-
-    code: ClassVar[int] = 15
-    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    task: dict[str, Any]
-    sizes: list[int]
-    buffers: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CallData(Message):
-    """Bytes of a payload: `buffers[0]` belongs at byte `offset` of piece `piece`.
-
-    `number` is 0 for the payload of a `CallStart`, else that of the `CallEvent`.
-    """
-
-    code: ClassVar[int] = 16
-    senders: ClassVar[frozenset[str]] = frozenset({CLIENT, WORKER})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    number: int
-    piece: int
-    offset: int
-    buffers: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CallEvent(Message):
-    """Something happened to a call: its events have numbers from 1, without gaps, and come in that order.
-
-    `kind` is one of `CALL_EVENTS`. Those with a payload have `sizes`, as a `CallStart` has. Number 0 stands for no
-    event: the worker does not know the call, for the reason in `value`.
-    """
-
-    code: ClassVar[int] = 17
-    senders: ClassVar[frozenset[str]] = frozenset({WORKER})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    number: int
-    kind: str
-    value: dict[str, Any]
-    sizes: list[int]
-    buffers: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CallAck(Message):
-    """Outputs up to the event `outputs` were shown, items up to the event `items` were taken: more may come."""
-
-    code: ClassVar[int] = 18
-    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    outputs: int
-    items: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallCancel(Message):
-    """The caller gives a call up; it is told the end at once, whenever the function really ends."""
-
-    code: ClassVar[int] = 19
-    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallAttach(Message):
-    """Events of this call come here from now on, those behind `number` that were sent before once more."""
-
-    code: ClassVar[int] = 22
-    senders: ClassVar[frozenset[str]] = frozenset({CLIENT})
-    roles: ClassVar[frozenset[str]] = frozenset({FUNCTIONS})
-    call: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class JobRequest(Message):
     """A question about jobs, or an order: the one message of a client on its connection for jobs.
 
@@ -503,45 +416,3 @@ JOB_ACTIONS = frozenset({"begin", "data", "start", "list", "status", "log", "wai
 """The actions of a `JobRequest`. "begin", "data" and "start" belong together: a job, its bytes, and its start."""
 JOB_PROBLEMS = frozenset({"invalid", "limit", "refused", "unknown"})
 """The problems of a `JobAnswer`. "unknown": there is no job of that name, or it is another client's."""
-
-CALL_EVENTS = frozenset({"started", "output", "stream", "item", "result", "error", "unknown"})
-"""The events of a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
-last."""
-
-
-MESSAGES: dict[int, type[Message]] = {
-    cls.code: cls
-    for cls in (
-        Hello,
-        Welcome,
-        Goodbye,
-        Batch,
-        NamedBatch,
-        Repeat,
-        Ack,
-        Reply,
-        Failure,
-        Warned,
-        Received,
-        Chunk,
-        PackedChunk,
-        CancelTransfer,
-        Landed,
-        Continue,
-        CancelOperations,
-        Offer,
-        Known,
-        Challenge,
-        Proof,
-        Ping,
-        Pong,
-        CallStart,
-        CallData,
-        CallEvent,
-        CallAck,
-        CallCancel,
-        CallAttach,
-        JobRequest,
-        JobAnswer,
-    )
-}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence
+from skyproxy.session.cutting import find_cut
 from skyproxy.session.repeats import Repeats
 from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
@@ -284,7 +285,7 @@ class Recorder:
         self.limit = self._first_limit
 
     def send_some(self) -> None:
-        """Sends the older part of what was recorded, cut where the commands themselves say, see `_cut_point`.
+        """Sends the older part of what was recorded, cut where the commands themselves say, see `find_cut`.
 
         The first batch for an idle worker is small, so that it starts soon; the longer a program runs without waiting,
         the larger its batches, up to `max_loop_batch_commands`.
@@ -342,7 +343,7 @@ class Recorder:
         self._wait_for_room()
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended
-        # First, so that the batch is known when news of it come.
+        # Before it is sent, so that an acknowledgement always finds it.
         if self._kept is not sent:
             self._sent.append(sent)
             self._kept = sent
@@ -354,7 +355,8 @@ class Recorder:
         if whole:
             count, line_count, buffer_count = len(self.stream), len(self.lines), len(self._buffers)
         else:
-            count, line_count, buffer_count = self._cut_point()
+            recorded = len(self.stream), len(self.lines), len(self._buffers)
+            count, line_count, buffer_count = find_cut(self.stream, self.widths, self.limit, recorded)
         stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
         sequence = Sequence(self._sequence + 1)
         message, key, known = self._repeats.choose(sequence, stream, tuple(buffers))
@@ -402,32 +404,6 @@ class Recorder:
         # No call may end between these statements: another thread may take an unused slot.
         if seen == self._top:
             self._top, self._taken = top, kept
-
-    def _cut_point(self) -> tuple[int, int, int]:
-        """Return how much of the stream to send: a number of its items, of lines, and of buffers.
-
-        The command with the smallest hash in the second half of the limit starts the next batch. So the cuts follow
-        the content, and the steps of a loop are cut in the same places, wherever the first one happened to be cut.
-        Where lines and ops are out of step, because Ctrl-C struck between the two, all of it goes: what is recorded
-        next is in step again, and no error names a wrong line.
-        """
-        stream, earliest, end = self.stream, self.limit // 2, self.limit
-        whole = count, line_count, _ = len(stream), len(self.lines), len(self._buffers)
-        lines = buffers = number = 0
-        best, smallest = whole, 1 << 32
-        for position in commands.walk(stream, self.widths, count):
-            attached = number == commands.EXPECT  # which speaks of the command behind it
-            number = stream[position]
-            if earliest <= position < end and not attached:
-                operand = stream[position + 1]
-                mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
-                if mixed < smallest:
-                    best, smallest = (position, lines, buffers), mixed
-            if number >= commands.FIRST_SIGNATURE:
-                lines += 2
-            elif number == commands.UPLOAD:
-                buffers += 1
-        return best if lines == line_count else whole
 
     @property
     def is_all_executed(self) -> bool:

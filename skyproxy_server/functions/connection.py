@@ -10,7 +10,8 @@ from types import NoneType
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, send_payload
 from skyproxy.payloads.tensors import memory_for
-from skyproxy.protocol.messages import Buffer, CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart, Message
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
+from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit

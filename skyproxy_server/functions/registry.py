@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from skyproxy.protocol.messages import CallEvent
+from skyproxy.protocol.call_messages import CallEvent
 from skyproxy.runtime.actors import ACTORS
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.runtime.project_code import PROJECT_CODE

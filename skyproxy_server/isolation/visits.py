@@ -15,20 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent
 from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import (
-    CLIENT,
-    FUNCTIONS,
-    WORKER,
-    CallAck,
-    CallAttach,
-    CallCancel,
-    CallData,
-    CallEvent,
-    Hello,
-    Message,
-    Welcome,
-)
+from skyproxy.protocol.messages import CLIENT, FUNCTIONS, WORKER, Hello, Message, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport

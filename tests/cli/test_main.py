@@ -115,7 +115,7 @@ def test_serve_becomes_the_server(executed: list[list[str]], tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.name != "posix", reason="exec is POSIX")
 def test_every_flag_is_one_that_the_server_knows(executed: list[list[str]], tmp_path: Path) -> None:
-    from skyproxy_server.__main__ import parser
+    from skyproxy_server.arguments import parser
 
     file = tmp_path / "file"
     file.write_text("x")

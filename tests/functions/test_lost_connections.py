@@ -18,7 +18,7 @@ import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.functions import Payload
 from skyproxy.payloads.pieces import flat_size
-from skyproxy.protocol.messages import CallStart
+from skyproxy.protocol.call_messages import CallStart
 from tests.functions.gates import count, hold, open_gate
 from tests.integration.programs import wait_for
 

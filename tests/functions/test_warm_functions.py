@@ -18,7 +18,7 @@ import skyproxy
 from skyproxy.errors import ProtocolError
 from skyproxy.functions.function_code import FunctionCode
 from skyproxy.payloads.pickling import Pickler
-from skyproxy.protocol.messages import CallStart
+from skyproxy.protocol.call_messages import CallStart
 from skyproxy_server.functions.known_functions import KnownFunctions
 
 PADDING = "x" * 20_000

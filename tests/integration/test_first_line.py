@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import skyproxy
-from skyproxy.tensor.dispatch.inference import prepare
+from skyproxy.tensor.dispatch.fake_tensors import prepare
 from tests.integration.programs import environment, succeed, worker
 
 pytestmark = pytest.mark.timeout(200)
@@ -113,7 +113,7 @@ def test_what_the_first_fake_tensor_needs_is_loaded_as_at_the_top_of_a_program(t
 
 def test_nothing_is_loaded_ahead_once_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("skyproxy.tensor.dispatch.inference.importlib.import_module", loaded.append)
+    monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.importlib.import_module", loaded.append)
     prepare(until=lambda: len(loaded) == 2)
     assert len(loaded) == 2
 

@@ -16,7 +16,7 @@ from skyproxy_operator.children import claim
 from skyproxy_operator.names import ATTEMPT, SPEC_HASH
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_server.__main__ import parser
+from skyproxy_server.arguments import parser
 from tests.operator.makers import OPTIONS, make_compute, spec_of
 
 

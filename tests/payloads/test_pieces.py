@@ -8,7 +8,8 @@ import pytest
 
 from skyproxy.errors import ProtocolError
 from skyproxy.payloads.pieces import Assembly, plain_memory, send_payload
-from skyproxy.protocol.messages import CallData, CallStart, Message
+from skyproxy.protocol.call_messages import CallData, CallStart
+from skyproxy.protocol.messages import Message
 
 PIECES = [b"pickle", b"", bytes(range(100)), memoryview(bytes(60)).cast("I")]
 SIZES = [6, 0, 100, 60]

@@ -26,7 +26,8 @@ from skyproxy.payloads.pickling import Pickled
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.payloads.plain import Code, NotPlainError
 from skyproxy.payloads.plain_reading import from_plain
-from skyproxy.payloads.plain_writing import _pack, to_plain
+from skyproxy.payloads.plain_writer import pack
+from skyproxy.payloads.plain_writing import to_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import memory_for
 
@@ -54,8 +55,8 @@ def back(value: Any) -> Any:
 
 def document(codes: list[Any], atoms: list[Any]) -> Any:
     """What a hostile worker may send in place of a document."""
-    packed = _pack(codes)
-    content = bytearray(len(packed).to_bytes(8, "little") + packed + _pack(atoms))
+    packed = pack(codes)
+    content = bytearray(len(packed).to_bytes(8, "little") + packed + pack(atoms))
     return from_plain([content], {"tensors": [], "bases": []}, no_reference)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
     JOBS,
-    MESSAGES,
     OPERATIONS,
     WORKER,
     Goodbye,

@@ -5,23 +5,18 @@ from __future__ import annotations
 import pytest
 
 from skyproxy.errors import ProtocolError
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
 from skyproxy.protocol.connection import Connection, State
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
     JOBS,
-    MESSAGES,
     OPERATIONS,
     WORKER,
     Ack,
     Batch,
-    CallAck,
-    CallAttach,
-    CallCancel,
-    CallData,
-    CallEvent,
-    CallStart,
     CancelOperations,
     CancelTransfer,
     Challenge,

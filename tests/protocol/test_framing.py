@@ -13,17 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError
-from skyproxy.protocol import framing, messages
+from skyproxy.protocol import call_messages, framing, messages
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
-    MESSAGES,
     Ack,
     Batch,
-    CallAck,
-    CallAttach,
-    CallCancel,
-    CallData,
-    CallEvent,
-    CallStart,
     CancelOperations,
     CancelTransfer,
     Challenge,
@@ -332,6 +327,7 @@ def test_fuzz_round_trip(stream: list[Any], buffers: list[bytes]) -> None:
 
 
 def test_every_message_has_a_code_of_its_own() -> None:
-    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and hasattr(kind, "code")]
+    defined = {**vars(messages), **vars(call_messages)}
+    kinds = [kind for kind in defined.values() if isinstance(kind, type) and hasattr(kind, "code")]
     assert sorted(kind.code for kind in kinds) == sorted({kind.code for kind in kinds})
     assert {kind for kind in kinds if kind is not messages.Message} == set(MESSAGES.values())

@@ -26,10 +26,12 @@ import skyproxy as sky
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers import Accelerator, Image, PipIndex, Progress, WorkerSpec
 from skyproxy.providers import aws as aws_module
-from skyproxy.providers.aws import AWS, owner, reap
+from skyproxy.providers.aws import AWS
 from skyproxy.providers.aws_bootstrap import SecretStore, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
+from skyproxy.providers.aws_instances import owner, reap
 from skyproxy.providers.local import free_port
+from skyproxy.providers.processes import identity_of
 from tests.integration.programs import wait_for
 
 boto3 = pytest.importorskip("boto3")
@@ -241,7 +243,7 @@ def test_what_a_dead_program_left_is_ended_and_nothing_else(
     url: str, ami: str, ec2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    identity = aws_module.identity_of(dead.pid)
+    identity = identity_of(dead.pid)
     machine = owner().partition("/")[0]
     theirs = f"{machine}/{dead.pid}/{identity}"
     # A colleague whose laptop has the same name, and a process number of ours that is free here.

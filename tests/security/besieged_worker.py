@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import skyproxy
-from skyproxy.protocol.messages import CallStart, Message
+from skyproxy.protocol.call_messages import CallStart
+from skyproxy.protocol.messages import Message
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from tests.integration.programs import port_in, start_worker, wait_for
 from tests.security.hostile_messages import Attack, Tally

@@ -20,16 +20,16 @@ import msgpack
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import framing
+from skyproxy.protocol.call_messages import CallStart
 from skyproxy.protocol.framing import PREFIX
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
     FUNCTIONS,
     JOBS,
-    MESSAGES,
     OPERATIONS,
     Batch,
-    CallStart,
     Goodbye,
     Hello,
     Message,

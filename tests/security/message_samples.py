@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy.protocol import commands
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallStart
 from skyproxy.protocol.messages import (
     BULK,
     FUNCTIONS,
@@ -20,11 +21,6 @@ from skyproxy.protocol.messages import (
     JOBS,
     OPERATIONS,
     Batch,
-    CallAck,
-    CallAttach,
-    CallCancel,
-    CallData,
-    CallStart,
     CancelOperations,
     CancelTransfer,
     Chunk,

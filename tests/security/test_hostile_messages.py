@@ -9,8 +9,10 @@ import pytest
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands, framing
-from skyproxy.protocol.connection import MAX_TRANSFER_BYTES, Connection
-from skyproxy.protocol.messages import BULK, CLIENT, MESSAGES, WORKER, Batch, Chunk, Offer, PackedChunk, Welcome
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.message_checks import MAX_TRANSFER_BYTES
+from skyproxy.protocol.message_table import MESSAGES
+from skyproxy.protocol.messages import BULK, CLIENT, WORKER, Batch, Chunk, Offer, PackedChunk, Welcome
 from skyproxy.settings import SETTINGS
 from skyproxy_server import function_controls
 from skyproxy_server.controls import CONTROLS

@@ -14,9 +14,9 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError, SkyproxyError
+from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import (
     BULK,
-    MESSAGES,
     OPERATIONS,
     WORKER,
     Challenge,

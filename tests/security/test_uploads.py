@@ -15,8 +15,9 @@ import skyproxy
 from skyproxy.errors import ProtocolError
 from skyproxy.payloads.pieces import Assembly, plain_memory
 from skyproxy.payloads.tensors import memory_for
+from skyproxy.protocol.call_messages import CallData
 from skyproxy.protocol.digests import content_digest, content_proof
-from skyproxy.protocol.messages import CallData, Chunk, Hello, Known, Offer, Proof
+from skyproxy.protocol.messages import Chunk, Hello, Known, Offer, Proof
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server.blobs import BlobStore

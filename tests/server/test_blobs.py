@@ -15,7 +15,8 @@ from skyproxy.protocol.digests import content_digest
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Offer
 from skyproxy.settings import SETTINGS
 from skyproxy_server import __main__ as program
-from skyproxy_server.__main__ import _blob_bytes, parser
+from skyproxy_server.__main__ import _blob_bytes
+from skyproxy_server.arguments import parser
 from skyproxy_server.blob_backends import BlobBackend, FolderBackend, MemoryBackend
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.transfers import Transfers

@@ -27,8 +27,7 @@ from skyproxy.errors import (
     SessionLostError,
     VersionMismatchError,
 )
-from skyproxy.protocol.connection import BULK
-from skyproxy.protocol.messages import Ack, Batch, Chunk, Hello, Reply, RequestId, Sequence
+from skyproxy.protocol.messages import BULK, Ack, Batch, Chunk, Hello, Reply, RequestId, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.listener import Listener, serve

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from skyproxy.protocol.connection import OPERATIONS
-from skyproxy.protocol.messages import CLIENT, WORKER, Hello, Welcome
+from skyproxy.protocol.messages import CLIENT, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream, Stream
 from skyproxy.transport.tls import TlsStream

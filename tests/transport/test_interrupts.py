@@ -12,8 +12,7 @@ import pytest
 
 from skyproxy.errors import SessionLostError
 from skyproxy.interrupts import DeferringSignalHandler
-from skyproxy.protocol.connection import BULK
-from skyproxy.protocol.messages import Batch, Buffer, Chunk, Message, Sequence
+from skyproxy.protocol.messages import BULK, Batch, Buffer, Chunk, Message, Sequence
 from skyproxy.settings import Settings
 
 pytestmark = [

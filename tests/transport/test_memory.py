@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.connection import BULK
-from skyproxy.protocol.messages import Ack, Batch, Chunk, Hello, Message, Reply, RequestId, Sequence, Welcome
+from skyproxy.protocol.messages import BULK, Ack, Batch, Chunk, Hello, Message, Reply, RequestId, Sequence, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.memory import memory_transport_pair
 

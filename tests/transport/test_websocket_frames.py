@@ -11,8 +11,8 @@ from websockets.frames import Frame, Opcode
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import framing
-from skyproxy.protocol.connection import BULK, OPERATIONS, Connection
-from skyproxy.protocol.messages import WORKER, Batch, Chunk, Hello, Message, Sequence, Welcome
+from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Batch, Chunk, Hello, Message, Sequence, Welcome
 from skyproxy.transport import websocket_frames as ws
 from skyproxy.transport.base import PayloadSink
 from skyproxy.transport.masking import mask

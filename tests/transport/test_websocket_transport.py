@@ -17,8 +17,8 @@ import pytest
 
 from skyproxy.errors import LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol import framing
-from skyproxy.protocol.connection import BULK
 from skyproxy.protocol.messages import (
+    BULK,
     CLIENT,
     Ack,
     Batch,

@@ -8,32 +8,20 @@ checked once by the worker, the first time it is used.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from skyproxy import torch_codec
-from skyproxy.collector import collector_paused
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import (
-    DisableTorchFunction,
-    FakeTensor,
-    FakeTensorMode,
-    count_dispatch_modes,
-    disable_current_modes,
-    pytree,
-    set_conjugate,
-    set_negative,
-)
+from skyproxy.tensor.core.torch_private import FakeTensor, count_dispatch_modes, disable_current_modes, pytree
+from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
 from skyproxy.tensor.shapes.kernel_strides import corrected
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
@@ -328,73 +316,6 @@ class _InferenceLogFilter(logging.Filter):
 _quiet = _InferenceLogFilter()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
 _NOTHING = contextlib.nullcontext()
-
-
-_LOADED_BY_FAKE_MODE = (
-    "sympy",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-)
-"""Parts of PyTorch that its first fake mode loads, which take nearly as long as torch itself; the deepest first.
-
-Its dispatcher imports the third at the first operation on any tensor class, so those three are needed in any case.
-"""
-
-
-@functools.cache
-def fake_mode() -> FakeTensorMode:
-    """The mode in which shapes are inferred. The first call loads PyTorch's compiler, unless `prepare` did."""
-    with _neutral_loading():
-        return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-
-
-def prepare(until: Callable[[], bool]) -> None:
-    """Load what the first fake tensor needs, piece by piece, while something else is waited for.
-
-    Args:
-        until: asked before each piece: there is nothing to wait for any more. What is left is loaded when it is needed.
-    """
-    with _neutral_loading():
-        for name in _LOADED_BY_FAKE_MODE:
-            if until():
-                return
-            with contextlib.suppress(ImportError):  # another version of PyTorch, or one built without it
-                importlib.import_module(name)
-    if not until():
-        fake_mode()
-
-
-@contextlib.contextmanager
-def _neutral_loading() -> Iterator[None]:
-    """Let modules of PyTorch make their tensors as at the top of a program, whatever runs when they are loaded."""
-    modes_off = disable_current_modes() if count_dispatch_modes() else _NOTHING
-    with collector_paused(), modes_off, DisableTorchFunction(), torch.inference_mode(False):
-        yield
-
-
-def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
-    """A tensor without values that looks like `meta`: with the fake mode entered, a fake of the CPU's.
-
-    Never a fake of an accelerator: where this machine lacks it, that ends the process.
-
-    Args:
-        device: "cpu", or "meta" for a plain meta tensor, outside of the mode.
-    """
-    if meta.layout is not torch.strided:
-        raise NotImplementedError("sparse layouts are not faked")
-    if meta.offset or (meta.dtype.is_complex and (meta.conjugate or meta.negative)):
-        extent = torch_codec.storage_extent(meta.size, meta.stride, meta.offset)
-        base = torch.empty(max(extent, meta.offset), dtype=meta.dtype, device=device)
-        fake = torch.as_strided(base, meta.size, meta.stride, meta.offset)
-    else:
-        fake = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
-    if meta.conjugate:
-        set_conjugate(fake, True)
-    if meta.negative:
-        set_negative(fake, True)
-    return fake
 
 
 def _is_plain_view(call: BoundCall) -> bool:

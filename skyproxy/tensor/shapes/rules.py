@@ -26,7 +26,7 @@ from skyproxy.tensor.shapes.elementwise import (
     result_dtype,
 )
 from skyproxy.tensor.shapes.views import VIEW_RULES
-from skyproxy.torch_codec import contiguous_stride, is_dense
+from skyproxy.torch_codec import contiguous_stride
 
 Look = tuple[Meta | None, int | None]
 RuleAnswer = Sequence[Look | list[tuple[Meta, int | None]]]
@@ -467,58 +467,3 @@ def _histogram(a: Meta, bins: int = 100, *bounds: object) -> RuleResult:
     # PyTorch's fake kernel refuses integers for the CPU; workers of every kind count them.
     fits = a.plain and (a.dtype in FLOATS or a.dtype in INTEGERS) and bins > 0
     return [(plain_meta((bins,), a.dtype), None)] if fits else None
-
-
-@rule("_scaled_dot_product_flash_attention_for_cpu")
-def _flash_attention(
-    query: Meta, key: Meta, value: Meta, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: object
-) -> RuleResult:
-    if len(query.size) != 4 or query.dtype not in FLOATS or value.size[-1] != query.size[-1]:
-        return None
-    if not (query.plain and is_dense(query.size, query.stride)):
-        return None
-    batch, heads, length, _ = query.size
-    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    out = plain_meta(query.size, query.dtype, query.stride)
-    sums = plain_meta((batch, heads, length), wide, (length * heads, 1, heads))
-    return [(out, None), (sums, None)]
-
-
-@rule("scaled_dot_product_attention")
-def _whole_fused_attention(query: Meta, key: Meta, value: Meta, *args: object, **kwargs: object) -> RuleResult:
-    """Undivided, on CUDA: its fused kernels give the result the order of memory that the query has."""
-    sizes = [meta.size for meta in (query, key, value)]
-    if any(len(size) != 4 for size in sizes) or len({size[0] for size in sizes}) > 1 or query.dtype not in FLOATS:
-        return None
-    if not (query.plain and is_dense(query.size, query.stride)) or value.size[-1] != query.size[-1]:
-        return None
-    return [(plain_meta(query.size, query.dtype, query.stride), None)]
-
-
-@rule("_native_multi_head_attention")
-def _whole_attention(
-    query: Meta,
-    key: Meta,
-    value: Meta,
-    embed_dim: int,
-    num_head: int,
-    qkv_weight: Meta,
-    qkv_bias: Meta,
-    proj_weight: Meta,
-    proj_bias: Meta,
-    mask: Meta | None = None,
-    need_weights: bool = True,
-    average_attn_weights: bool = True,
-    mask_type: int | None = None,
-) -> RuleResult:
-    """PyTorch's fake kernel gives empty weights where none are wanted; the real ones give None."""
-    if len(query.size) != 3 or not query.plain or len(proj_weight.size) != 2:
-        return None
-    if 0 in query.size:
-        return [(plain_meta(query.size, query.dtype), None), (None, None)]
-    batch, length, _ = query.size
-    out = (plain_meta((batch, length, proj_weight.size[0]), query.dtype), None)
-    if not need_weights:
-        return [out, (None, None)]
-    heads = () if average_attn_weights else (num_head,)
-    return [out, (plain_meta((batch, *heads, length, length), query.dtype), None)]

@@ -9,7 +9,8 @@ import pytest
 
 from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pieces import MAX_FORGOTTEN
-from skyproxy.protocol.messages import CallEvent, CallStart, Message
+from skyproxy.protocol.call_messages import CallEvent, CallStart
+from skyproxy.protocol.messages import Message
 from skyproxy.settings import SETTINGS
 from skyproxy_server.activity import Activity
 from skyproxy_server.auth import Identity

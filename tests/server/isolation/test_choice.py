@@ -8,12 +8,13 @@ import pytest
 
 import skyproxy_server.__main__ as program
 from skyproxy.errors import ConfigurationError
+from skyproxy_server.arguments import parser
 
 PROCESSES, ONE = True, False
 
 
 def choice(*arguments: str) -> bool:
-    return program._wants_processes(program.parser().parse_args(arguments))
+    return program._wants_processes(parser().parse_args(arguments))
 
 
 @pytest.fixture

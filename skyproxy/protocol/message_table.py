@@ -1,0 +1,70 @@
+"""Every message by its code."""
+
+from __future__ import annotations
+
+from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
+from skyproxy.protocol.messages import (
+    Ack,
+    Batch,
+    CancelOperations,
+    CancelTransfer,
+    Challenge,
+    Chunk,
+    Continue,
+    Failure,
+    Goodbye,
+    Hello,
+    JobAnswer,
+    JobRequest,
+    Known,
+    Landed,
+    Message,
+    NamedBatch,
+    Offer,
+    PackedChunk,
+    Ping,
+    Pong,
+    Proof,
+    Received,
+    Repeat,
+    Reply,
+    Warned,
+    Welcome,
+)
+
+MESSAGES: dict[int, type[Message]] = {
+    cls.code: cls
+    for cls in (
+        Hello,
+        Welcome,
+        Goodbye,
+        Batch,
+        NamedBatch,
+        Repeat,
+        Ack,
+        Reply,
+        Failure,
+        Warned,
+        Received,
+        Chunk,
+        PackedChunk,
+        CancelTransfer,
+        Landed,
+        Continue,
+        CancelOperations,
+        Offer,
+        Known,
+        Challenge,
+        Proof,
+        Ping,
+        Pong,
+        CallStart,
+        CallData,
+        CallEvent,
+        CallAck,
+        CallCancel,
+        CallAttach,
+        JobRequest,
+        JobAnswer,
+    )
+}

@@ -1,0 +1,240 @@
+"""Shape rules for what moves windows over images: convolutions, pooling, interpolation, and their gradients.
+
+See `shapes.rules`; this module adds to its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.attention import RULES
+from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride
+from skyproxy.tensor.shapes.networks import FULL_PRECISION, whole_floats
+from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
+from skyproxy.tensor.shapes.selections import fresh, plain, suggests_row_major, whole
+from skyproxy.tensor.shapes.strides import suggests_channels_last
+
+
+def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ...] | None:
+    values = values or otherwise
+    if type(values) not in (list, tuple) or len(values) not in (1, 2) or not all(type(n) is int for n in values):
+        return None
+    return tuple(values) * 2 if len(values) == 1 else tuple(values)
+
+
+def _pooled(
+    x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
+) -> tuple[int, ...] | None:
+    sides = _pair(kernel)
+    steps, pads, gaps = _pair(stride, kernel), _pair(padding, [0]), _pair(dilation, [1])
+    if None in (sides, steps, pads, gaps) or ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) != 4:
+        return None
+    assert sides is not None
+    assert steps is not None
+    assert pads is not None
+    assert gaps is not None
+    if min(sides) < 1 or min(steps) < 1 or min(gaps) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pads, sides)):
+        return None
+    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
+    return (*x.size[:2], *area) if min(area) > 0 else None
+
+
+def _in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[Meta, None]:
+    """A result in the format that `suggest_memory_format` reads from the input."""
+    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
+    return plain_meta(size, dtype, stride), None
+
+
+@rule("max_pool2d_with_indices")
+def _max_pool(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, dilation, ceil)
+    return None if size is None else [_in_format_of(x, size, x.dtype), _in_format_of(x, size, torch.int64)]
+
+
+@rule("max_pool2d_with_indices_backward")
+def _max_pool_backward(
+    gradient: Meta,
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil: bool,
+    indices: Meta,
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, dilation, ceil)
+    fits = size is not None and suggests_row_major(x)
+    fits = fits and whole_floats(gradient, x) and whole(indices) and gradient.size == indices.size == size
+    return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("avg_pool2d")
+def _avg_pool(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil: bool = False,
+    counted: object = True,
+    divisor: object = None,
+) -> RuleResult:
+    size = _pooled(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
+    return None if size is None else [_in_format_of(x, size, x.dtype)]
+
+
+@rule("_adaptive_avg_pool2d upsample_nearest2d")
+def _sized(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
+    area = _pair(size)
+    fits = area is not None and whole_floats(x) and len(x.size) == 4 and suggests_row_major(x)
+    return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
+
+
+@rule("upsample_bilinear2d upsample_bicubic2d")
+def _interpolated(x: Meta, size: Sequence[int], aligned: object, *scales: object) -> RuleResult:
+    return _sized(x, size)
+
+
+def _convolved(
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Ints | None:
+    parts = [t for t in (weight, bias) if t is not None]
+    rank = len(x.size) - 2
+    if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
+        return None
+    if x.dtype not in FULL_PRECISION or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
+        return None
+    # One dimension is computed as two, where another order is a format.
+    if rank != 2 and not whole_floats(x, *parts):
+        return None
+    if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
+        return None
+    if (
+        x.size[1] != weight.size[1] * groups
+        or weight.size[0] % groups
+        or (bias is not None and bias.size != weight.size[:1])
+    ):
+        return None
+    spread = [list(a) * rank if len(a) == 1 else list(a) for a in (stride, padding, dilation)]
+    if any(len(a) != rank or not all(type(n) is int for n in a) for a in spread):
+        return None
+    steps, pads, gaps = spread
+    if min(steps) < 1 or min(pads) < 0 or min(gaps) < 1:
+        return None
+    area = [
+        (n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], weight.size[2:], steps, pads, gaps)
+    ]
+    return (x.size[0], weight.size[0], *area) if min(area) > 0 else None
+
+
+@rule("convolution")
+def _convolution(
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    extra: Sequence[int],
+    groups: int,
+) -> RuleResult:
+    size = (
+        _spread_out(x, weight, bias, stride, padding, dilation, extra, groups)
+        if transposed
+        else _convolved(x, weight, bias, stride, padding, dilation, groups)
+    )
+    return None if size is None else [fresh(size, x.dtype)]
+
+
+def _spread_out(
+    x: Meta,
+    weight: Meta,
+    bias: Meta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    extra: Sequence[int],
+    groups: int,
+) -> tuple[int, ...] | None:
+    """The size of a transposed convolution over images; None where that takes more thought."""
+    parts = [t for t in (weight, bias) if t is not None]
+    fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION
+    fits = fits and len(x.size) == len(weight.size) == 4 and groups == 1
+    if not fits or not suggests_row_major(x) or not suggests_row_major(weight) or x.size[1] != weight.size[0]:
+        return None
+    steps, pads, gaps, more = (_pair(a) for a in (stride, padding, dilation, extra))
+    if (
+        steps is None
+        or pads is None
+        or gaps is None
+        or more is None
+        or (bias is not None and bias.size != weight.size[1:2])
+    ):
+        return None
+    if (
+        min(steps) < 1
+        or min(pads) < 0
+        or min(gaps) < 1
+        or min(more) < 0
+        or any(m >= max(s, g) for m, s, g in zip(more, steps, gaps))
+    ):
+        return None
+    area = [
+        (n - 1) * s - 2 * p + g * (k - 1) + m + 1
+        for n, k, s, p, g, m in zip(x.size[2:], weight.size[2:], steps, pads, gaps, more)
+    ]
+    return (x.size[0], weight.size[1], *area) if min(area) > 0 else None
+
+
+@rule("im2col")
+def _columns(
+    x: Meta, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> RuleResult:
+    sides, gaps, pads, steps = (_pair(a) for a in (kernel, dilation, padding, stride))
+    if sides is None or gaps is None or pads is None or steps is None or not plain(x) or x.dtype not in FLOATS:
+        return None
+    if len(x.size) != 4 or min(*sides, *gaps, *steps) < 1 or min(pads) < 0:
+        return None
+    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
+    size = (x.size[0], x.size[1] * sides[0] * sides[1], area[0] * area[1])
+    return [fresh(size, x.dtype)] if min(area) > 0 else None
+
+
+@rule("convolution_backward")
+def _convolution_backward(
+    gradient: Meta,
+    x: Meta,
+    weight: Meta,
+    biases: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    extra: object,
+    groups: int,
+    mask: Sequence[bool],
+) -> RuleResult:
+    size = None if transposed else _convolved(x, weight, None, stride, padding, dilation, groups)
+    fits = size is not None and whole_floats(gradient, x) and gradient.size == size and suggests_row_major(gradient)
+    if not fits or list(mask) != [True, True, True] or not biases:
+        return None
+    return [fresh(x.size, x.dtype), fresh(weight.size, x.dtype), fresh(weight.size[:1], x.dtype)]
+
+
+__all__ = ["RULES"]
