@@ -78,7 +78,7 @@ def _trainer() -> None:
 
 
 def _quiet() -> None:
-    _open.enter_context(importlib.import_module("skyproxy.runtime.output")._mutable("stdout"))
+    _open.enter_context(importlib.import_module("skyproxy.runtime.output")._ensure_mutable("stdout"))
 
 
 def _worker() -> None:

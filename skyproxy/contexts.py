@@ -99,17 +99,17 @@ class ContextStore:
             ConfigurationError: there is no such context.
         """
         if name is None:
-            self._current.unlink(missing_ok=True)
+            self._current_file.unlink(missing_ok=True)
         elif not self._path(name).exists():
             known = ", ".join(self.names()) or "none"
             raise ConfigurationError(f"there is no context {name!r}. Saved are: {known}. See: skyproxy context list")
         else:
-            write_private(self._current, name + "\n")
+            write_private(self._current_file, name + "\n")
 
     def current_name(self) -> str | None:
         """The name of the current context; None where there is none."""
         try:
-            return self._current.read_text(encoding="utf-8").strip() or None
+            return self._current_file.read_text(encoding="utf-8").strip() or None
         except OSError:
             return None
 
@@ -134,7 +134,7 @@ class ContextStore:
         return self.folder / "contexts"
 
     @property
-    def _current(self) -> Path:
+    def _current_file(self) -> Path:
         return self.folder / "current-context"
 
     def _path(self, name: str) -> Path:

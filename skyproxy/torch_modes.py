@@ -88,11 +88,11 @@ def _is_bool(value: object) -> bool:
     return type(value) is bool
 
 
-def _one_of(*choices: object) -> Callable[[object], bool]:
+def _choice_of(*choices: object) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in choices
 
 
-def _whole(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
@@ -101,15 +101,20 @@ def _two_bools(value: object) -> bool:
 
 
 def _backend_order(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) <= 16 and all(map(_whole, value)) and len(set(value)) > 0
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= 16
+        and all(map(_is_whole_number, value))
+        and len(set(value)) > 0
+    )
 
 
-def _of(name: str) -> Callable[..., Any]:
+def _torch_function(name: str) -> Callable[..., Any]:
     """A function of `torch._C`, looked up with each call: a client replaces some of them."""
     return lambda *args: getattr(torch._C, name)(*args)
 
 
-def _plain(
+def _plain_mode(
     name: str,
     getter: str,
     setter: str,
@@ -121,7 +126,7 @@ def _plain(
     """A mode with one getter and one setter in `torch._C`; None where this torch does not have it."""
     if not hasattr(torch._C, getter) or not hasattr(torch._C, setter):
         return None
-    read, write = _of(getter), _of(setter)
+    read, write = _torch_function(getter), _torch_function(setter)
     return Mode(name, usual, accepts, read, write, (setter,), cuda)
 
 
@@ -129,7 +134,7 @@ def _pair(name: str, getter: str, setter: str) -> Mode | None:
     """Two flags with one setter: whether a reduced precision is allowed, and whether it is when a sum is split."""
     if not hasattr(torch._C, getter):
         return None
-    read, write = _of(getter), _of(setter)
+    read, write = _torch_function(getter), _torch_function(setter)
     if isinstance(read(), bool):  # before splitting had a flag of its own
         return Mode(name, (True, True), _two_bools, lambda: (read(), True), lambda v: write(v[0]), (setter,), True)
     return Mode(name, (True, True), _two_bools, lambda: tuple(read()), lambda v: write(*v), (setter,), True)
@@ -140,20 +145,20 @@ def _library(name: str, getter: str, setter: str, kinds: str, usual: str | None 
     kind = getattr(torch._C, kinds, None)
     if kind is None or not hasattr(torch._C, getter):
         return None
-    read, write, known = _of(getter), _of(setter), kind.__members__
+    read, write, known = _torch_function(getter), _torch_function(setter), kind.__members__
     # Older versions of torch tell no default: what is in force now is it, unless the program was quicker than this.
     teller = getter.replace("preferred", "default")
-    default = usual or _of(teller if hasattr(torch._C, teller) else getter)().name
-    return Mode(name, default, _one_of(*known), lambda: read().name, lambda v: write(known[v]), (setter,), True)
+    default = usual or _torch_function(teller if hasattr(torch._C, teller) else getter)().name
+    return Mode(name, default, _choice_of(*known), lambda: read().name, lambda v: write(known[v]), (setter,), True)
 
 
 def _cell(library: str, kind: str) -> Mode:
     """One place of `fp32_precision`; what is read there is what counts there, wherever it was set."""
-    read, write = _of("_get_fp32_precision_getter"), _of("_set_fp32_precision_setter")
+    read, write = _torch_function("_get_fp32_precision_getter"), _torch_function("_set_fp32_precision_setter")
     return Mode(
         f"fp32_precision.{library}.{kind}",
         "tf32" if (library, kind) in (("cuda", "conv"), ("cuda", "rnn")) else "none",
-        _one_of("none", "ieee", "tf32", "bf16"),
+        _choice_of("none", "ieee", "tf32", "bf16"),
         lambda: read(library, kind),
         lambda value: write(library, kind, value),
         (
@@ -167,7 +172,7 @@ def _cell(library: str, kind: str) -> Mode:
     )
 
 
-def _unless_overruled(getter: str) -> Callable[[], object]:
+def _read_unless_overruled(getter: str) -> Callable[[], object]:
     """Reads a mode that `fp32_precision` may overrule: then PyTorch's getter raises, and there is nothing to tell."""
 
     def read() -> object:
@@ -192,7 +197,7 @@ def _engines() -> Mode:
     def write(name: str) -> None:
         torch.backends.quantized.engine = name
 
-    every = _one_of("none", "fbgemm", "qnnpack", "onednn", "x86")
+    every = _choice_of("none", "fbgemm", "qnnpack", "onednn", "x86")
     return Mode("quantized.engine", usual, every, lambda: torch.backends.quantized.engine, write, ("_set_qengine",))
 
 
@@ -208,13 +213,13 @@ def _table() -> Iterable[Mode | None]:
     yield Mode(
         "deterministic_algorithms",
         "off",
-        _one_of(*_DETERMINISM),
+        _choice_of(*_DETERMINISM),
         _read_determinism,
         lambda value: torch._C._set_deterministic_algorithms(value != "off", warn_only=value == "warn"),
         ("_set_deterministic_algorithms",),
     )
     fill = "deterministic_fill_uninitialized_memory"
-    yield _plain("deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}", True)
+    yield _plain_mode("deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}", True)
     yield Mode(
         "flush_denormal",
         False,
@@ -224,41 +229,41 @@ def _table() -> Iterable[Mode | None]:
         ("set_flush_denormal",),
         of_thread=True,
     )
-    yield _plain("warn_always", "_get_warnAlways", "_set_warnAlways", False)
+    yield _plain_mode("warn_always", "_get_warnAlways", "_set_warnAlways", False)
     sparse = "check_sparse_tensor_invariants"
-    yield _plain("sparse.check_sparse_tensor_invariants", f"_{sparse}", f"_set_{sparse}", False)
+    yield _plain_mode("sparse.check_sparse_tensor_invariants", f"_{sparse}", f"_set_{sparse}", False)
     # Before the places of `fp32_precision`, which it changes.
     yield Mode(
         "float32_matmul_precision",
         "highest",
-        _one_of("highest", "high", "medium"),
-        _unless_overruled("_get_float32_matmul_precision"),
-        _of("_set_float32_matmul_precision"),
+        _choice_of("highest", "high", "medium"),
+        _read_unless_overruled("_get_float32_matmul_precision"),
+        _torch_function("_set_float32_matmul_precision"),
         ("_set_float32_matmul_precision", "_set_cublas_allow_tf32", "_set_fp32_precision_setter"),
     )
     yield Mode(
         "cudnn.allow_tf32",
         True,
         _is_bool,
-        _unless_overruled("_get_cudnn_allow_tf32"),
-        _of("_set_cudnn_allow_tf32"),
+        _read_unless_overruled("_get_cudnn_allow_tf32"),
+        _torch_function("_set_cudnn_allow_tf32"),
         ("_set_cudnn_allow_tf32", "_set_fp32_precision_setter"),
         True,
     )
     for library, kind in FP32_PRECISION_CELLS:
         yield _cell(library, kind)
     half = "cpu_allow_fp16_reduced_precision_reduction"
-    yield _plain("cpu.allow_fp16_reduced_precision_reduction", f"_get_{half}", f"_set_{half}", False)
-    yield _plain("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", True)
-    yield _plain("mkldnn.deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic", False)
-    yield _plain("nnpack.enabled", "_get_nnpack_enabled", "_set_nnpack_enabled", True)
+    yield _plain_mode("cpu.allow_fp16_reduced_precision_reduction", f"_get_{half}", f"_set_{half}", False)
+    yield _plain_mode("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", True)
+    yield _plain_mode("mkldnn.deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic", False)
+    yield _plain_mode("nnpack.enabled", "_get_nnpack_enabled", "_set_nnpack_enabled", True)
     yield _engines()
     for name, cuda in (("flash", False), ("math", False), ("mem_efficient", True), ("cudnn", True)):
-        yield _plain(f"sdp.{name}", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}", True, cuda=cuda)
-    yield _plain("sdp.overrideable", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", True, cuda=True)
-    yield _plain("sdp.fa3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3", False, cuda=True)
+        yield _plain_mode(f"sdp.{name}", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}", True, cuda=cuda)
+    yield _plain_mode("sdp.overrideable", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", True, cuda=True)
+    yield _plain_mode("sdp.fa3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3", False, cuda=True)
     math = "math_sdp_allow_fp16_bf16_reduction"
-    yield _plain("sdp.allow_fp16_bf16_reduction_math", f"_get_{math}", f"_set_{math}", False)
+    yield _plain_mode("sdp.allow_fp16_bf16_reduction_math", f"_get_{math}", f"_set_{math}", False)
     yield Mode(
         "sdp.priority_order",
         (1, 2, 0, 3, 4),
@@ -268,34 +273,36 @@ def _table() -> Iterable[Mode | None]:
         ("_set_sdp_priority_order",),
         True,
     )
-    yield _plain("cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True, cuda=True)
-    yield _plain("cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False, cuda=True)
+    yield _plain_mode("cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", True, cuda=True)
+    yield _plain_mode("cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark", False, cuda=True)
     limit = "cudnn_benchmark_limit"
-    yield _plain("cudnn.benchmark_limit", f"_cuda_get_{limit}", f"_cuda_set_{limit}", 10, _whole, cuda=True)
-    yield _plain("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic", False, cuda=True)
+    yield _plain_mode(
+        "cudnn.benchmark_limit", f"_cuda_get_{limit}", f"_cuda_set_{limit}", 10, _is_whole_number, cuda=True
+    )
+    yield _plain_mode("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic", False, cuda=True)
     kernel = "cudnn_depthwise_kernel"
     short = lambda value: isinstance(value, str) and len(value) < 32  # noqa: E731
-    yield _plain("cudnn.depthwise_kernel", f"_get_{kernel}", f"_set_{kernel}", "auto", short, cuda=True)
+    yield _plain_mode("cudnn.depthwise_kernel", f"_get_{kernel}", f"_set_{kernel}", "auto", short, cuda=True)
     for name in ("fp16", "bf16"):
         what = f"cublas_allow_{name}_reduced_precision_reduction"
         yield _pair(f"cuda.matmul.allow_{name}_reduced_precision_reduction", f"_get_{what}", f"_set_{what}")
     what = "cublas_allow_fp16_accumulation"
-    yield _plain("cuda.matmul.allow_fp16_accumulation", f"_get_{what}", f"_set_{what}", False, cuda=True)
+    yield _plain_mode("cuda.matmul.allow_fp16_accumulation", f"_get_{what}", f"_set_{what}", False, cuda=True)
     what = "linalg_preferred_backend"
     yield _library("cuda.preferred_linalg_library", f"_get_{what}", f"_set_{what}", "_LinalgBackend", "Default")
     what = "blas_preferred_backend"
     yield _library("cuda.preferred_blas_library", f"_get_{what}", f"_set_{what}", "_BlasBackend")
     what = "rocm_fa_preferred_backend"
     yield _library("cuda.preferred_rocm_fa_library", f"_get_{what}", f"_set_{what}", "_ROCmFABackend", "Default")
-    yield _plain(
+    yield _plain_mode(
         "cuda.sm_carveout",
         "_get_sm_carveout_experimental",
         "_set_sm_carveout_experimental",
         None,
-        lambda value: value is None or _whole(value),
+        lambda value: value is None or _is_whole_number(value),
         cuda=True,
     )
-    yield _plain("miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False, cuda=True)
+    yield _plain_mode("miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate", False, cuda=True)
 
 
 MODES: dict[str, Mode] = {mode.name: mode for mode in _table() if mode is not None}

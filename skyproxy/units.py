@@ -60,7 +60,7 @@ def duration_seconds(given: float | str, name: str = "") -> float:
     Raises:
         ConfigurationError: it is not a duration, not more than nothing, or longer than ten years.
     """
-    seconds = _parsed_duration(given, name) if isinstance(given, str) else _number(given, name)
+    seconds = _parse_duration(given, name) if isinstance(given, str) else _number(given, name)
     if not 0 < seconds <= MAX_DURATION_SECONDS:
         fault = "longer than ten years" if seconds > 0 else "over before it begins"
         raise ConfigurationError(f"{_show(name, given)} is {fault}. Examples: {DURATION_EXAMPLES}")
@@ -76,7 +76,7 @@ def limit_seconds(given: float | str | None, name: str = "") -> float | None:
     return None if given is None or given == "" else duration_seconds(given, name)
 
 
-def _parsed_duration(text: str, name: str) -> float:
+def _parse_duration(text: str, name: str) -> float:
     if _SECONDS.fullmatch(text):
         return float(text)
     found = _DURATION.fullmatch(text)

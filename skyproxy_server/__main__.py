@@ -229,7 +229,7 @@ def _wants_processes(arguments: argparse.Namespace) -> bool:
     wanted: bool | None = arguments.session_processes
     if wanted is None:
         wanted = options.asks_for_processes(arguments)
-        if not wanted and not arguments.embedded and not _everybody_runs_code(arguments):
+        if not wanted and not arguments.embedded and not _may_all_run_code(arguments):
             wanted = are_sessions_separable()
             if not wanted:
                 logger.warning("all sessions share this process: process isolation is not available on this system")
@@ -267,7 +267,7 @@ def _snapshots(arguments: argparse.Namespace) -> str | None:
     return place
 
 
-def _everybody_runs_code(arguments: argparse.Namespace) -> bool:
+def _may_all_run_code(arguments: argparse.Namespace) -> bool:
     """Return whether all clients may run functions: in a directory there may be tokens that do not allow it, now or
     later.
     """
@@ -282,8 +282,8 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
         from skyproxy_server.worker_session import WorkerHost
     set_loaded_aside()
 
-    open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _everybody_runs_code(arguments) else ())])
-    if _everybody_runs_code(arguments):
+    open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _may_all_run_code(arguments) else ())])
+    if _may_all_run_code(arguments):
         trust_clients()
     host: LeavingHost = WorkerHost(
         devices=devices,

@@ -66,7 +66,7 @@ def listen(host: str, port: int, backlog: int | None = _BACKLOG) -> list[socket.
     for family, _, _, _, address in sorted(set(rows)):
         actual = sockets[0].getsockname()[1] if sockets else port
         try:
-            sockets.append(_bound(family, (address[0], actual, *address[2:]), backlog))
+            sockets.append(_bind_socket(family, (address[0], actual, *address[2:]), backlog))
         except OSError as exc:
             problem = exc
     if not sockets:
@@ -78,7 +78,7 @@ def listen(host: str, port: int, backlog: int | None = _BACKLOG) -> list[socket.
     return sockets
 
 
-def _bound(family: int, address: tuple[object, ...], backlog: int | None) -> socket.socket:
+def _bind_socket(family: int, address: tuple[object, ...], backlog: int | None) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:

@@ -164,11 +164,11 @@ def checked(token: str) -> str:
 
 def warn_if_exposed(file: BinaryIO, path: Path) -> None:
     """Log that others can read a token file of ours."""
-    if _exposed(file):
+    if _is_exposed(file):
         logger.warning("others can read the token file %s; protect it: chmod 600 %s", path, path)
 
 
-def _exposed(file: BinaryIO) -> bool:
+def _is_exposed(file: BinaryIO) -> bool:
     """Return whether a file is ours and others can read it. Another's, as in a pod, is not ours to protect."""
     if os.name != "posix":
         return False

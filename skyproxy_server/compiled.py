@@ -332,7 +332,7 @@ class CompiledSignature(Signature):
             self.draws = self.program.draws
             self._constants["op"] = self.program
         except UnsupportedOpError as error:
-            self._constants["op"] = _raising(error)
+            self._constants["op"] = _raiser_of(error)
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
         self.width = self._next_operand - 1
 
@@ -340,10 +340,10 @@ class CompiledSignature(Signature):
         """The client needs the program no more."""
         self.program, self.is_forgotten = None, True
         error = RuntimeError("this compiled graph was forgotten")
-        self.handler = lambda values, stream, position: _raising(error)()
+        self.handler = lambda values, stream, position: _raiser_of(error)()
 
 
-def _raising(error: Exception) -> Callable[..., NoReturn]:
+def _raiser_of(error: Exception) -> Callable[..., NoReturn]:
     def fail(*args: object) -> NoReturn:
         raise error
 

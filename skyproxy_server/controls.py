@@ -227,10 +227,10 @@ def differentiated(session: SessionState, slot: int, leaves: list[int], command:
     parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
     scope: dict[int, object] = {0: None, **values, **parts}
     # The client can write to what it sees of an op's inputs and results; backward would follow indices of its choice.
-    own = torch.autograd.graph.saved_tensors_hooks(_own_copy, _same)
+    own = torch.autograd.graph.saved_tensors_hooks(_own_copy, _identity)
     with torch._C._ForceDispatchKeyGuard(*_WITH_AUTOGRAD), torch.enable_grad(), own:
         signature.handler(scope, command, 0)
-    if not _any_nested([*values.values(), *(scope[output] for output in signature.output_slots(command, 0))]):
+    if not _has_nested([*values.values(), *(scope[output] for output in signature.output_slots(command, 0))]):
         raise ProtocolError("only an op on nested tensors is differentiated")
     results: list[object] = []
     for output in signature.output_slots(command, 0):
@@ -244,11 +244,11 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _any_nested(values: list[object]) -> bool:
+def _has_nested(values: list[object]) -> bool:
     flat = (item for value in values for item in (value if isinstance(value, list | tuple) else [value]))
     return any(isinstance(item, torch.Tensor) and item.is_nested for item in flat)
 

@@ -116,14 +116,14 @@ class CudaDriver:
         return [value.data_ptr() for value in inputs if isinstance(value, torch.Tensor)]
 
     @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
+    def _enter_device(self) -> Iterator[None]:
         """The device is the current one, and its default generator is this session's."""
         with torch.cuda.device(self._index), self._random.exclusive():
             self._random.generator("cuda", self._index)
             yield
 
     def warm_up(self, run: Callable[[], tuple[Made, bool]]) -> tuple[Made, bool]:
-        with self._ready():
+        with self._enter_device():
             current = torch.cuda.current_stream()
             self._side.wait_stream(current)
             try:
@@ -145,7 +145,7 @@ class CudaDriver:
         for value in inputs:
             if isinstance(value, torch.Generator):
                 graph.register_generator_state(value)  # the default generator registers itself
-        with _capturing, self._ready():
+        with _capturing, self._enter_device():
             generator = torch.cuda.default_generators[self._index]
             state = generator.get_state()
             # The outer context restores the stream even where the end of a broken capture raises inside the inner one.
@@ -163,7 +163,7 @@ class CudaDriver:
         return graph, made
 
     def launch(self, graph: Any) -> None:
-        with self._ready():
+        with self._enter_device():
             graph.replay()
 
 

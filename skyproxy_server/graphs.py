@@ -295,7 +295,7 @@ class Graphs:
                 new = self._placeholder("this tensor is no longer made by its graph: a command before it failed.")
             if old is new:
                 continue
-            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _seen_elsewhere(old):
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _is_shared(old):
                 if _same_memory(old, new):
                     continue
                 if old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout:
@@ -349,7 +349,7 @@ def _use_count(tensor: torch.Tensor) -> int:
 _OWN_USES = _use_count(torch.empty(1))
 
 
-def _seen_elsewhere(tensor: torch.Tensor) -> bool:
+def _is_shared(tensor: torch.Tensor) -> bool:
     """Return whether anything but its slot holds the tensor or shares its memory. Call with one more reference."""
     if tensor.layout is not torch.strided:
         return False

@@ -43,7 +43,7 @@ def within(indices: Tensor, count: int) -> Tensor:
 
 
 @_checks("multilabel_margin_loss_backward")
-def _many_margins(given: dict[str, Any]) -> None:
+def _multilabel_margins(given: dict[str, Any]) -> None:
     tensor, target, grad = given["self"], given["target"], given["grad_output"]
     require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
     require(target.shape == tensor.shape == given["is_target"].shape, "the targets do not match the input")

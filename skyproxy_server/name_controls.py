@@ -57,7 +57,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
         raise ProtocolError("this session already has a name")
     try:
         with session.idle():  # who has it may be executing, under other modes of PyTorch
-            names.held = _saved(session, names, _text(name))
+            names.held = _restore_saved(session, names, _text(name))
             if names.held is None:
                 names.held = names.store.hold(names.holder, names.owner, name, take=bool(take))
     except NamedSessionInUseError as error:
@@ -65,7 +65,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
     return {}
 
 
-def _saved(session: SessionState, names: NamedValueRequests, name: str) -> NamedSession | None:
+def _restore_saved(session: SessionState, names: NamedValueRequests, name: str) -> NamedSession | None:
     """Return what a worker before this one has saved of a named session, brought back; None where nothing was."""
     if session.snapshots is None or names.store.has(names.owner, name):
         return None

@@ -108,7 +108,7 @@ class Recording:
             made.update(fills)
             if signature is not None and at == position:
                 # Looked up until the first success: a check may replace the handlers of the ops behind it.
-                handler = _looking_up(handlers)
+                handler = _lookup_handler(handlers)
             self.steps.append(Step(handler, position, signature, at != position))
         if begin is not None:
             raise ProtocolError("a captured stream ends with an EXPECT")
@@ -126,7 +126,7 @@ class Recording:
                 self.steps[i] = Step(known or step.signature.handler, at, step.signature, False)
 
 
-def _looking_up(handlers: list[Handler | None]) -> Handler:
+def _lookup_handler(handlers: list[Handler | None]) -> Handler:
     def handler(values: dict[int, object], stream: list[Any], position: int) -> int:
         following: int = handlers[stream[position]](values, stream, position)
         return following

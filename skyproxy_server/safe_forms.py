@@ -47,13 +47,13 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
             if packet in packets and hasattr(aten, packet):
                 found = getattr(getattr(aten, packet), overload or "default", None)
                 if found is not None:
-                    SAFE_FORMS[name] = _with_check(found, check)
+                    SAFE_FORMS[name] = _checking_form(found, check)
         return check
 
     return register
 
 
-def _with_check(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
+def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
     op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -418,12 +418,12 @@ _MAKES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 _GROWS = ("resize_", "resize_as_", "set_")
 
 
-def _fresh(overload: torch._ops.OpOverload) -> Callable[..., object]:
+def _fresh_form(overload: torch._ops.OpOverload) -> Callable[..., object]:
     op = overload._op
     return lambda *args, **kwargs: clear(op(*args, **kwargs))
 
 
-def _grown(overload: torch._ops.OpOverload) -> Callable[..., object]:
+def _growing_form(overload: torch._ops.OpOverload) -> Callable[..., object]:
     op, names = overload._op, [argument.name for argument in overload._schema.arguments]
 
     def call(*args: Any, **kwargs: Any) -> object:
@@ -451,4 +451,4 @@ for _name in ALLOWED:
     _found = _overload_of(_name) if _packet in (*_MAKES, *_GROWS) else None
     if _found is not None:
         _writes = _packet in _GROWS or any(argument.name == "out" for argument in _found._schema.arguments)
-        SAFE_FORMS[_name] = _grown(_found) if _writes else _fresh(_found)
+        SAFE_FORMS[_name] = _growing_form(_found) if _writes else _fresh_form(_found)

@@ -107,7 +107,7 @@ class Signature:
         if reserved:
             parts.append("**{" + ", ".join(reserved) + "}")
         function = function_of(name, overload, on_cpu=on_cpu)
-        self._constants["op"] = function if refused is None else _refusing(refused)
+        self._constants["op"] = function if refused is None else _refuser_of(refused)
         if len(outputs) != len(schema.returns):
             raise ProtocolError(f"{name} returns {len(schema.returns)} values, not {len(outputs)}")
         self.handler = self._compile(f"op({', '.join(parts)})", outputs)
@@ -140,7 +140,7 @@ class Signature:
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
         for template in (*positional, *keywords.values()):
             self._argument(template, False, False)
-        self._constants["op"] = _refusing(error)
+        self._constants["op"] = _refuser_of(error)
         self.handler = self._compile("op()", outputs)
         self.width = self._next_operand - 1
 
@@ -237,7 +237,7 @@ class Signature:
         return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
 
 
-def _refusing(error: UnsupportedOpError) -> Callable[..., object]:
+def _refuser_of(error: UnsupportedOpError) -> Callable[..., object]:
     def refuse(*args: object, **kwargs: object) -> object:
         raise UnsupportedOpError(str(error))
 

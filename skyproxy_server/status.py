@@ -72,7 +72,7 @@ def checked_row(row: object, session: str, client: Identity) -> dict[str, object
         "state": state if state in _STATES else "busy",
         **{name: _number(said.get(name)) for name in _NUMBERS},
         "is_profiled": said.get("is_profiled") is True,
-        "running": _plain(said.get("running"), _RUNNING),
+        "running": _plain_fields(said.get("running"), _RUNNING),
         "calls": _rows(said.get("calls"), _CALL, MAX_CALLS),
         "failures": _rows(said.get("failures"), _FAILURE, MAX_FAILURES),
     }
@@ -84,7 +84,7 @@ def _number(value: object) -> int | float:
     return value if 0 <= value < 1 << 63 else 0
 
 
-def _plain(said: object, kinds: Mapping[str, type]) -> dict[str, object]:
+def _plain_fields(said: object, kinds: Mapping[str, type]) -> dict[str, object]:
     row = said if isinstance(said, Mapping) else {}
     known = ((name, kind, row.get(name)) for name, kind in kinds.items() if row.get(name) is not None)
     return {name: str(value)[:MAX_TEXT] if kind is str else _number(value) for name, kind, value in known}
@@ -92,4 +92,4 @@ def _plain(said: object, kinds: Mapping[str, type]) -> dict[str, object]:
 
 def _rows(said: object, kinds: Mapping[str, type], most: int) -> list[dict[str, object]]:
     rows: Iterable[object] = said[-most:] if isinstance(said, list) else ()
-    return [_plain(row, kinds) for row in rows]
+    return [_plain_fields(row, kinds) for row in rows]

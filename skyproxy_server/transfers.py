@@ -167,13 +167,13 @@ class Transfers:
                 self._departures.put(departure)
         return departure
 
-    def _of_chunk(self, chunk: Chunk | PackedChunk) -> IncomingTransfer:
-        arrival = self._of_size(chunk.transfer, chunk.total_bytes)
+    def _arrival_of_chunk(self, chunk: Chunk | PackedChunk) -> IncomingTransfer:
+        arrival = self._arrival_of_size(chunk.transfer, chunk.total_bytes)
         if chunk.offset > chunk.total_bytes:
             raise ProtocolError(f"a chunk of transfer {chunk.transfer} does not fit")
         return arrival
 
-    def _of_size(self, number: int, byte_count: int) -> IncomingTransfer:
+    def _arrival_of_size(self, number: int, byte_count: int) -> IncomingTransfer:
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
@@ -195,7 +195,7 @@ class Transfers:
         """Return where a chunk's bytes go: straight into the tensor."""
         if not isinstance(message, Chunk):
             return None
-        arrival = self._of_chunk(message)
+        arrival = self._arrival_of_chunk(message)
         if arrival.device is not None and self._piece_bytes:
             self._buffer = arrival.device.buffer(self._piece_bytes)
             if self._buffer is not None:
@@ -335,7 +335,7 @@ class Transfers:
         """
         if self.blobs is None:
             raise ProtocolError("an upload was offered to a worker that keeps none")
-        arrival = self._of_size(offer.transfer, offer.total_bytes)
+        arrival = self._arrival_of_size(offer.transfer, offer.total_bytes)
         if arrival.over or arrival.view is None:  # given up, or there is no memory
             return False
         if arrival.missing != arrival.byte_count or arrival.kept is not None:
@@ -346,21 +346,21 @@ class Transfers:
                 self.blobs.is_owned(offer.digest, self._owner)
                 arrival.early.append((0, arrival.byte_count))
                 arrival.pieces.append((0, arrival.byte_count))
-                self._landed(offer.transfer, arrival, arrival.byte_count)
+                self._note_landed(offer.transfer, arrival, arrival.byte_count)
                 return True
         arrival.kept = self.blobs.start(offer.total_bytes, self._user, self._owner, self._most_blob_bytes)
         return False
 
     def on_chunk(self, chunk: Chunk) -> None:
         """A piece has landed."""
-        arrival, size = self._of_chunk(chunk), len(chunk.buffers[0])
+        arrival, size = self._arrival_of_chunk(chunk), len(chunk.buffers[0])
         if not size and chunk.total_bytes:
             raise ProtocolError(f"a chunk of transfer {chunk.transfer} without a byte")  # they would add up
         buffer, self._buffer = self._buffer, None
         if chunk.offset + size < chunk.total_bytes:
             self._piece_bytes = size
         self._keep(arrival, buffer, chunk.offset, size)
-        self._landed(chunk.transfer, arrival, size)
+        self._note_landed(chunk.transfer, arrival, size)
 
     def on_packed_chunk(self, chunk: PackedChunk) -> None:
         """A piece came, compressed.
@@ -368,7 +368,7 @@ class Transfers:
         Raises:
             ProtocolError: it cannot be unpacked, or does not fit.
         """
-        arrival = self._of_chunk(chunk)
+        arrival = self._arrival_of_chunk(chunk)
         raw = unpack(chunk)
         buffer = arrival.device.buffer(len(raw)) if arrival.device is not None else None
         if buffer is not None:
@@ -376,7 +376,7 @@ class Transfers:
         elif arrival.view is not None:
             arrival.view[chunk.offset : chunk.offset + len(raw)] = raw
         self._keep(arrival, buffer, chunk.offset, len(raw))
-        self._landed(chunk.transfer, arrival, len(raw))
+        self._note_landed(chunk.transfer, arrival, len(raw))
 
     @staticmethod
     def _keep(arrival: IncomingTransfer, buffer: torch.Tensor | None, offset: int, size: int) -> None:
@@ -395,7 +395,7 @@ class Transfers:
         except RuntimeError as error:  # the device is in trouble; whoever wants the values learns of it
             arrival.fail(error)
 
-    def _landed(self, number: int, arrival: IncomingTransfer, byte_count: int) -> None:
+    def _note_landed(self, number: int, arrival: IncomingTransfer, byte_count: int) -> None:
         self._moved()
         with self._lock:
             arrival.count(byte_count)

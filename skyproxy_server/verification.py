@@ -55,7 +55,7 @@ class Verification:
             key = self._believed_key(signature, stream, at, described)
         if key is None:
             return
-        owed = self._watched(stream[at], signature).owed
+        owed = self._watch_of(stream[at], signature).owed
         if len(owed) >= _CONFORMED_SHAPES:
             del owed[next(iter(owed))]
         owed[key] = described
@@ -119,7 +119,7 @@ class Verification:
         self, number: int, signature: Signature, key: Hashable, expected: list[Description]
     ) -> None:
         """Let this op, on such inputs, give the strides that the client believes in from now on."""
-        shapes = self._watched(number, signature).restrided
+        shapes = self._watch_of(number, signature).restrided
         if len(shapes) >= _CONFORMED_SHAPES:
             raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
         shapes[key] = expected
@@ -133,16 +133,16 @@ class Verification:
         if len(watch.restrided) > _CONFORMED_SHAPES or len(watch.owed) > _CONFORMED_SHAPES:
             raise LimitExceededError(f"{signature.name} needed its strides mended for too many shapes")
         signature.watch = watch
-        self._ops.handlers[number] = self._watching(number, signature, watch)
+        self._ops.handlers[number] = self._watching_handler(number, signature, watch)
 
-    def _watched(self, number: int, signature: Signature) -> Watch:
+    def _watch_of(self, number: int, signature: Signature) -> Watch:
         """Return what is done about an op beyond running it; from the first time on, its handler asks."""
         if signature.watch is None:
             signature.watch = Watch()
-            self._ops.handlers[number] = self._watching(number, signature, signature.watch)
+            self._ops.handlers[number] = self._watching_handler(number, signature, signature.watch)
         return signature.watch
 
-    def _watching(self, number: int, signature: Signature, watch: Watch) -> Handler:
+    def _watching_handler(self, number: int, signature: Signature, watch: Watch) -> Handler:
         ops = self._ops
 
         def handler(slots: dict[int, object], stream: list[object], position: int) -> int:

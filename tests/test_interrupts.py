@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyproxy import interrupts
-from skyproxy.tensor.dispatch import inference
+from skyproxy.tensor.dispatch import fake_tensors, inference
 from tests.integration.programs import run_program, succeed
 
 pytestmark = [
@@ -314,7 +314,7 @@ def test_an_event_loop_handles_each_signal_once(seen: list[str]) -> None:
 @pytest.mark.usefixtures("own_handlers")
 def test_an_exception_of_a_handler_is_no_failed_inference(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a fake tensor fails, the worker is asked; an alarm that strikes there must not be taken for that."""
-    original = inference.fake_mode
+    original = fake_tensors.fake_mode
 
     def struck() -> object:
         signal.raise_signal(signal.SIGUSR1)

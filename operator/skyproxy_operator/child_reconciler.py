@@ -139,7 +139,7 @@ class ChildReconciler:
             spread = 0.5 + 0.5 * zlib.crc32(uid.encode()) / (1 << 32)
             self._read[uid] = _Read(fingerprint, time.monotonic() + spread * self._options.secrets_seconds)
 
-    async def _existing(self, compute: Object, api_version: str, kind: str, name: str) -> Object | None:
+    async def _find_existing(self, compute: Object, api_version: str, kind: str, name: str) -> Object | None:
         """A child as it is; None where there is none."""
         namespace, watched = compute["metadata"]["namespace"], self._view.watches(kind)
         if watched:
@@ -168,7 +168,7 @@ class ChildReconciler:
 
     async def _token(self, compute: Object, status: ChildStatus) -> str | None:
         name = token_secret(compute["metadata"]["name"])
-        secret = await self._existing(compute, "v1", "Secret", name)
+        secret = await self._find_existing(compute, "v1", "Secret", name)
         if secret is None:
             secret = children.new_token(compute)
             if not await self._create(compute, secret, status):
@@ -190,7 +190,7 @@ class ChildReconciler:
         metadata = compute["metadata"]
         name, namespace = tls_secret(metadata["name"]), metadata["namespace"]
         issuer = _issuer(compute)
-        secret = await self._existing(compute, "v1", "Secret", name)
+        secret = await self._find_existing(compute, "v1", "Secret", name)
         if secret is not None and _is_other_compute(compute, secret):
             status.blocking = _leftover(f"Secret {name}")
             return None
@@ -247,7 +247,7 @@ class ChildReconciler:
         metadata = wanted["metadata"]
         try:
             if existing is None:
-                existing = await self._existing(compute, wanted["apiVersion"], wanted["kind"], metadata["name"])
+                existing = await self._find_existing(compute, wanted["apiVersion"], wanted["kind"], metadata["name"])
             if existing is not None and _is_other_compute(compute, existing):
                 status.blocking = _leftover(f"{wanted['kind']} {metadata['name']}")
             elif existing is not None and not _is_ours(compute, existing):
@@ -267,7 +267,7 @@ class ChildReconciler:
     async def _claims(self, compute: Object, spec: WorkerSpec, status: ChildStatus) -> None:
         for volume in spec.volumes:
             wanted = children.claim(compute, volume, None)
-            existing = await self._existing(compute, "v1", wanted["kind"], wanted["metadata"]["name"])
+            existing = await self._find_existing(compute, "v1", wanted["kind"], wanted["metadata"]["name"])
             if existing is not None:
                 wanted = children.claim(compute, volume, existing)
                 if volume.access_mode not in wanted["spec"]["accessModes"]:
@@ -286,7 +286,7 @@ class ChildReconciler:
         if version is None:
             return
         wanted = children.disruption_budget(compute, spec, version, protected=protected)
-        existing = await self._existing(compute, wanted["apiVersion"], BUDGET, wanted["metadata"]["name"])
+        existing = await self._find_existing(compute, wanted["apiVersion"], BUDGET, wanted["metadata"]["name"])
         read.has_no_budget = not protected and existing is None
         if not read.has_no_budget:
             await self._apply(compute, wanted, status, existing=existing)
@@ -336,7 +336,7 @@ class ChildReconciler:
             or "HTTPRoute" not in await self.served_kinds(_GATEWAY_GROUP)
         ):
             return
-        existing = await self._existing(compute, children.ROUTE_API, "HTTPRoute", compute["metadata"]["name"])
+        existing = await self._find_existing(compute, children.ROUTE_API, "HTTPRoute", compute["metadata"]["name"])
         if existing is not None and _is_owned(compute, existing):
             await self._cluster.delete(existing)
         read.has_no_way_in = True

@@ -176,7 +176,7 @@ class _Decision:
         if self._spec.suspend:
             self._forget("startTime", "readySince", "formed", "failuresInARow", "lastFailure", "lastFailureTime")
             return self._plan_stop(state.SUSPENDED, Cause("Suspended", "spec.suspend is true."), self._pods)
-        return self._running()
+        return self._plan_running()
 
     # --- not running -------------------------------------------------------------------------------------------------
 
@@ -217,10 +217,10 @@ class _Decision:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def _running(self) -> Plan:
+    def _plan_running(self) -> Plan:
         current = self._current_pods()
         failed = [ended_cause(pod) for pod in current if has_ended(pod) and not is_leaving(pod)]
-        failed += self._lost(current)
+        failed += self._causes_of_loss(current)
         if failed:
             cause = self._note_failure(failed)
             if self._carried["failuresInARow"] > self._spec.restart.max_restarts:
@@ -233,11 +233,11 @@ class _Decision:
         stale = [pod for pod in self._pods if all(pod is not item for item in current)]
         foreign = len(self._observed.pods) > len(self._pods)
         if stale or foreign:
-            return self._replacing(current, stale)
+            return self._plan_replacement(current, stale)
         pause = self._pause_seconds()
         if not current and pause > 0:
-            return self._pausing(pause)
-        return self._starting(current)
+            return self._plan_pause(pause)
+        return self._plan_start(current)
 
     def _current_pods(self) -> list[Object]:
         """The pods of this start and this spec."""
@@ -254,7 +254,7 @@ class _Decision:
         """Names the nodes that started together: those of another start or another spec are another group."""
         return f"{self._attempt}/{self._spec.pod_hash()}"
 
-    def _lost(self, current: Sequence[Object]) -> list[Cause]:
+    def _causes_of_loss(self, current: Sequence[Object]) -> list[Cause]:
         """Return why the group of nodes has lost a member, and with it the process group of the others.
 
         A node alone has no group: it is simply made again.
@@ -304,7 +304,7 @@ class _Decision:
         pause = backoff_seconds(self._spec.restart, int(self._carried.get("failuresInARow", 0)))
         return pause - (self._now - failure).total_seconds()
 
-    def _replacing(self, current: Sequence[Object], stale: Sequence[Object]) -> Plan:
+    def _plan_replacement(self, current: Sequence[Object], stale: Sequence[Object]) -> Plan:
         """Nothing is made before everything of the start before is gone: nodes of two starts must not meet."""
         if any(attempt_of(pod) < self._attempt for pod in stale) and "lastFailure" in self._carried:
             cause = Cause("Restarting", f"The nodes start again. {self._last_failure()}")
@@ -317,13 +317,13 @@ class _Decision:
             verdict, current, delete=[pod for pod in stale if not is_leaving(pod)], look_again=_LOOK_AGAIN_SECONDS
         )
 
-    def _pausing(self, pause: float) -> Plan:
+    def _plan_pause(self, pause: float) -> Plan:
         again = state.timestamp(self._now + datetime.timedelta(seconds=pause))
         cause = Cause("BackOff", f"It starts again at {again}. {self._last_failure()}", actionable=True)
         verdict = state.Verdict(state.PENDING, False, cause, True, False, cause)
         return self._make_plan(verdict, (), look_again=pause)
 
-    def _starting(self, current: Sequence[Object]) -> Plan:
+    def _plan_start(self, current: Sequence[Object]) -> Plan:
         """Makes what is missing, and watches over what is there."""
         metadata = self._compute["metadata"]
         taken = {pod["metadata"]["name"] for pod in current}

@@ -50,7 +50,7 @@ class Operator:
         self.controller: Controller | None = None
         self._cluster: Cluster | None = None
         self._prober = Prober(options.probe_timeout_seconds)
-        self._http = HttpServer(options.http_host, options.http_port, self._alive, self._ready)
+        self._http = HttpServer(options.http_host, options.http_port, self._is_alive, self._is_ready)
         self._view: View | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -82,11 +82,11 @@ class Operator:
         if self._cluster is not None:
             await self._cluster.close()
 
-    def _alive(self) -> bool:
+    def _is_alive(self) -> bool:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
-    def _ready(self) -> bool:
-        return self._alive() and self.controller is not None
+    def _is_ready(self) -> bool:
+        return self._is_alive() and self.controller is not None
 
     def changed(self, kind: str, change: str, item: Object, listed: bool) -> None:
         """Look at a Compute to which something happened, or that was listed.

@@ -90,7 +90,7 @@ class Store:
         before, self._items, self._groups = self._items, {}, {}
         for item in items:
             self._put(item)
-        self._come_to(version)
+        self._advance_to(version)
         for place, item in self._items.items():
             old = before.pop(place, None)
             if old is None or version_of(old) != version_of(item):
@@ -106,7 +106,7 @@ class Store:
             self._remove(place_of(item))
         elif kind != "BOOKMARK":
             return
-        self._come_to(max(version_of(item), self.version))
+        self._advance_to(max(version_of(item), self.version))
         if kind != "BOOKMARK":
             self._on_change(kind, item, False)
 
@@ -130,7 +130,7 @@ class Store:
         if not self._groups[key]:
             del self._groups[key]
 
-    def _come_to(self, version: int) -> None:
+    def _advance_to(self, version: int) -> None:
         self.version = version
         if self._written:
             self._written = {place: item for place, item in self._written.items() if version_of(item) > version}
@@ -299,7 +299,7 @@ class View:
         Raises:
             ApiError: something has not been watched for longer than that.
         """
-        for informer in self._all():
+        for informer in self._all_informers():
             stale = informer.stale_seconds()
             if stale > patience_seconds:
                 message = f"nothing has been heard about them for {stale:.0f} s"
@@ -307,21 +307,21 @@ class View:
 
     async def synced(self) -> None:
         """Wait until everything was listed."""
-        for informer in self._all():
+        for informer in self._all_informers():
             await informer.synced()
 
     def relist(self) -> None:
         """List everything anew: another process has written, and a watch may be behind it."""
-        for informer in self._all():
+        for informer in self._all_informers():
             informer.relist()
 
     async def run(self) -> None:
         """Keep everything up to date until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for informer in self._all():
+            for informer in self._all_informers():
                 group.create_task(informer.run(), name=f"skyproxy-informer-{informer.kind}")
 
-    def _all(self) -> Iterator[Informer]:
+    def _all_informers(self) -> Iterator[Informer]:
         return (informer for each in self._informers.values() for informer in each)
 
     def _store(self, kind: str, namespace: str) -> Store | None:

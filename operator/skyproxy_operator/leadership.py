@@ -19,7 +19,7 @@ Object = dict[str, Any]
 _API = "coordination.k8s.io/v1"
 
 
-def _now() -> float:
+def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
@@ -75,12 +75,12 @@ class Leadership:
 
     async def _renew(self) -> None:
         """Returns when the Lease could not be renewed for two thirds of its time: before it runs out for others."""
-        renewed = _now()
+        renewed = _loop_time()
         try:
             while True:
                 async with asyncio.timeout_at(renewed + self._seconds * 2 / 3):
                     await asyncio.sleep(self._seconds / 4)
-                    asked = _now()
+                    asked = _loop_time()
                     if await self._try():
                         renewed = asked
         except TimeoutError:
@@ -116,8 +116,8 @@ class Leadership:
         if holder not in ("", self._identity):
             seen = (holder, spec.get("renewTime"))
             if seen != self._seen:
-                self._seen, self._seen_at = seen, _now()
-            if _now() - self._seen_at < float(spec.get("leaseDurationSeconds") or self._seconds):
+                self._seen, self._seen_at = seen, _loop_time()
+            if _loop_time() - self._seen_at < float(spec.get("leaseDurationSeconds") or self._seconds):
                 return False
         await self._replace(self._lease(lease["metadata"], spec))
         return True

@@ -64,7 +64,7 @@ def _problems(value: object, kind: str, where: str) -> Iterator[str]:
             if key in known:
                 yield from _problems(item, known[key], f"{where}.{key}")
             elif key != _DIRECTIVE:
-                yield f"{where}.{key}: there is no such field{_meant(key, known)}"
+                yield f"{where}.{key}: there is no such field{_suggestion(key, known)}"
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _fields(kind: str) -> dict[str, str]:
     return {model.attribute_map[name]: held for name, held in model.openapi_types.items()}
 
 
-def _meant(key: object, known: Mapping[str, str]) -> str:
+def _suggestion(key: object, known: Mapping[str, str]) -> str:
     import difflib
 
     found = difflib.get_close_matches(str(key), known, 1)

@@ -69,12 +69,12 @@ def gate_cause(pod: Object, workload: Object | None = None) -> Cause:
     queue = (pod["metadata"].get("labels") or {}).get(QUEUE_LABEL)
     if queue is None or _GATE not in gates:
         return Cause("SchedulingGated", f"Pod {name} is waiting for its scheduling gates: {', '.join(gates)}.")
-    said, actionable = _said(workload or {})
+    said, actionable = _explain_workload(workload or {})
     text = f"Pod {name} waits in the queue {queue} until Kueue admits it."
     return Cause(QUEUED, f"{text} Kueue: {said}" if said else text, actionable)
 
 
-def _said(workload: Object) -> tuple[str, bool]:
+def _explain_workload(workload: Object) -> tuple[str, bool]:
     """Return what Kueue says about a Workload, and whether it stays so until somebody does something."""
     reserved = condition(workload, "QuotaReserved")
     if reserved.get("status") != "True":

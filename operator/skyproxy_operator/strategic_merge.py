@@ -38,7 +38,9 @@ def merged(original: Mapping[str, object], patch: Mapping[str, object]) -> dict[
         ValueError: the patch cannot be applied: an object where a list is, or a list element without its key.
     """
     if patch.get(_DIRECTIVE) == "replace":
-        return {key: _plain(value) for key, value in patch.items() if key != _DIRECTIVE and value is not None}
+        return {
+            key: _strip_directives(value) for key, value in patch.items() if key != _DIRECTIVE and value is not None
+        }
     if patch.get(_DIRECTIVE) == "delete":
         return {}
     result = copy.deepcopy(dict(original))
@@ -72,7 +74,7 @@ def _merged_value(key: str, original: object, patch: object) -> object:
 
 def _merged_list(name: str, key: str, original: list[object], patch: list[object]) -> list[object]:
     if any(isinstance(item, Mapping) and item == {_DIRECTIVE: "replace"} for item in patch):
-        return [_plain(item) for item in patch if item != {_DIRECTIVE: "replace"}]
+        return [_strip_directives(item) for item in patch if item != {_DIRECTIVE: "replace"}]
     result = copy.deepcopy(original)
     added = []
     for item in patch:
@@ -85,7 +87,7 @@ def _merged_list(name: str, key: str, original: list[object], patch: list[object
             if place is not None:
                 del result[place]
         elif place is None:
-            added.append(_plain(item))
+            added.append(_strip_directives(item))
         else:
             former = result[place]
             assert isinstance(former, Mapping), "only objects have a key"
@@ -94,10 +96,10 @@ def _merged_list(name: str, key: str, original: list[object], patch: list[object
     return added + result
 
 
-def _plain(value: object) -> object:
+def _strip_directives(value: object) -> object:
     """A copy without directives and nulls."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items() if key != _DIRECTIVE and item is not None}
+        return {key: _strip_directives(item) for key, item in value.items() if key != _DIRECTIVE and item is not None}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_strip_directives(item) for item in value]
     return value

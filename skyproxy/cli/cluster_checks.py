@@ -47,7 +47,7 @@ async def _examine(client: ClusterClient) -> list[Finding]:
     denied = []
     for group, resource, subresource, verbs in _NEEDED:
         for verb in verbs:
-            if not await _allowed(client, group, resource, subresource, verb):
+            if not await _is_allowed(client, group, resource, subresource, verb):
                 denied.append(f"{verb} {resource}" + (f"/{subresource}" if subresource else ""))
     if denied:
         hint = "Ask the cluster's administrator for the cluster role `edit` in this namespace, which has all of it."
@@ -80,7 +80,7 @@ async def _operator(client: ClusterClient) -> Finding:
     return Finding("operator", "ok", where)
 
 
-async def _allowed(client: ClusterClient, group: str, resource: str, subresource: str, verb: str) -> bool:
+async def _is_allowed(client: ClusterClient, group: str, resource: str, subresource: str, verb: str) -> bool:
     attributes = {"namespace": client.namespace, "group": group, "resource": resource, "verb": verb}
     if subresource:
         attributes["subresource"] = subresource

@@ -130,8 +130,8 @@ def _row(
         ready=found.ready,
         nodes=int(compute.get("spec", {}).get("nodes", 1)),
         devices=str(worker.get("summary", "")),
-        age_seconds=_since(metadata.get("creationTimestamp")),
-        idle_seconds=_since(status.get("lastActivityTime")),
+        age_seconds=_seconds_since(metadata.get("creationTimestamp")),
+        idle_seconds=_seconds_since(status.get("lastActivityTime")),
         url=status.get("externalUrl") or status.get("url"),
         reason="" if found.ready else found.reason,
         message="" if found.ready else found.text,
@@ -142,5 +142,5 @@ def _row(
     )
 
 
-def _since(stamp: str | None) -> float | None:
+def _seconds_since(stamp: str | None) -> float | None:
     return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds() if stamp else None

@@ -27,19 +27,19 @@ def debug(
 
     Functions wait where they were called with debug=True, or with SKYPROXY_DEBUG=1. Ctrl-D leaves them waiting.
     """
-    found = _waiting(post_mortem)
+    found = _waiting_breakpoints(post_mortem)
     try:
         if just_list or as_json:
             _show([row for row, _ in found], as_json)
             return
-        row, line = _chosen(found, identity)
+        row, line = _choose(found, identity)
         _talk(line, row)
     finally:
         for _, line in found:
             line.close()
 
 
-def _waiting(post_mortem: bool) -> list[tuple[dict[str, Any], Line]]:
+def _waiting_breakpoints(post_mortem: bool) -> list[tuple[dict[str, Any], Line]]:
     found: list[tuple[dict[str, Any], Line]] = []
     for line in debug_rooms.programs():
         rows = debug_rooms.waiting(line)
@@ -69,7 +69,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     show_table(_COLUMNS, shown, "nothing waits")
 
 
-def _chosen(found: list[tuple[dict[str, Any], Line]], identity: str | None) -> tuple[dict[str, Any], Line]:
+def _choose(found: list[tuple[dict[str, Any], Line]], identity: str | None) -> tuple[dict[str, Any], Line]:
     chosen = [(row, line) for row, line in found if identity in (None, row["id"])]
     if not chosen:
         which = f"with the id {identity}" if identity else "at a breakpoint"

@@ -144,7 +144,7 @@ def _worker() -> Iterator[Finding]:
         return  # it was said already
     access: Access | None = None
     try:
-        access = _chosen_access()
+        access = _choose_access()
         if access is None:
             return
         report = access.report()
@@ -168,7 +168,7 @@ def _worker() -> Iterator[Finding]:
     yield from _versions(report.get("software", {}))
 
 
-def _chosen_access() -> Access | None:
+def _choose_access() -> Access | None:
     access = access_of_environment()
     if access is not None:
         return access

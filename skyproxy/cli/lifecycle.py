@@ -140,11 +140,11 @@ def up(
     asked = {"gpus": gpus, "cpu": cpu, "memory": memory, "image": image, "volume": volume, "env": env}
     if chosen is ProviderName.LOCAL:
         asked |= {"suspend-after": suspend_after}
-        fleet = _up_local(name, gpus, cpu, variables, wait, suspend_seconds or 0.0, asked)
+        fleet = _bring_up_locally(name, gpus, cpu, variables, wait, suspend_seconds or 0.0, asked)
     elif target is not None:
-        fleet = _up_ssh(name, target, python, gpus, cpu, variables, asked)
+        fleet = _bring_up_over_ssh(name, target, python, gpus, cpu, variables, asked)
     elif chosen is ProviderName.CONTAINER:
-        fleet = asyncio.run(_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
+        fleet = asyncio.run(_bring_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
     else:
         manifest_options: dict[str, object] = {
             "image": image,
@@ -161,7 +161,7 @@ def up(
         }
         seconds = duration_seconds(timeout, "--timeout") if wait else None
         try:
-            fleet = asyncio.run(_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
+            fleet = asyncio.run(_bring_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
         except (KeyboardInterrupt, WorkerStartError):
             note(f"{name} is still being started, and may become ready later. To give up: skyproxy down {name}")
             raise
@@ -306,7 +306,7 @@ def _worker_variables(gpus: int | None, cpu: str | None, env: dict[str, str]) ->
     return "auto" if gpus is None else "cuda" if gpus else "cpu", variables
 
 
-def _up_ssh(
+def _bring_up_over_ssh(
     name: str,
     target: SshTarget,
     python: str | None,
@@ -329,7 +329,7 @@ def _up_ssh(
     return fleet
 
 
-def _up_local(
+def _bring_up_locally(
     name: str,
     gpus: int | None,
     cpu: str | None,
@@ -354,7 +354,7 @@ def _up_local(
     return fleet
 
 
-async def _up_container(
+async def _bring_up_container(
     name: str,
     wait: bool,
     gpus: int | None,
@@ -377,7 +377,7 @@ async def _up_container(
     return fleet
 
 
-async def _up_in_cluster(
+async def _bring_up_in_cluster(
     name: str, address: ClusterAddress, gpu_type: str | None, options: dict[str, Any], timeout_seconds: float | None
 ) -> Fleet:
     from skyproxy.kubernetes.client import ClusterClient

@@ -48,11 +48,11 @@ class SshFleet(NotSuspending):
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Give one another token; it reads the file anew when somebody comes with a token that it does not know."""
-        await asyncio.to_thread(_existing(name).rotate_token)
+        await asyncio.to_thread(_require_worker(name).rotate_token)
 
     async def logs(self, name: str, *, follow: bool, tail: int | None, node: int | None) -> AsyncIterator[str]:
         """The lines it wrote; while it follows, until the worker ends."""
-        worker = _existing(name)
+        worker = _require_worker(name)
         request = {"operation": "logs", "name": worker.remote_name, "follow": follow, "tail": tail}
         command, given = remote_program(worker.target, worker.python, request)
         process = await asyncio.create_subprocess_exec(
@@ -80,11 +80,11 @@ class SshFleet(NotSuspending):
 
     async def access(self, name: str) -> Access:
         """A tunnel to it."""
-        tunnel, token = await asyncio.to_thread(_existing(name).open)
+        tunnel, token = await asyncio.to_thread(_require_worker(name).open)
         return Access(tunnel.url, token, via="ssh", release=tunnel.close)
 
 
-def _existing(name: str) -> SshWorker:
+def _require_worker(name: str) -> SshWorker:
     worker = find(name)
     if worker is None:
         raise not_found(name, SshFleet.provider)

@@ -221,9 +221,9 @@ class Call:
         self._begun.add_done_callback(lambda future: callback())
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._awaited().__await__()
+        return self._wait_for_value().__await__()
 
-    async def _awaited(self) -> Any:
+    async def _wait_for_value(self) -> Any:
         if not self._future.done():
             self._channel.session.count_wait("call")
         try:
@@ -251,7 +251,7 @@ class Call:
         came = self._items.get().result()
         if came.kind == "item":
             return self._item(came)
-        raise StopIteration(self._last(came))
+        raise StopIteration(self._final_value(came))
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         try:
@@ -261,7 +261,7 @@ class Call:
                 raise TypeError(f"{self.name} did not return a generator; only those can be iterated over")
             while (came := await asyncio.wrap_future(self._items.get())).kind == "item":
                 yield self._item(came)
-            self._last(came)
+            self._final_value(came)
         except UntrustedResultError:
             raise  # the item waits until the worker is trusted
         except BaseException:
@@ -287,7 +287,7 @@ class Call:
         self._channel.ack(self, 0, came.number)
         return value
 
-    def _last(self, came: ReceivedEvent) -> Any:
+    def _final_value(self, came: ReceivedEvent) -> Any:
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:
@@ -406,7 +406,7 @@ class Call:
             return LimitExceededError(message)
         if name == FunctionCrashedError.__name__:
             return FunctionCrashedError(message)
-        error = self._rebuilt(came) if came.pieces else None
+        error = self._rebuild_error(came) if came.pieces else None
         if error is None:
             error = RemoteFunctionError(f"{name}: {message}")
             error.remote_traceback = traceback
@@ -414,7 +414,7 @@ class Call:
         error.__cause__ = RemoteTraceback(traceback)
         return error
 
-    def _rebuilt(self, came: ReceivedEvent) -> BaseException | None:
+    def _rebuild_error(self, came: ReceivedEvent) -> BaseException | None:
         """The exception that the function raised, as an object; None where it cannot be made here."""
         try:
             if came.value.get("form") == PLAIN:

@@ -104,7 +104,9 @@ class _LateStopCheck:
             )
         )
         while (
-            self._steps and not self._ended and (len(self._steps) > self._ahead(length) or self._steps[0].ended.done())
+            self._steps
+            and not self._ended
+            and (len(self._steps) > self._steps_ahead(length) or self._steps[0].ended.done())
         ):
             self._take_news()
         now = time.perf_counter()
@@ -112,7 +114,7 @@ class _LateStopCheck:
         self._last_step_at = now
         return self._ended or (self._max_length is not None and length >= self._max_length)
 
-    def _ahead(self, length: int) -> int:
+    def _steps_ahead(self, length: int) -> int:
         """Return how many steps may be without news: as many as fit into a round trip, and one that the worker
         computes.
         """
@@ -170,7 +172,7 @@ def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
     return _Call(bool(options.do_sample), getattr(config, "max_position_embeddings", None))
 
 
-def _described(sample: Callable[..., object]) -> Callable[..., object]:
+def _keep_signature(sample: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(sample)
     def described(self: object, input_ids: object, *args: object, **kwargs: object) -> object:
         remote = isinstance(input_ids, torch.Tensor) and input_ids.device.type == "sky" and not args
@@ -204,7 +206,7 @@ def install(module: Any) -> None:
     why = "`generate` reads a few tokens late whether it is to stop, in place of one round trip a token"
     test = "tests/integrations/test_generate_ahead.py::test_steps_that_were_too_many_leave_no_trace"
     patching.replace(module, "DeferredStopCheck", DeferredStopCheck, why=why, test=test, when=When.TRANSFORMERS)
-    patching.wrap(module.GenerationMixin, "_sample", _described, why=why, test=test, when=When.TRANSFORMERS)
+    patching.wrap(module.GenerationMixin, "_sample", _keep_signature, why=why, test=test, when=When.TRANSFORMERS)
 
 
 __all__ = ["install"]

@@ -76,7 +76,7 @@ def _forget_choice(device: torch.device) -> None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _asked_for() -> torch.device | None:
+def _device_of_environment() -> torch.device | None:
     """The sky device that the environment asks for."""
     name = os.environ.get(_VARIABLE, "")
     return torch.device(name) if name.partition(":")[0] == "sky" else None
@@ -96,7 +96,7 @@ def _complete_transformers(module: Any) -> None:
 
     def setup_devices(self: Any) -> torch.device:
         device: torch.device = plain_setup(self)
-        place = None if self.use_cpu else _asked_for()
+        place = None if self.use_cpu else _device_of_environment()
         if place is None or self.distributed_state is None or self.distributed_state.device != place:
             return device
         self._n_gpu = 1
@@ -104,7 +104,7 @@ def _complete_transformers(module: Any) -> None:
 
     @functools.wraps(has_bfloat16)
     def bfloat16_available() -> bool:
-        place = _asked_for()
+        place = _device_of_environment()
         return bool(has_bfloat16() if place is None else torch.get_device_module("sky").is_bf16_supported())
 
     plain_setup = setup.func

@@ -41,7 +41,7 @@ def script_document(script: Script, info: InstanceInfo | None) -> bytes:
         info: for torchrun: who the nodes are, and where they meet; None runs the script by itself.
     """
     fields = {**asdict(script), "args": list(script.args), "env": dict(script.env)}
-    return _packed({"kind": "script", "script": fields, "info": None if info is None else asdict(info)})
+    return _pack({"kind": "script", "script": fields, "info": None if info is None else asdict(info)})
 
 
 def function_document(
@@ -83,7 +83,7 @@ def function_document(
         numbers = {path: number for number, (path, _) in enumerate(folders)}
         found = {(numbers[path], file): read_file(path, file) for path, file in PROJECT_FILES.current(folders)}
         files = pack_files({key: content for key, content in found.items() if content is not None})
-    return _packed(
+    return _pack(
         {
             "kind": "function",
             "tables": pickled.tables,
@@ -110,7 +110,7 @@ def _refuse_device(device: torch.device) -> None:
         raise ConfigurationError(f"{device} is a device of this program only. Name the worker's own in a job: cuda")
 
 
-def _packed(document: Mapping[str, object]) -> bytes:
+def _pack(document: Mapping[str, object]) -> bytes:
     try:
         packed: bytes = msgpack.packb(document)
     except (ValueError, OverflowError) as error:

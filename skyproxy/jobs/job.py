@@ -100,7 +100,7 @@ class Job:
         for open_connection in self._nodes:
             with JobLink(open_connection) as link:
                 rows.append(status_of(link.ask("status", name=self.name)[0]))
-        return _worst(rows)
+        return _worst_status(rows)
 
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait until it has ended, and return its status; one that is preempted has not.
@@ -121,7 +121,7 @@ class Job:
         for open_connection in self._nodes:
             with JobLink(open_connection, SETTINGS.reconnect_seconds) as link:
                 rows.append(_wait_on(link, self.name, deadline))
-        return _worst(rows)
+        return _worst_status(rows)
 
     def logs(self, follow: bool = False, tail_bytes: int | None = None) -> Iterator[str]:
         """Yield the lines that it has printed, standard output and standard error together.
@@ -270,7 +270,7 @@ def _wait_on(link: JobLink, name: str, deadline: float | None) -> JobStatus:
             time.sleep(min(left, 1.0))  # its worker is shutting down: the next one has it
 
 
-def _worst(rows: list[JobStatus]) -> JobStatus:
+def _worst_status(rows: list[JobStatus]) -> JobStatus:
     known = [row for row in rows if row.state in _WORST_FIRST] or rows
     return min(known, key=lambda row: _WORST_FIRST.index(row.state) if row.state in _WORST_FIRST else 0)
 

@@ -138,7 +138,7 @@ def result_bytes(link: JobLink, name: str) -> bytes | None:
     offset = 0
     while True:
         answer, data = link.ask("result", name=name, offset=offset, limit=SETTINGS.chunk_bytes)
-        total = _whole(answer.get("total_bytes"))
+        total = _whole_number(answer.get("total_bytes"))
         if total < 0:
             return None
         if total > SETTINGS.max_payload_bytes:
@@ -165,12 +165,12 @@ def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterat
         answer, data = link.ask("log", name=name, offset=offset, limit=SETTINGS.chunk_bytes, wait_seconds=seconds)
         if data:
             yield data
-        offset = max(_whole(answer.get("offset")), 0) + len(data)
+        offset = max(_whole_number(answer.get("offset")), 0) + len(data)
         if not answer.get("more") or (not data and not follow):
             return
 
 
-def _whole(value: object) -> int:
+def _whole_number(value: object) -> int:
     if type(value) is not int:
         raise ProtocolError("the worker sent no number of bytes")
     return value

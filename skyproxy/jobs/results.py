@@ -34,7 +34,7 @@ def write_result(folder: Path, value: object, *, plain: bool) -> None:
     Raises:
         Exception: something in it cannot be pickled.
     """
-    _write(folder, {"kind": "result"}, _pickled(value, plain=plain))
+    _write(folder, {"kind": "result"}, _pickle(value, plain=plain))
 
 
 def write_error(folder: Path, error: BaseException, *, plain: bool) -> None:
@@ -53,7 +53,7 @@ def write_error(folder: Path, error: BaseException, *, plain: bool) -> None:
     _write(folder, words, pickled)
 
 
-def _pickled(value: object, *, plain: bool) -> Pickled:
+def _pickle(value: object, *, plain: bool) -> Pickled:
     if not plain:
         return Pickler(lambda tensor: None).pickle(value)
     try:

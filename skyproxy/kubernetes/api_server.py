@@ -224,9 +224,9 @@ def refused(status: int, path: str, answer: Mapping[str, Any], address: ClusterA
     elif status == 403:
         text = f"you may not do that ({address}): {message}. Ask the cluster's administrator for permission."
     elif status == 404 and f"/{GROUP}/" in path and reason != "NotFound":
-        text = _not_installed(address)
+        text = _explain_missing_operator(address)
     elif status == 404 and f"/{GROUP}/" in path and not (answer.get("details") or {}).get("name"):
-        text, reason = _not_installed(address), ""
+        text, reason = _explain_missing_operator(address), ""
     else:
         text = f"the cluster refused the request: {message} (HTTP {status})"
     error = ClusterError(text)
@@ -234,6 +234,6 @@ def refused(status: int, path: str, answer: Mapping[str, Any], address: ClusterA
     return error
 
 
-def _not_installed(address: ClusterAddress) -> str:
+def _explain_missing_operator(address: ClusterAddress) -> str:
     where = f" ({address.context})" if address.context else ""
     return f"the cluster{where} does not know skyproxy's Compute. An administrator installs it: skyproxy install"

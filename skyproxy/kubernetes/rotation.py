@@ -51,7 +51,7 @@ async def rotate_token(
     secret = await client.request("GET", secret_path)
     data = secret.get("data") or {}
     former = base64.b64decode(data.get("token", "")).decode().strip()
-    if running and FORMER in data and not await _all_take(client, compute, former):
+    if running and FORMER in data and not await _is_token_taken(client, compute, former):
         raise ConfigurationError(
             f"{name} has not accepted its last new token yet, and another one would lock out clients that have "
             "the previous one. Wait a minute and try again."
@@ -75,7 +75,7 @@ async def rotate_token(
     say(f"{name} has a new token; waiting until its workers have read it")
     try:
         async with asyncio.timeout(timeout_seconds):
-            while not await _all_take(client, compute, token):
+            while not await _is_token_taken(client, compute, token):
                 await asyncio.sleep(_LOOK_SECONDS)
     except TimeoutError:
         raise ClusterError(
@@ -84,7 +84,7 @@ async def rotate_token(
         ) from None
 
 
-async def _all_take(client: ClusterClient, compute: dict[str, Any], token: str) -> bool:
+async def _is_token_taken(client: ClusterClient, compute: dict[str, Any], token: str) -> bool:
     """Return whether every process of a Compute takes a token; one that cannot be asked counts as one that does not."""
     spec = compute.get("spec") or {}
     for node in range(int(spec.get("nodes", 1))):

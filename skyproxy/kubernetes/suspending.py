@@ -47,7 +47,7 @@ async def suspend(
         ConfigurationError: there is no such Compute, or it has no place for what its sessions hold.
         ClusterError: the Pods did not end in time.
     """
-    compute = await _existing(client, name)
+    compute = await _require_compute(client, name)
     if not keeps_sessions(compute) and not force:
         raise ConfigurationError(
             f"{name} has no volume for snapshots, so its sessions would be lost. Give it one: skyproxy up {name} "
@@ -57,7 +57,7 @@ async def suspend(
     say(f"{name}: its Pods end when their sessions are saved")
     try:
         async with asyncio.timeout(timeout_seconds):
-            while (await _existing(client, name)).get("status", {}).get("phase") != "Suspended" or (
+            while (await _require_compute(client, name)).get("status", {}).get("phase") != "Suspended" or (
                 await client.pods(name)
             ):
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -83,7 +83,7 @@ async def resume(
         WorkerStartError: it did not come up.
     """
     async with ClusterClient(address) as client:
-        compute = await _existing(client, name)
+        compute = await _require_compute(client, name)
         ended_for = compute.get("status", {}).get("endedFor")
         if is_suspended(compute):
             now = datetime.now(UTC).isoformat(timespec="microseconds")
@@ -108,7 +108,7 @@ async def resume_if_suspended(address: ClusterAddress, name: str, timeout_second
         await resume(address, name, timeout_seconds)
 
 
-async def _existing(client: ClusterClient, name: str) -> Manifest:
+async def _require_compute(client: ClusterClient, name: str) -> Manifest:
     compute = await client.get(name)
     if compute is None:
         raise ConfigurationError(f"there is no worker {name!r} in {client.address}. See: skyproxy list")

@@ -200,10 +200,10 @@ class NodeNames:
                         f"{name!r} was saved as a pickle, which can run any code here, and nothing of it was read. If "
                         "you trust where it comes from: skyproxy.restore(..., trust=True); or save its state_dict()."
                     )
-                return self._rebuilt(form, tables, pieces, tensors)
+                return self._rebuild(form, tables, pieces, tensors)
         with torch.inference_mode(False), torch.no_grad():
             document, tensors = self._named_document(name)
-            return self._rebuilt(*open_document(document), tensors)
+            return self._rebuild(*open_document(document), tensors)
 
     def _named_document(self, name: str) -> tuple[bytes, list[torch.Tensor]]:
         """Return what the worker has under a name: its structure, and its tensors.
@@ -229,7 +229,7 @@ class NodeNames:
         with torch.inference_mode(False), torch.no_grad():
             return answer["document"], self._adopt_tensors(name, answer, tables)
 
-    def _rebuilt(self, form: str, tables: dict[str, Any], pieces: list[object], tensors: Sequence[torch.Tensor]) -> Any:
+    def _rebuild(self, form: str, tables: dict[str, Any], pieces: list[object], tensors: Sequence[torch.Tensor]) -> Any:
         if form != PLAIN:
             return Unpickler(pieces, tables, lambda row, position: tensors[position], self._device_at).unpickle()
         try:

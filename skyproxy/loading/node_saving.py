@@ -97,7 +97,7 @@ class NodeSaves(NodeModels, NodeNames):
             return
         store = open_store(location)  # what is wrong with it should be known first
         key = secrets.token_hex(16)
-        with WorkerCopies(self._checked_opener()) as worker:
+        with WorkerCopies(self._require_opener()) as worker:
             try:
                 self._session.call("save_snapshot", key, slots, names)
                 write_to_folder(worker.open(key), SnapshotFolder(store, secrets.token_hex(16)), names)
@@ -126,7 +126,7 @@ class NodeSaves(NodeModels, NodeNames):
             names = read_names(copy.names)
             devices = {(device.row["type"], device.row["index"] or 0) for device in self._devices}
             check_origin(copy.document, self.software.get("torch", ""), devices)
-            with WorkerCopies(self._checked_opener()) as worker:
+            with WorkerCopies(self._require_opener()) as worker:
                 try:
                     worker.write(copy._replace(names=b""), key)
                     answer = self._session.call("open_snapshot", key, "")
@@ -167,14 +167,14 @@ class NodeSaves(NodeModels, NodeNames):
 
     def _check_snapshots(self) -> None:
         self._session.check()
-        self._checked_opener()
+        self._require_opener()
         if not self._session.welcome.limits.get("snapshots"):
             raise ConfigurationError(
                 f"the worker at {self.url} keeps no snapshots, which sessions are saved from. Start it with "
                 "--snapshots FOLDER."
             )
 
-    def _checked_opener(self) -> Opener:
+    def _require_opener(self) -> Opener:
         if self._opener is None:
             raise ConfigurationError("this node was made without a way to open a connection for snapshots")
         return self._opener

@@ -23,7 +23,7 @@ from skyproxy.payloads.plain_writer import MAX_INT, MIN_INT, OUT_OF_BAND_BYTES, 
 from skyproxy.payloads.tensors import Refer
 
 
-def _only_atoms(values: Iterable[object]) -> bool:
+def _has_only_atoms(values: Iterable[object]) -> bool:
     kinds = set(map(type, values))
     if int in kinds:
         kinds.discard(int)
@@ -37,7 +37,7 @@ def _only_atoms(values: Iterable[object]) -> bool:
 
 def _put_list(writer: PlainWriter, value: list[object]) -> None:
     writer.note(value)
-    if _only_atoms(value):
+    if _has_only_atoms(value):
         writer.begin(Code.ATOM_LIST, len(value))
         writer.atom(*value)
     else:
@@ -46,7 +46,7 @@ def _put_list(writer: PlainWriter, value: list[object]) -> None:
 
 
 def _put_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
-    if _only_atoms(value):
+    if _has_only_atoms(value):
         writer.begin(Code.ATOM_TUPLE, len(value))
         writer.atom(*value)
         writer.note(value)
@@ -57,7 +57,7 @@ def _put_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
 
 def _put_dict(writer: PlainWriter, value: dict[object, object]) -> None:
     writer.note(value)
-    if _only_atoms(value.keys()) and _only_atoms(value.values()):
+    if _has_only_atoms(value.keys()) and _has_only_atoms(value.values()):
         writer.begin(Code.ATOM_DICT, len(value))
         writer.atom(*value.keys())
         writer.atom(*value.values())
@@ -269,7 +269,7 @@ def _put_namespace(writer: PlainWriter, value: types.SimpleNamespace) -> None:
     writer.pairs(vars(value).items())
 
 
-def _single(code: Code, atoms: Callable[[Any], Sequence[object]]) -> Callable[[PlainWriter, object], None]:
+def _atom_writer(code: Code, atoms: Callable[[Any], Sequence[object]]) -> Callable[[PlainWriter, object], None]:
     """The writer of a value that is a few atoms."""
 
     def put(writer: PlainWriter, value: object) -> None:
@@ -294,30 +294,30 @@ _WRITERS: dict[type, WriteFunction] = {
     frozenset: _put_frozenset,
     bytes: _put_bytes,
     bytearray: _put_bytearray,
-    complex: _single(Code.COMPLEX, lambda value: (value.real, value.imag)),
+    complex: _atom_writer(Code.COMPLEX, lambda value: (value.real, value.imag)),
     collections.OrderedDict: _put_ordered_dict,
     collections.defaultdict: _put_default_dict,
     collections.Counter: _put_counter,
     collections.deque: _put_deque,
     range: _put_range,
     slice: _put_slice,
-    types.EllipsisType: _single(Code.ELLIPSIS, lambda value: ()),
+    types.EllipsisType: _atom_writer(Code.ELLIPSIS, lambda value: ()),
     types.SimpleNamespace: _put_namespace,
     torch.Tensor: _put_tensor,
     torch.nn.Parameter: _put_tensor,
     torch.Size: _put_size,
     torch.device: _put_device,
-    torch.dtype: _single(Code.DTYPE, lambda value: (torch_codec.DTYPE_NAMES[value],)),
-    torch.layout: _single(Code.LAYOUT, lambda value: (torch_codec.LAYOUT_NAMES[value],)),
-    torch.memory_format: _single(Code.MEMORY_FORMAT, lambda value: (torch_codec.MEMORY_FORMAT_NAMES[value],)),
-    datetime.date: _single(Code.DATE, lambda value: (value.toordinal(),)),
+    torch.dtype: _atom_writer(Code.DTYPE, lambda value: (torch_codec.DTYPE_NAMES[value],)),
+    torch.layout: _atom_writer(Code.LAYOUT, lambda value: (torch_codec.LAYOUT_NAMES[value],)),
+    torch.memory_format: _atom_writer(Code.MEMORY_FORMAT, lambda value: (torch_codec.MEMORY_FORMAT_NAMES[value],)),
+    datetime.date: _atom_writer(Code.DATE, lambda value: (value.toordinal(),)),
     datetime.datetime: _put_datetime,
     datetime.time: _put_datetime,
-    datetime.timedelta: _single(Code.TIMEDELTA, lambda value: (value.days, value.seconds, value.microseconds)),
-    decimal.Decimal: _single(Code.DECIMAL, lambda value: (str(value),)),
-    fractions.Fraction: _single(Code.FRACTION, lambda value: (str(value),)),
-    uuid.UUID: _single(Code.UUID, lambda value: (value.bytes,)),
-    **dict.fromkeys(PATHS.values(), _single(Code.PATH, lambda value: (type(value).__name__, str(value)))),
+    datetime.timedelta: _atom_writer(Code.TIMEDELTA, lambda value: (value.days, value.seconds, value.microseconds)),
+    decimal.Decimal: _atom_writer(Code.DECIMAL, lambda value: (str(value),)),
+    fractions.Fraction: _atom_writer(Code.FRACTION, lambda value: (str(value),)),
+    uuid.UUID: _atom_writer(Code.UUID, lambda value: (value.bytes,)),
+    **dict.fromkeys(PATHS.values(), _atom_writer(Code.PATH, lambda value: (type(value).__name__, str(value)))),
     **dict.fromkeys(rebuilding.RETURN_TYPES.values(), _put_return_type),
 }
 

@@ -61,11 +61,11 @@ class _Folder:
             ConfigurationError: the modules that the program has loaded from here are too many already.
         """
         # New and removed files change the folder that they are in.
-        if not self._inner or any(_state(self._full(name)) != known for name, known in self._inner.items()):
+        if not self._inner or any(_state(self._full_path(name)) != known for name, known in self._inner.items()):
             self._look_through()
-        return {name: state for name in self._names if (state := _state(self._full(name))) is not None}
+        return {name: state for name in self._names if (state := _state(self._full_path(name))) is not None}
 
-    def _full(self, name: str) -> str:
+    def _full_path(self, name: str) -> str:
         return os.path.join(self._path, name)
 
     def _look_through(self) -> None:
@@ -81,8 +81,8 @@ class _Folder:
 
     def _take_loaded(self) -> None:
         self._inner = {"": None}  # looked through every time: the program may have loaded more
-        names = {*_loaded_from(self._path), *_entries(self._path)[0]}
-        sizes = {name: state[1] for name in sorted(names) if (state := _state(self._full(name))) is not None}
+        names = {*_loaded_files(self._path), *_entries(self._path)[0]}
+        sizes = {name: state[1] for name in sorted(names) if (state := _state(self._full_path(name))) is not None}
         self._names = list(sizes)
         if self._is_too_much(len(sizes), sum(sizes.values())):
             raise ConfigurationError(
@@ -217,7 +217,7 @@ def _state(path: str) -> State | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _loaded_from(folder: str) -> Iterator[str]:
+def _loaded_files(folder: str) -> Iterator[str]:
     """The files of the user's modules that were loaded from a folder."""
     inside = os.path.join(folder, "")
     for module in list(sys.modules.values()):

@@ -60,10 +60,10 @@ def _is_library(path: str) -> bool:
         return True
     below, place = resolved, resolved.parent
     while below != place:
-        if below.stem in _installed_into(place):
+        if below.stem in _installed_names(place):
             return True
         below, place = place, place.parent
-    own = _installed_into(resolved)
+    own = _installed_names(resolved)
     return bool(own) and not any(
         found.stem not in own and (found.suffix == ".py" or (found / "__init__.py").is_file())
         for found in resolved.iterdir()
@@ -71,7 +71,7 @@ def _is_library(path: str) -> bool:
 
 
 @functools.lru_cache(4096)
-def _installed_into(folder: Path) -> frozenset[str]:
+def _installed_names(folder: Path) -> frozenset[str]:
     """The names that `pip install --target` has put into a folder, where a program may have modules of its own, too."""
     names: set[str] = set()
     for record in folder.glob("*.dist-info/RECORD"):
@@ -229,7 +229,7 @@ def _modules_by_value() -> list[ModuleType]:
 def _project_modules() -> list[ModuleType]:
     """The user's modules that are loaded now."""
     global _by_value
-    if not _same(list(sys.modules.values()), _seen):
+    if not _are_same(list(sys.modules.values()), _seen):
         found: dict[str, object] = {**sys.modules}
         _seen[:] = found.values()
         # Some put objects that are not modules there, or modules under other names than their own.
@@ -243,6 +243,6 @@ def _project_modules() -> list[ModuleType]:
     return _projects
 
 
-def _same(one: list[object], other: list[object]) -> bool:
+def _are_same(one: list[object], other: list[object]) -> bool:
     """Return whether both have the very same objects, whatever these think of equality."""
     return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -145,11 +145,11 @@ class TensorReader:
         tensor = self._made.get(number)
         if tensor is None:
             row = self._rows[number]
-            tensor = self._by_value(row) if row[0] == VALUE else self._referred(row, self._order[number])
+            tensor = self._decode_value(row) if row[0] == VALUE else self._referred(row, self._order[number])
             self._made[number] = tensor
         return tensor
 
-    def _by_value(self, row: Row) -> torch.Tensor:
+    def _decode_value(self, row: Row) -> torch.Tensor:
         description = torch_codec.decode_description(row[1])
         content, base = self._contents[row[4]], self._bases[row[4]]
         _check_view(description, content, base)

@@ -113,7 +113,7 @@ class _Meeting:
 _meeting: _Meeting | None = None
 
 
-def _current() -> _Meeting:
+def _current_meeting() -> _Meeting:
     if _meeting is None:
         raise ConfigurationError(
             "barrier, counter and lock need the pool's store. Add sky.plugins.coordination() to the pool's plugins."
@@ -141,7 +141,7 @@ def barrier(name: str = "", timeout_seconds: float | None = None) -> None:
         step() @ pool  # the pool has plugins=[skyproxy.plugins.coordination()]
         ```
     """
-    meeting = _current()
+    meeting = _current_meeting()
     store, info = meeting.store, meeting.info
     key = f"barrier/{name}/{meeting.next_round(name)}"
     keys = [f"{key}/{rank}" for rank in range(info.world_size)]
@@ -167,7 +167,7 @@ class Counter:
         Returns:
             The new value.
         """
-        return int(_current().store.add(f"counter/{self.name}", amount))
+        return int(_current_meeting().store.add(f"counter/{self.name}", amount))
 
     @property
     def value(self) -> int:
@@ -213,7 +213,7 @@ def lock(name: str = "", timeout_seconds: float | None = None) -> Iterator[None]
         alone() @ pool  # the pool has plugins=[skyproxy.plugins.coordination()]
         ```
     """
-    meeting = _current()
+    meeting = _current_meeting()
     store, key = meeting.store, f"lock/{name}"
     # Unique, so that even the same thread waits for itself: taking a lock twice is a mistake that a timeout shows.
     own = f"rank {meeting.info.rank}, process {os.getpid()} ({secrets.token_hex(4)})"

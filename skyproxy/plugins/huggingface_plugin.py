@@ -55,10 +55,10 @@ class HuggingFacePlugin(Plugin):
 
     def around_process(self, info: InstanceInfo) -> contextlib.AbstractContextManager[object]:
         """HF_TOKEN, and the login."""
-        return self._logged_in() if self.token is not None else contextlib.nullcontext()
+        return self._log_in() if self.token is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _logged_in(self) -> Iterator[None]:
+    def _log_in(self) -> Iterator[None]:
         with environment({"HF_TOKEN": self.token}):
             if self.login:
                 self._check()

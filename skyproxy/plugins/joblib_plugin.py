@@ -67,11 +67,11 @@ class JoblibPlugin(Plugin):
 
     def around_client(self, pool: object) -> contextlib.AbstractContextManager[Any]:
         """`Parallel` without a word about its backend uses the pool, on the thread of the `with` block."""
-        return _by_default(pool, self.n_jobs)
+        return _default_backend(pool, self.n_jobs)
 
 
 @contextlib.contextmanager
-def _by_default(pool: object, n_jobs: int) -> Iterator[None]:
+def _default_backend(pool: object, n_jobs: int) -> Iterator[None]:
     try:
         import joblib
     except ModuleNotFoundError as error:

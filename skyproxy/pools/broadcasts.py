@@ -153,16 +153,16 @@ class Broadcasts:
         except BaseException as error:
             for begun in calls.values():
                 begun.cancel()
-            self._ended(slots, outputs)
+            self._on_end(slots, outputs)
             future.fail(error)
             if not isinstance(error, Exception):
                 raise
             return
         gathered = crew.gather(calls, call.options.timeout_seconds, call.name)
-        gathered.add_done_callback(lambda _: self._ended(slots, outputs))
+        gathered.add_done_callback(lambda _: self._on_end(slots, outputs))
         future.follow(gathered)
 
-    def _ended(self, slots: Sequence[Slot], outputs: Sequence[TaskOutput]) -> None:
+    def _on_end(self, slots: Sequence[Slot], outputs: Sequence[TaskOutput]) -> None:
         for output in outputs:
             output.finish()
         with self._lock:

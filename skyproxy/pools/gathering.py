@@ -74,13 +74,13 @@ class Gathering:
         self._what = what
         self._timeout_seconds = timeout_seconds
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.future.add_done_callback(self._if_cancelled)
+        self.future.add_done_callback(self._on_cancel)
         self._waiting_to_start = 0
         if timeout_seconds is not None:
             # What is on its way, or waits for tensors, uses nothing of the time.
             self._waiting_to_start = len(calls)
             for call in calls.values():
-                when_started = getattr(call, "add_started_callback", _at_once)
+                when_started = getattr(call, "add_started_callback", _call_now)
                 when_started(partial(self._ended.put, _STARTED))
         for rank, call in calls.items():
             call.add_done_callback(partial(self._has_ended, rank))
@@ -89,7 +89,7 @@ class Gathering:
     def _has_ended(self, rank: int, call: Call) -> None:
         self._ended.put(rank)
 
-    def _if_cancelled(self, future: Future[list[object]]) -> None:
+    def _on_cancel(self, future: Future[list[object]]) -> None:
         if future.cancelled():
             # At once: whoever cancels may start the next task in the same breath.
             self._group.expect_stop()
@@ -118,7 +118,7 @@ class Gathering:
             except queue.Empty:
                 if all(call.done() for call in self._calls.values()):
                     continue  # at the last moment
-                raise self._late() from None
+                raise self._name_missing_ranks() from None
             if rank == _STARTED:
                 self._waiting_to_start -= 1
                 if not self._waiting_to_start and self._timeout_seconds is not None:
@@ -175,7 +175,7 @@ class Gathering:
             text += f"; rank {_list_ranks(stopped)} stopped because of it"
         return text
 
-    def _late(self) -> RankErrors:
+    def _name_missing_ranks(self) -> RankErrors:
         """The time is over: whoever is not done is missing."""
         missing = [rank for rank, call in self._calls.items() if not call.done()]
         infos = self._infos
@@ -185,7 +185,7 @@ class Gathering:
         return RankErrors.of(text, {rank: TimeoutError(f"rank {rank}: {text}") for rank in missing}, min(missing))
 
 
-def _at_once(callback: Callable[[], object]) -> None:
+def _call_now(callback: Callable[[], object]) -> None:
     callback()
 
 

@@ -145,7 +145,7 @@ class Growth:
             now: the same clock's as in `load`, in seconds.
         """
         present = len(load.idle_since)
-        needed = self._needed(load, now)
+        needed = self._needed_nodes(load, now)
         start = max(0, min(needed, self._limits.maximum) - present - load.starting)
         looks = []
         if start and now < self._paused_until:
@@ -166,7 +166,7 @@ class Growth:
                 looks.append(since + self._limits.idle_seconds)
         return Decision(start, tuple(stop), min(looks, default=None))
 
-    def _needed(self, load: Load, now: float) -> int:
+    def _needed_nodes(self, load: Load, now: float) -> int:
         """Return how many nodes there should be for what waits, whatever the maximum."""
         present = len(load.idle_since)
         needed = max(self._limits.minimum, load.wanted)

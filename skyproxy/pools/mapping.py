@@ -150,7 +150,7 @@ class GroupingMap:
                 part.future.cancel()
 
     def _group_results(self, part: _Part) -> Iterator[object]:
-        yield from self._while_it_runs(part)
+        yield from self._yield_while_running(part)
         error = part.future.exception()
         if isinstance(error, SessionLostError):
             raise error
@@ -161,7 +161,7 @@ class GroupingMap:
                 self._give_out(part)
             yield from values
         reply = part.future.wait()  # which raises the error
-        values, begun, has_more, seconds = _checked(reply, part)
+        values, begun, has_more, seconds = _check_reply(reply, part)
         self._parts.popleft()
         self._insert(part.calls[begun:])
         self._resize(seconds, begun)
@@ -171,7 +171,7 @@ class GroupingMap:
             assert part.future.rank is not None
             yield self._scheduler.ask(part.future.rank, take, part.key).result()
 
-    def _while_it_runs(self, part: _Part) -> Iterator[object]:
+    def _yield_while_running(self, part: _Part) -> Iterator[object]:
         """Wait for a group; where it takes long, yield what it has by then, and make the rest of its calls
         elsewhere.
         """
@@ -201,7 +201,7 @@ class GroupingMap:
         """Take note of what a group gave back; return the results that it had."""
         if answer is None:
             return []
-        values, begun = _checked_part(answer, part)
+        values, begun = _check_part(answer, part)
         part.early += len(values)
         part.rest, part.calls = part.calls[begun:], part.calls[:begun]
         return values
@@ -274,7 +274,7 @@ def _is_done(future: PoolFuture[Any] | Call, timeout_seconds: float) -> bool:
     return True
 
 
-def _checked(reply: Any, part: _Part) -> tuple[list[object], int, bool, float]:
+def _check_reply(reply: Any, part: _Part) -> tuple[list[object], int, bool, float]:
     """The reply of a group, which may come from a worker that nobody trusts.
 
     Raises:
@@ -287,7 +287,7 @@ def _checked(reply: Any, part: _Part) -> tuple[list[object], int, bool, float]:
     return values, begun, has_more, seconds
 
 
-def _checked_part(answer: Any, part: _Part) -> tuple[list[object], int]:
+def _check_part(answer: Any, part: _Part) -> tuple[list[object], int]:
     if type(answer) is not list or [type(field) for field in answer] != [list, int]:
         raise ProtocolError(f"the worker sent a malformed part of {part.future.name}")
     values, begun = answer

@@ -237,7 +237,7 @@ class Membership:
             raise
         except Exception as error:
             self._starting.pop(number, None)
-            self._failed(number, error)
+            self._note_failure(number, error)
         else:
             self._starting.pop(number, None)
             self._growth.succeeded()
@@ -248,7 +248,7 @@ class Membership:
             self._report(Progress("running", number, f"node {number} has joined the pool"))
         self.look_soon()
 
-    def _failed(self, number: int, error: Exception) -> None:
+    def _note_failure(self, number: int, error: Exception) -> None:
         assert self._queue is not None
         before = self._growth.failures
         pause = self._growth.failed(time.monotonic())
@@ -273,7 +273,7 @@ class Membership:
         del self.nodes[number]
         self._group.remove(node.ranks)
         self._report(Progress("shrinking", number, f"node {number} had nothing to do, and is taken away"))
-        self._later(self._leave_and_end(node))
+        self._start_task(self._leave_and_end(node))
 
     async def _leave_and_end(self, node: PoolNode) -> None:
         await asyncio.to_thread(self._group.leave, node.members)
@@ -287,19 +287,19 @@ class Membership:
             self._take_out(node)
             reasons = [str(member.node._session.lost) for member in node.members if member.node._session.lost]
             self._report(Progress("lost", number, ": ".join([f"node {number} {why}", *reasons[:1]])))
-            self._later(self._end(node))
+            self._start_task(self._end(node))
 
     def _take_out(self, node: PoolNode) -> None:
         assert self._queue is not None
         self._queue.lose_ranks(node.ranks)
         self._group.remove(node.ranks)
 
-    def _later(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._logging(work))
+    def _start_task(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._log_failure(work))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _logging(self, work: Coroutine[object, object, None]) -> None:
+    async def _log_failure(self, work: Coroutine[object, object, None]) -> None:
         try:
             await work
         except Exception as error:
@@ -316,7 +316,7 @@ class Membership:
         timeout = self._spec.timeout_seconds
         try:
             async with asyncio.timeout(timeout) as limit:
-                launched = await self._source.add_node(number, self._about(number))
+                launched = await self._source.add_node(number, self._report_for(number))
                 try:
                     self.nodes[number] = await self._connect(number, launched)
                 except BaseException:
@@ -344,7 +344,7 @@ class Membership:
             raise
         return PoolNode(number, launched, members, tensors)
 
-    def _about(self, number: int) -> Report:
+    def _report_for(self, number: int) -> Report:
         def report(progress: Progress) -> None:
             # A step of one node, whatever the pool of one says.
             self._report(replace(progress, node=number))

@@ -74,7 +74,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
     def __repr__(self) -> str:
         return f"<{self.name}(...), not run yet: `>> pool` runs it>"
 
-    def _with(self, **changes: Any) -> PendingCompute[T_co]:
+    def _with_options(self, **changes: Any) -> PendingCompute[T_co]:
         return PendingCompute(self.function, self.args, self.kwargs, replace(self.options, **changes), self.name)
 
     def with_timeout(self, seconds: float) -> PendingCompute[T_co]:
@@ -89,7 +89,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
             raise ConfigurationError(
                 f"with_timeout({seconds}): a call needs some time. Use a number of seconds above 0."
             )
-        return self._with(timeout_seconds=float(seconds))
+        return self._with_options(timeout_seconds=float(seconds))
 
     def with_retry(self, retry: Retry | int) -> PendingCompute[T_co]:
         """The call, made once more where it fails as `retry` says; a number stands for lost workers only.
@@ -99,7 +99,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
             print(square(3).with_retry(2) >> pool)
             ```
         """
-        return self._with(retry=Retry.parse(retry) or Retry(0))
+        return self._with_options(retry=Retry.parse(retry) or Retry(0))
 
     def on(self, rank: On) -> PendingCompute[T_co]:
         """The call, on one rank: its number, or "head".
@@ -109,7 +109,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
             print(square(3).on("head") >> pool)
             ```
         """
-        return self._with(on=checked_rank(rank))
+        return self._with_options(on=checked_rank(rank))
 
     def remote(self) -> PendingCompute[T_co]:
         """The call, with the tensors of its result left on the worker, as remote tensors.
@@ -120,7 +120,7 @@ class PendingCompute(NotAValue, Generic[T_co]):
             print(y.device.type)  # sky
             ```
         """
-        return self._with(remote=True)
+        return self._with_options(remote=True)
 
     def run(self, target: Target | Node) -> T_co:
         """`self >> target`: waits for the result. A generator function gives an iterator.

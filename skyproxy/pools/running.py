@@ -38,7 +38,7 @@ def _close_all() -> None:
             logger.exception("a pool could not be closed")
 
 
-def _when_the_program_ends(close: Callable[[], None]) -> None:
+def _call_at_program_end(close: Callable[[], None]) -> None:
     """Call `close` when the main thread has ended, and while threads can still be used.
 
     Handlers of `atexit` come too late: executors take no work any more, and closing a pool needs them. `threading`
@@ -50,4 +50,4 @@ def _when_the_program_ends(close: Callable[[], None]) -> None:
     register(close)
 
 
-_when_the_program_ends(_close_all)
+_call_at_program_end(_close_all)

@@ -150,7 +150,7 @@ class Profile:
             profile.save("trace.json.gz")
             ```
         """
-        data = json.dumps(self._done().trace).encode()
+        data = json.dumps(self._require_timeline().trace).encode()
         target = Path(path)
         target.write_bytes(gzip.compress(data, 5) if target.suffix == ".gz" else data)
 
@@ -170,9 +170,9 @@ class Profile:
             print(profile.summary(rows=3))
             ```
         """
-        return self._done().summary(rows)
+        return self._require_timeline().summary(rows)
 
-    def _done(self) -> Timeline:
+    def _require_timeline(self) -> Timeline:
         if self._timeline is None:
             raise ConfigurationError("the profile has no trace yet: it is made at the end of its `with` block")
         return self._timeline

@@ -209,7 +209,9 @@ class Timeline:
 
         waiting = _union(self._waiting)
         lines = [line("in the block", self._total)]
-        lines.append(line("recording operations", _length(_union(self._recording)) - _common(self._recording, waiting)))
+        lines.append(
+            line("recording operations", _length(_union(self._recording)) - _overlap(self._recording, waiting))
+        )
         lines.append(line("waiting for workers", _length(waiting)))
         for name, busy in self._busy.items():
             lines.append(line(f"{name}: computing", _length(_union(busy))))
@@ -243,7 +245,7 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _common(some: list[Interval], others: list[Interval]) -> float:
+def _overlap(some: list[Interval], others: list[Interval]) -> float:
     """Return the time that is in both."""
     both = _length(_union([*some, *others]))
     return _length(_union(some)) + _length(_union(others)) - both

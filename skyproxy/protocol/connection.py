@@ -65,7 +65,7 @@ class KeptAnswer(NamedTuple):
     message: Message | None
 
 
-def _allowed(role: str, kind: str) -> frozenset[type[Message]]:
+def _messages_of(role: str, kind: str) -> frozenset[type[Message]]:
     return frozenset(
         cls for cls in MESSAGES.values() if role in cls.senders and kind in cls.roles and cls not in (Hello, Welcome)
     )
@@ -79,7 +79,7 @@ _BEFORE_OPEN: dict[tuple[str, State], frozenset[type[Message]]] = {
     (CLIENT, State.GREETED): _ONLY_GOODBYE,
     (WORKER, State.GREETED): frozenset({Welcome, Goodbye}),
 }
-_WHILE_OPEN = {(role, kind): _allowed(role, kind) for role in (CLIENT, WORKER) for kind in ROLES}
+_WHILE_OPEN = {(role, kind): _messages_of(role, kind) for role in (CLIENT, WORKER) for kind in ROLES}
 
 
 class Connection:

@@ -69,7 +69,7 @@ class Container:
         if spec.keep:
             raise ConfigurationError("containers of Container() end with this program, so keep=True is not available.")
         refuse_options("Container()", spec.options)
-        cli = await self._checked_cli()
+        cli = await self._find_cli()
         gpus = spec.accelerator is not None or int(spec.resources.get(_GPU, 0)) > 0
         image = Image(base=spec.image) if isinstance(spec.image, str) else spec.image or Image()
         if isinstance(spec.image, str):
@@ -106,13 +106,13 @@ class Container:
             ConfigurationError: there is no engine.
             WorkerStartError: the engine refused.
         """
-        await run_command([await self._checked_cli(), "network", "create", name], "make a network for the nodes")
+        await run_command([await self._find_cli(), "network", "create", name], "make a network for the nodes")
 
     async def remove_network(self, name: str) -> None:
         """Remove a network; a failure is logged."""
-        await _remove_network(await self._checked_cli(), name)
+        await _remove_network(await self._find_cli(), name)
 
-    async def _checked_cli(self) -> str:
+    async def _find_cli(self) -> str:
         cli = self._cli or next((name for name in ("docker", "podman") if shutil.which(name)), None)
         if cli is None or shutil.which(cli) is None:
             raise ConfigurationError(

@@ -53,7 +53,7 @@ class Debugger:
 
     def stop(self, frame: FrameType) -> None:
         """Stop the function in `frame`; what it says next is said to whoever attaches."""
-        self._be_at("breakpoint", frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        self._wait_at("breakpoint", frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         self._pdb().set_trace(frame)
 
     def look_at(self, error: BaseException) -> None:
@@ -64,7 +64,7 @@ class Debugger:
         if trace is None:
             return
         code = trace.tb_frame.f_code
-        self._be_at("exception", code.co_filename, trace.tb_lineno, code.co_name)
+        self._wait_at("exception", code.co_filename, trace.tb_lineno, code.co_name)
         self.write(f"{type(error).__name__}: {error}\n")
         debugger: Any = self._pdb()
         debugger.reset()
@@ -74,7 +74,7 @@ class Debugger:
         # It takes these two for a terminal: all that it asks of them is here.
         return pdb.Pdb(stdin=self, stdout=self, nosigint=True, readrc=False)  # type: ignore[arg-type]
 
-    def _be_at(self, kind: str, file: str, line: int, function: str) -> None:
+    def _wait_at(self, kind: str, file: str, line: int, function: str) -> None:
         info = instance_info()
         self.place = {
             "kind": kind,

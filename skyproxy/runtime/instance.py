@@ -145,7 +145,7 @@ def instance_info() -> InstanceInfo:
             return InstanceInfo.from_mapping(pool)
     text = os.environ.get(POOL_VARIABLE)
     if not text:
-        return _of_torchrun(os.environ) or InstanceInfo(accelerators=count_accelerators())
+        return _place_under_torchrun(os.environ) or InstanceInfo(accelerators=count_accelerators())
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -155,7 +155,7 @@ def instance_info() -> InstanceInfo:
     return InstanceInfo.from_mapping(values)
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> InstanceInfo | None:
+def _place_under_torchrun(environ: Mapping[str, str]) -> InstanceInfo | None:
     """The place of a process that torchrun has started, as its variables say; None for others.
 
     It tells no addresses but the head's, so that there are no peers.

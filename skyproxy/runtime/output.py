@@ -144,7 +144,7 @@ def filtering(streams: tuple[str, ...], only: Only) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(_mutable(stream))
+            stack.enter_context(_ensure_mutable(stream))
         token = _MUTED.set(_MUTED.get() | frozenset(streams))
         try:
             yield
@@ -206,7 +206,7 @@ def _install(name: str) -> patching.Patch:
 
 
 @contextlib.contextmanager
-def _mutable(name: str) -> Iterator[None]:
+def _ensure_mutable(name: str) -> Iterator[None]:
     """Sees to it that `sys.stdout` or `sys.stderr` asks `muted`, as long as somebody needs that."""
     if getattr(getattr(sys, name), "asks_muted", False):  # a worker's router does
         yield

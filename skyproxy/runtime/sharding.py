@@ -112,7 +112,7 @@ def _take(array: Any, picked: Sequence[int] | slice, total: int) -> object:
     columns = _columns(array)
     if columns is not None:
         taken = {name: _take(column, picked, total) for name, column in columns.items()}
-        return type(array)(**taken) if isinstance(array, tuple) else _rebuilt(array, taken)
+        return type(array)(**taken) if isinstance(array, tuple) else _rebuild(array, taken)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _take_tensor(torch, array, picked)
@@ -164,7 +164,7 @@ def _take_items(array: Any, picked: Sequence[int] | slice, indices: Sequence[int
         return items
 
 
-def _rebuilt(array: Any, columns: dict[str, object]) -> object:
+def _rebuild(array: Any, columns: dict[str, object]) -> object:
     """A mapping like `array` with other columns; its own attributes stay where it knows how to copy itself."""
     try:
         rebuilt = array.copy()

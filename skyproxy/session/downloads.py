@@ -49,7 +49,7 @@ class Downloads:
         return entry[1][message.offset :]
 
     def on_chunk(self, chunk: Chunk) -> None:
-        self._landed(chunk.transfer, len(chunk.buffers[0]))
+        self._note_landed(chunk.transfer, len(chunk.buffers[0]))
         self._confirm_unknown(chunk)
 
     def _confirm_unknown(self, chunk: Chunk | PackedChunk) -> None:
@@ -71,10 +71,10 @@ class Downloads:
         raw = unpack(chunk)
         if chunk.total_bytes == len(entry[1]):  # then it fits; the connection has looked at that
             entry[1][chunk.offset : chunk.offset + len(raw)] = raw
-        self._landed(chunk.transfer, len(raw))
+        self._note_landed(chunk.transfer, len(raw))
         self._confirm_unknown(chunk)
 
-    def _landed(self, number: int, byte_count: int) -> None:
+    def _note_landed(self, number: int, byte_count: int) -> None:
         if number not in self._open:
             return
         self._missing[number] -= byte_count

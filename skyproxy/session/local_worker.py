@@ -210,7 +210,7 @@ class LocalWorker:
         if status is None:
             return None
         log = "\n".join("  " + line for line in self.output().splitlines()[-_SHOWN_LINES:])
-        return f"its process {_how_it_ended(status)}", f"\nThe end of the worker's log:\n{visible(log)}" if log else ""
+        return f"its process {_explain_exit(status)}", f"\nThe end of the worker's log:\n{visible(log)}" if log else ""
 
     def abandon_in_child(self) -> None:
         """After a fork, in the child: lets go of the life-line, which is the parent's alone."""
@@ -236,7 +236,7 @@ class LocalWorker:
         self._output.close()
 
 
-def _how_it_ended(status: int) -> str:
+def _explain_exit(status: int) -> str:
     """Explain a process's exit status, and its most likely cause."""
     # What runs a container, or a shell, reports a signal as 128 and its number.
     number = -status if status < 0 else status - 128

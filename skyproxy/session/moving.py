@@ -143,7 +143,7 @@ class NodeMoves:
         is_protected = session.protection is not None
         if not is_protected:
             log = BatchLog(session.settings.max_log_bytes, session.settings.max_frame_bytes)
-            session.protect(log, secrets.token_hex(16), _nowhere, math.inf, 0)
+            session.protect(log, secrets.token_hex(16), _refuse_moving, math.inf, 0)
         try:
             carrier = _Carrier(before, target)
             answers = session.move(opened, lambda: opener.become(target), carrier.bring)
@@ -193,5 +193,5 @@ class _Carrier:
                 here.delete(self._carried)
 
 
-def _nowhere(reason: str, stop: threading.Event) -> NewSession:
+def _refuse_moving(reason: str, stop: threading.Event) -> NewSession:
     raise SessionLostError(reason)

@@ -24,7 +24,7 @@ def _always() -> bool:
     return True
 
 
-def _while(wanted: Wanted, mapped: Map) -> Map:
+def _map_while(wanted: Wanted, mapped: Map) -> Map:
     """Return a `map` that stops when the result is not wanted: gigabytes take seconds, and the next upload waits."""
 
     def hashed(function: Callable[[memoryview], bytes], pieces: Iterable[memoryview]) -> Iterable[bytes]:
@@ -94,11 +94,11 @@ class UploadDedup:
         if self._pool is None:
             threads = min(_THREADS, os.cpu_count() or 1)
             self._pool = ThreadPoolExecutor(threads, "skyproxy-hashing")
-        return content_digest(view, _while(wanted, self._pool.map))
+        return content_digest(view, _map_while(wanted, self._pool.map))
 
     def proof(self, view: memoryview, nonce: bytes, wanted: Wanted = _always) -> bytes:
         """Return the proof for a worker that these bytes are here; `wanted` as in `digest`."""
-        return content_proof(view, nonce, _while(wanted, map if self._pool is None else self._pool.map))
+        return content_proof(view, nonce, _map_while(wanted, map if self._pool is None else self._pool.map))
 
     def answered(self, byte_count: int, known: bool) -> None:
         """The worker has answered a question about an upload of this size."""

@@ -152,7 +152,7 @@ class Opener:
         except ConnectError:
             if self._renew is None:
                 raise
-            self.token, self._ssl_context = self._renewed(self._renew)
+            self.token, self._ssl_context = self._renew_credentials(self._renew)
             return ask_worker(
                 self.url, self.token, "/status", ssl_context=self._ssl_context, server_name=self._server_name
             )
@@ -170,12 +170,12 @@ class Opener:
         except ConnectError:
             if self._renew is None or not may_renew:
                 raise
-            fresh, trusted = self._renewed(self._renew)
+            fresh, trusted = self._renew_credentials(self._renew)
             opened = self._connect(hello, fresh, trusted)
             self.token, self._ssl_context = fresh, trusted
             return opened
 
-    def _renewed(self, renew: Renew) -> tuple[str, ssl.SSLContext | None]:
+    def _renew_credentials(self, renew: Renew) -> tuple[str, ssl.SSLContext | None]:
         """The token and whom to trust, asked for again: a session lasts longer than a token or a certificate may."""
         fresh, certificate = renew()
         return fresh, client_context(certificate) if certificate is not None else self._ssl_context

@@ -99,7 +99,7 @@ class Session(Requests):
         offers = _offers_for(welcome, settings)
         super().__init__(
             settings,
-            Recorder(self._send_batch, self._unacked, settings, self._wait_for_outcome),
+            Recorder(self._send_batch, self._count_unacked, settings, self._wait_for_outcome),
             Uploads(
                 bulk.link if isinstance(bulk, ReconnectingBulk) else bulk,
                 settings.chunk_bytes,
@@ -173,7 +173,7 @@ class Session(Requests):
     @property
     def queue(self) -> tuple[int, int]:
         """Batches that left and are not executed yet, and their bytes, as far as the worker said."""
-        return self._unacked()
+        return self._count_unacked()
 
     @property
     def bytes_sent(self) -> int:
@@ -201,7 +201,7 @@ class Session(Requests):
             self._end(str(error).rstrip("."))
             raise SessionLostError(str(self._ended)) from error
 
-    def _unacked(self) -> tuple[int, int]:
+    def _count_unacked(self) -> tuple[int, int]:
         connection = self._operations.connection
         return connection.last_sequence - connection.acked_sequence, connection.unacked_bytes
 

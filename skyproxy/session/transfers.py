@@ -351,7 +351,7 @@ class Uploads:
                 self._retained_bytes -= job.retained
                 job.retained = 0
 
-    def _written(self, job: _Job) -> None:
+    def _note_written(self, job: _Job) -> None:
         """All bytes of an upload have left: let the program go on as soon as they need not be read again."""
         if not self.lasting:
             self._forget(job)
@@ -432,7 +432,7 @@ class Uploads:
             self.last_progress = time.monotonic()
         if self.trace is not None:
             self.trace.add("upload", job.transfer, started_ns, total)
-        self._written(job)
+        self._note_written(job)
 
     def end(self, error: SessionLostError) -> None:
         """Fails what waits and ends the thread."""

@@ -78,7 +78,7 @@ def table(value: object, what: str) -> Table:
         SnapshotError: it is none.
     """
     if type(value) is not dict:
-        raise refuse(f"{what} is {_shown(value)} and should be a table")
+        raise refuse(f"{what} is {_describe_value(value)} and should be a table")
     return value
 
 
@@ -101,7 +101,7 @@ def whole(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> in
         SnapshotError: it is none.
     """
     if type(value) is not int or not least <= value <= most:
-        raise refuse(f"{what} is {_shown(value)} and should be a number from {least} to {most}")
+        raise refuse(f"{what} is {_describe_value(value)} and should be a number from {least} to {most}")
     return value
 
 
@@ -113,41 +113,41 @@ def wholes(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> l
 def real(value: object, what: str) -> float:
     """Return a number that may have a fraction."""
     if type(value) not in (int, float):
-        raise refuse(f"{what} is {_shown(value)} and should be a number")
+        raise refuse(f"{what} is {_describe_value(value)} and should be a number")
     return float(value)  # type: ignore[arg-type]
 
 
 def flag(value: object, what: str) -> bool:
     """Return a truth value."""
     if type(value) is not bool:
-        raise refuse(f"{what} is {_shown(value)} and should be true or false")
+        raise refuse(f"{what} is {_describe_value(value)} and should be true or false")
     return value
 
 
 def text(value: object, what: str, most: int = 1 << 20) -> str:
     """Return a text of up to `most` characters."""
     if type(value) is not str or len(value) > most:
-        raise refuse(f"{what} is {_shown(value)} and should be a text of up to {most} characters")
+        raise refuse(f"{what} is {_describe_value(value)} and should be a text of up to {most} characters")
     return value
 
 
 def data(value: object, what: str, most: int = 1 << 20) -> bytes:
     """Return up to `most` bytes."""
     if type(value) is not bytes or len(value) > most:
-        raise refuse(f"{what} is {_shown(value)} and should be up to {most} bytes")
+        raise refuse(f"{what} is {_describe_value(value)} and should be up to {most} bytes")
     return value
 
 
 def rows(value: object, what: str, width: int | None = None) -> Row:
     """Return a list; with a width, of lists of that length."""
     if type(value) is not list:
-        raise refuse(f"{what} is {_shown(value)} and should be a list")
+        raise refuse(f"{what} is {_describe_value(value)} and should be a list")
     if width is not None and not all(type(row) is list and len(row) == width for row in value):
         raise refuse(f"{what} should be a list of lists of {width}")
     return value
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     return repr(value)[:60]

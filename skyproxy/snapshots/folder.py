@@ -367,7 +367,7 @@ class SnapshotFolder:
             for name in set(places.values()):
                 readers[name] = PackReader(self.store, name)
             return [
-                _filled(size, rows(content, "a content"), places, readers, hashing)
+                _load_tensor(size, rows(content, "a content"), places, readers, hashing)
                 for size, content in zip(sizes, contents, strict=True)
             ]
         finally:
@@ -438,7 +438,7 @@ class Opened:
             reader.close()
 
 
-def _filled(
+def _load_tensor(
     size: int, content: Row, places: dict[bytes, str], readers: dict[str, PackReader], hashing: Executor
 ) -> torch.Tensor:
     spans = pieces_of(size)

@@ -252,13 +252,13 @@ class FsspecStore:
             import fsspec  # type: ignore[import-untyped]
         except ImportError as error:
             raise ConfigurationError(
-                f"{_shown(address)} is an address for fsspec, which is not installed. Install it: "
+                f"{_redact(address)} is an address for fsspec, which is not installed. Install it: "
                 f"{install_command('fsspec')}; or give a folder"
             ) from error
         try:
             self._system, self._path = fsspec.core.url_to_fs(address)
         except (ImportError, ValueError) as error:
-            raise ConfigurationError(f"{_shown(address)} cannot be used: {error}") from error
+            raise ConfigurationError(f"{_redact(address)} cannot be used: {error}") from error
         self._address = address.rstrip("/")
         self.name = self._path.rstrip("/").rpartition("/")[2]
 
@@ -275,7 +275,7 @@ class FsspecStore:
         return self._names("file")
 
     def _names(self, kind: str) -> list[str]:
-        with self._named():
+        with self._name_place():
             try:
                 self._system.invalidate_cache()
                 rows = self._system.ls(self._path, detail=True)
@@ -284,28 +284,28 @@ class FsspecStore:
             return [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == kind]
 
     def prepare(self) -> None:
-        with self._named():
+        with self._name_place():
             self._system.makedirs(self._path, exist_ok=True)
 
     def read(self, name: str) -> bytes:
-        with self._named():
-            return bytes(self._system.cat_file(self._at(name)))
+        with self._name_place():
+            return bytes(self._system.cat_file(self._join(name)))
 
     def write(self, name: str, content: bytes) -> None:
-        with self._named():
-            self._system.pipe_file(self._at(name), content)
+        with self._name_place():
+            self._system.pipe_file(self._join(name), content)
 
     def open(self, name: str) -> Source:
-        with self._named():
-            return _Remote(self, self._system, self._at(name))
+        with self._name_place():
+            return _Remote(self, self._system, self._join(name))
 
     def draft(self, name: str) -> Path:
         return Path(tempfile.gettempdir()) / f".skyproxy-{secrets.token_hex(8)}-{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
         try:
-            with self._named():
-                self._system.put_file(str(draft), self._at(name))
+            with self._name_place():
+                self._system.put_file(str(draft), self._join(name))
         finally:
             draft.unlink(missing_ok=True)
 
@@ -313,18 +313,18 @@ class FsspecStore:
         pass
 
     def remove(self, name: str) -> None:
-        with self._named(), contextlib.suppress(FileNotFoundError):
-            self._system.rm_file(self._at(name))
+        with self._name_place(), contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(self._join(name))
 
     def remove_place(self) -> None:
         with contextlib.suppress(Exception):  # an object store has no folders
             self._system.rmdir(self._path)
 
-    def _at(self, name: str) -> str:
+    def _join(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}"
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _name_place(self) -> Iterator[None]:
         """Turn what other libraries raise into an OSError that names the place.
 
         Raises:
@@ -334,13 +334,13 @@ class FsspecStore:
             yield
         except OSError as error:
             reason = error.strerror or f"{type(error).__name__}: {error!s:.200}"
-            raise OSError(error.errno or errno.EIO, reason, _shown(self._address)) from error
+            raise OSError(error.errno or errno.EIO, reason, _redact(self._address)) from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
-            raise OSError(errno.EIO, reason, _shown(self._address)) from error
+            raise OSError(errno.EIO, reason, _redact(self._address)) from error
 
     def __str__(self) -> str:
-        return _shown(self._address)
+        return _redact(self._address)
 
 
 class _Remote:
@@ -352,7 +352,7 @@ class _Remote:
         end = min(offset + len(target), self.size)
         if end <= offset:
             return 0
-        with self._store._named():
+        with self._store._name_place():
             content = self._system.cat_file(self._path, start=offset, end=end)
         count = min(len(content), len(target))
         target[:count] = content[:count]
@@ -362,7 +362,7 @@ class _Remote:
         pass
 
 
-def _shown(address: str) -> str:
+def _redact(address: str) -> str:
     """The address without what may be a password in it."""
     kind, mark, rest = address.partition(_URL_MARK)
     place, slash, path = rest.partition("/")

@@ -72,12 +72,12 @@ class MemoryTransport(Transport):
         frame = b"".join(framing.encode(message, self._settings.max_frame_bytes))
         with self._sending:
             if self._closed or self._connection.state is State.ENDED:
-                raise self._lost()
+                raise self._loss_error()
             step = self._connection.prepare_send(message, len(frame))
             if step is None:
                 return
             if not self._outgoing.put(frame):
-                raise self._lost()
+                raise self._loss_error()
             commit, entry = step
             commit(entry)
             self._bytes_sent += len(frame)
@@ -91,10 +91,10 @@ class MemoryTransport(Transport):
 
     def recv(self, timeout_seconds: float | None = None) -> Message:
         if self._closed:
-            raise self._lost()
+            raise self._loss_error()
         frame = self._incoming.get(timeout_seconds)
         if frame is None:
-            raise self._lost()
+            raise self._loss_error()
         self._bytes_received += len(frame)
         try:
             message = self._decode(frame)
@@ -104,7 +104,7 @@ class MemoryTransport(Transport):
             raise
         if isinstance(message, Goodbye):
             self.close()
-            raise self._lost()
+            raise self._loss_error()
         return message
 
     def _decode(self, frame: bytes) -> Message:
@@ -156,7 +156,7 @@ class MemoryTransport(Transport):
         self._outgoing.close(last)
         self._incoming.close()
 
-    def _lost(self) -> SessionLostError:
+    def _loss_error(self) -> SessionLostError:
         goodbye = self._connection.goodbye
         if goodbye is not None:
             return SessionLostError(f"The peer ended the connection ({goodbye.code_name}): {goodbye.reason}")

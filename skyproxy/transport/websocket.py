@@ -179,14 +179,14 @@ def _greet(transport: WebSocketTransport, hello: Hello, address: Address, deadli
     except TimeoutError as exc:
         raise _failure(address, "the worker did not answer the handshake in time", "Try again.") from exc
     except SessionLostError as exc:
-        raise _turned_away(address, transport.connection.goodbye, exc) from exc
+        raise _goodbye_error(address, transport.connection.goodbye, exc) from exc
     except ProtocolError as exc:
         raise _failure(address, f"the worker broke the protocol. {exc}", "Check that both sides are skyproxy.") from exc
     assert isinstance(welcome, Welcome), "the rules allow nothing else here"
     return welcome
 
 
-def _turned_away(address: Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
+def _goodbye_error(address: Address, goodbye: Goodbye | None, lost: SessionLostError) -> ConnectError:
     if goodbye is None:
         return _failure(address, str(lost), "See the worker's log.")
     text = visible(goodbye.reason or goodbye.code_name)

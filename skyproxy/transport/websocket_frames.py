@@ -118,7 +118,7 @@ class MessageReader:
             elif frame.final and frame.size <= _WHOLE_BYTES and self.sink is None:
                 while self._end - self._start < frame.size:
                     yield from self._fill(frame.size)
-                yield self._whole(frame)
+                yield self._whole_message(frame)
             else:
                 message = yield from self._stream_payload(frame)
                 if message is None:
@@ -185,7 +185,7 @@ class MessageReader:
             unmask(payload, frame.key)
         return payload
 
-    def _whole(self, frame: _Frame) -> Message:
+    def _whole_message(self, frame: _Frame) -> Message:
         message = framing.decode(self._take(frame), self._max_frame_bytes)
         self._connection.on_receive(message, frame.size)
         return message

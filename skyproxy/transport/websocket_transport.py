@@ -95,17 +95,17 @@ class WebSocketTransport(Transport):
     def send(self, message: Message) -> None:
         parts = framing.encode(message, self._settings.max_frame_bytes)
         if self._closed or self._ended is not None:
-            raise self._lost()
+            raise self._loss_error()
         try:
             self._outbox.send(self._frame(parts), message)
         except ProtocolError:
             if self._connection.state is State.ENDED:
-                raise self._lost() from None
+                raise self._loss_error() from None
             raise
         except OSError as exc:
             if raised_by_handler(exc):
                 raise
-            raise self._lost(exc) from exc
+            raise self._loss_error(exc) from exc
 
     def post(self, message: Message) -> None:
         if self._closed or self._ended is not None or self._outbox.error is not None:
@@ -172,7 +172,7 @@ class WebSocketTransport(Transport):
     def recv(self, timeout_seconds: float | None = None) -> Message:
         with self._reading:
             if self._closed or self._ended is not None:
-                raise self._lost()
+                raise self._loss_error()
             try:
                 message = self._next_message(timeout_seconds)
             except ProtocolError as exc:
@@ -184,14 +184,14 @@ class WebSocketTransport(Transport):
                     self._ended = _reason(exc)
                 self._outbox.abort(exc)
                 self._end("done", "")
-                raise self._lost() from exc
+                raise self._loss_error() from exc
             if message is None:
                 raise TimeoutError(f"No message came within {timeout_seconds} s.")
             if type(message) is Goodbye:
                 # The peer waits for our end before it closes; it should not have to wait for our user.
                 self._ended = "it said goodbye"
                 self._end("done", "")
-                raise self._lost()
+                raise self._loss_error()
             return message
 
     def _next_message(self, timeout_seconds: float | None) -> Message | None:
@@ -353,7 +353,7 @@ class WebSocketTransport(Transport):
         finally:
             self._reading.release()
 
-    def _lost(self, error: OSError | None = None) -> SessionLostError:
+    def _loss_error(self, error: OSError | None = None) -> SessionLostError:
         goodbye = self._connection.goodbye
         if goodbye is not None and goodbye.code_name == "crashed":
             return SessionLostError(f"The session is lost: {goodbye.reason.rstrip('.')}")

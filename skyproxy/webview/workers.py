@@ -36,7 +36,7 @@ def looked_at(name: str, ask: Ask) -> dict[str, Any]:
 
 def shaped(answer: object) -> dict[str, Any]:
     """Return a worker's answer with the parts that the page reads, of the right kinds and bounded in size."""
-    plain = _bound(answer, _MAX_DEPTH)
+    plain = _truncate(answer, _MAX_DEPTH)
     given = plain if isinstance(plain, dict) else {}
     worker = given.get("worker") if isinstance(given.get("worker"), dict) else {}
     assert isinstance(worker, dict)
@@ -73,7 +73,7 @@ def _table(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _bound(value: object, depth: int) -> Any:
+def _truncate(value: object, depth: int) -> Any:
     """Return plain data without what is too long, too deep, or no number that JSON has."""
     if isinstance(value, str):
         return value[:_MAX_TEXT]
@@ -84,7 +84,7 @@ def _bound(value: object, depth: int) -> Any:
     if depth == 0:
         return None
     if isinstance(value, list):
-        return [_bound(item, depth - 1) for item in value[:_MAX_ITEMS]]
+        return [_truncate(item, depth - 1) for item in value[:_MAX_ITEMS]]
     if isinstance(value, dict):
-        return {str(key)[:_MAX_TEXT]: _bound(item, depth - 1) for key, item in list(value.items())[:_MAX_ITEMS]}
+        return {str(key)[:_MAX_TEXT]: _truncate(item, depth - 1) for key, item in list(value.items())[:_MAX_ITEMS]}
     return None

@@ -210,13 +210,13 @@ class IsolatedCall:
             return
         if kind not in ("stream", "item", "result", "error"):
             raise ProtocolError(f"an event of kind {kind!r:.40}")
-        head, pieces = self._received(files[0], message["head"])
+        head, pieces = self._read_message(files[0], message["head"])
         value = head["value"]
         if type(value) is not dict:
             raise ProtocolError("an event without a value")
         if "changed" in value:
             value["changed"] = self._loan.tensors.take_back(value["changed"])
-        kept = self._kept(head, pieces)
+        kept = self._kept_tensors(head, pieces)
         pickled = Pickled(pieces[: head["count"]], [], [], []) if head["count"] else None
         if kind in ("result", "error"):
             self._loan.take_random_states(head["random"])
@@ -227,7 +227,7 @@ class IsolatedCall:
             call.events.add(kind, value, pickled, kept)
         process.channel.send({"ack": message["number"]}, wait=False)
 
-    def _received(self, file: int, head_bytes: object) -> tuple[Said, list[Any]]:
+    def _read_message(self, file: int, head_bytes: object) -> tuple[Said, list[Any]]:
         size, most = os.fstat(file).st_size, self._settings.max_payload_bytes
         if type(head_bytes) is not int or not 0 < head_bytes <= size or size > most:
             raise ProtocolError(f"an event of {size:,} bytes")
@@ -248,7 +248,7 @@ class IsolatedCall:
             offset += one
         return head, pieces
 
-    def _kept(self, head: Said, pieces: list[Any]) -> list[torch.Tensor]:
+    def _kept_tensors(self, head: Said, pieces: list[Any]) -> list[torch.Tensor]:
         """The tensors of an event that stay on the worker: in memory of its own, or in that of arguments."""
         storages = [self._storage(kind, value, head["count"], pieces) for kind, value in head.get("storages", ())]
         return [
@@ -296,12 +296,12 @@ class IsolatedCall:
         text = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
         last = f" Its last output was:\n{text}" if text else " It had printed nothing."
         return FunctionCrashedError(
-            f"the process of {call.name} {_how(ending)} before the function had ended. The session and its tensors "
-            f"are as the function left them.{last}"
+            f"the process of {call.name} {_explain_ending(ending)} before the function had ended. The session and its "
+            f"tensors are as the function left them.{last}"
         )
 
 
-def _how(ending: Ending) -> str:
+def _explain_ending(ending: Ending) -> str:
     advice = ""
     if ending.signal_number == 9:
         advice = " (most often, memory ran out)"

@@ -189,14 +189,14 @@ def main(control: int, out: int, err: int) -> NoReturn:
             files += channel.receive()[1]
     except ChannelClosedError:
         os._exit(0)
-    start, pieces = _received(descriptors[0], message["head"])
+    start, pieces = _read_start(descriptors[0], message["head"])
     _settle(start)
     content = start["function"]
     function = KnownFunction(content, keeps_globals=False) if content is not None else None
     IsolatedFunction(channel, start, files).run(start["task"], pieces, function)
 
 
-def _received(file: int, head_bytes: int) -> tuple[Start, list[object]]:
+def _read_start(file: int, head_bytes: int) -> tuple[Start, list[object]]:
     head = bytearray(head_bytes)
     read_into(file, 0, memoryview(head))
     start: Start = pickle.loads(head)  # the worker's own words: it trusts us less than we trust it

@@ -143,14 +143,14 @@ def install() -> None:
             patching.wrap(
                 threading.Thread,
                 "start",
-                _inheriting,
+                _wrap_thread_start,
                 why="what a thread of a function prints goes to the caller of the function",
                 test="tests/functions/test_output.py::test_each_call_has_its_own_output_threads_included",
                 when=patching.When.WORKER,
             )
 
 
-def _inheriting(plain: Any) -> Any:
+def _wrap_thread_start(plain: Any) -> Any:
     def start(self: threading.Thread) -> None:
         if _SINK.get() is not None:
             context, run = contextvars.copy_context(), self.run

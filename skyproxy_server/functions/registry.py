@@ -102,7 +102,7 @@ class Calls:
         """True if functions can have processes of their own."""
         return self._nursery is not None
 
-    def _elsewhere(self, identity: str) -> Elsewhere | None:
+    def _find_elsewhere(self, identity: str) -> Elsewhere | None:
         """Return who speaks for a call that runs in another process; None for one of ours, or of nobody."""
         elsewhere = self.elsewhere
         return elsewhere if elsewhere is not None and elsewhere.has(identity) else None
@@ -195,7 +195,7 @@ class Calls:
 
     def ack(self, identity: str, outputs: int, items: int) -> None:
         """The caller has seen that much."""
-        if elsewhere := self._elsewhere(identity):
+        if elsewhere := self._find_elsewhere(identity):
             elsewhere.ack(identity, outputs, items)
             return
         call = self._get(identity)
@@ -204,7 +204,7 @@ class Calls:
 
     def cancel(self, session: str, identity: str, error: BaseException) -> None:
         """Ends a call at its caller's wish; also one whose payload is still coming."""
-        if elsewhere := self._elsewhere(identity):
+        if elsewhere := self._find_elsewhere(identity):
             elsewhere.cancel(identity, str(error), partial(self._cancel_here, session, identity, error))
         else:
             self._cancel_here(session, identity, error)
@@ -237,14 +237,14 @@ class Calls:
 
     def take(self, identity: str, number: int) -> list[torch.Tensor] | None:
         """The tensors of one of a call's events; None if they are gone."""
-        if elsewhere := self._elsewhere(identity):
+        if elsewhere := self._find_elsewhere(identity):
             return elsewhere.take(identity, number)
         call = self._get(identity)
         return None if call is None else call.events.take(number)
 
     def forget(self, identity: str) -> None:
         """Nobody asks for this call any more; it is forgotten when it has ended, at once if it has."""
-        if elsewhere := self._elsewhere(identity):
+        if elsewhere := self._find_elsewhere(identity):
             elsewhere.forget(identity)
         with self._lock:
             call = self._calls.pop(identity, None)

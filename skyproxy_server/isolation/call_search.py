@@ -72,7 +72,7 @@ class CallSearch(Generic[_S]):
             )
             return True
         if "has" in message:
-            self._answered(sender, int(message["has"]), message["proof"])
+            self._note_answer(sender, int(message["has"]), message["proof"])
             return True
         return False
 
@@ -93,7 +93,7 @@ class CallSearch(Generic[_S]):
         if not asked:
             self._leave_out(number, sender)
 
-    def _answered(self, sender: CallSearchTarget, number: int, proof: object) -> None:
+    def _note_answer(self, sender: CallSearchTarget, number: int, proof: object) -> None:
         with self._lock:
             search = self._searches.get(number)
             if search is None:

@@ -67,7 +67,7 @@ class Cgroups:
             raise CgroupsUnavailableError(f"{self._base} has no controller for {' and '.join(sorted(missing))}")
         # The hierarchy's root alone may have both processes and cgroups that are bounded; it has no type.
         is_root = not (self._base / "cgroup.type").exists()
-        with _locked(self._base):  # else another worker could take our folder, not locked yet, for a left one
+        with _hold_lock(self._base):  # else another worker could take our folder, not locked yet, for a left one
             self._clear_left()
             others = set(_pids(self._base)) - {os.getpid()}
             if others and not is_root:
@@ -171,7 +171,7 @@ def own_cgroup() -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _LOCK_SECONDS

@@ -135,13 +135,13 @@ class LentConnection:
         session, transport = self._session, self._transport
         if not session.slots.is_over(slot) and _has_ended(session.pidfd) and session.ended.wait(REAP_SECONDS):
             ending = session.ending
-            if ending.is_failure and session.slots.is_between_frames(slot, self._written()):
+            if ending.is_failure and session.slots.is_between_frames(slot, self._written_bytes()):
                 transport.take_back()
                 transport.close("crashed", ending.for_client())
                 return
         transport.retire()
 
-    def _written(self) -> int:
+    def _written_bytes(self) -> int:
         if self._carried is not None:
             return self._carried
         stream = self._transport.stream

@@ -221,7 +221,7 @@ class SessionProcess:
     ) -> None:
         try:
             # On this thread: one that replaces another cuts that first.
-            (served or self._served(hello, transport, order)).run()
+            (served or self._handler_of(hello, transport, order)).run()
         except LookupError:
             transport.close("no-such-session", "The worker has no such session; it may have ended.")
         except (SessionLostError, ProtocolError) as error:
@@ -258,7 +258,7 @@ class SessionProcess:
         with contextlib.suppress(ChannelClosedError):
             self._control.send(answer)
 
-    def _served(self, hello: Hello, transport: WebSocketTransport, order: dict[str, Any]) -> ConnectionHandler:
+    def _handler_of(self, hello: Hello, transport: WebSocketTransport, order: dict[str, Any]) -> ConnectionHandler:
         if hello.role == OPERATIONS:
             return self._host.resumed(self._session, transport, order["attempt"], order["welcome"][-1])
         if hello.role == BULK:
@@ -307,8 +307,8 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         if start["functions"]:
             open_ops(WITH_FUNCTIONS)
             trust_clients()
-        _be_random()
-        _bound(start)
+        _reseed()
+        _apply_bounds(start)
         shared = memoryview(mapped(descriptors[1]))
         os.close(descriptors[1])
         uploads: SharedUploads | None = None
@@ -331,7 +331,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         os._exit(status)
 
 
-def _be_random() -> None:
+def _reseed() -> None:
     """Draw seeds of our own: whatever was loaded before the fork would draw the same numbers in each session."""
     random.seed()
     numpy = sys.modules.get("numpy")
@@ -339,7 +339,7 @@ def _be_random() -> None:
         numpy.random.seed()
 
 
-def _bound(start: dict[str, Any]) -> None:
+def _apply_bounds(start: dict[str, Any]) -> None:
     if start.get("memory_bytes"):
         limits.bound_memory(start["memory_bytes"])
     fraction = start.get("gpu_fraction")

@@ -20,15 +20,15 @@ def bytes_written(descriptor: int) -> int:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             while True:
-                acked = _acked(sock)
+                acked = _acked_bytes(sock)
                 (waiting,) = struct.unpack("i", fcntl.ioctl(sock, _SIOCOUTQ, struct.pack("i", 0)))
-                if _acked(sock) == acked:
+                if _acked_bytes(sock) == acked:
                     return acked + int(waiting)
     except (OSError, struct.error):
         return -1
 
 
-def _acked(sock: socket.socket) -> int:
+def _acked_bytes(sock: socket.socket) -> int:
     information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     (count,) = struct.unpack_from("Q", information, _BYTES_ACKED)
     return int(count)

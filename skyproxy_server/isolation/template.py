@@ -46,10 +46,10 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     try:
         _load(setup)
-        found = _in_child(lambda: _look(setup["device"]))
+        found = _run_in_child(lambda: _look(setup["device"]))
         if setup["user"] is not None:
             user = SessionUser.from_plain(setup["user"])
-            found["user_obstacle"] = _in_child(lambda: {"text": obstacle(user)})["text"]
+            found["user_obstacle"] = _run_in_child(lambda: {"text": obstacle(user)})["text"]
     except ConfigurationError as error:
         channel.send({"refused": str(error)})
         return 2
@@ -89,7 +89,7 @@ def _look(choice: str) -> dict[str, object]:
     return {"devices": inventory(choice), "software": software(torch.__version__)}
 
 
-def _in_child(look: Callable[[], dict[str, object]]) -> dict[str, object]:
+def _run_in_child(look: Callable[[], dict[str, object]]) -> dict[str, object]:
     """Return what `look` returns in a child: a process that has asked for GPUs cannot be forked any more.
 
     Raises:

@@ -158,10 +158,10 @@ class Visits:
                 sock.close()
         else:
             # Where the client has forgotten the call in the meantime, its process does so, too.
-            target = self._not_found if not sockets else _part if visit.is_over else self._carry
+            target = self._report_missing if not sockets else _part if visit.is_over else self._carry
             threading.Thread(target=target, args=(visit,), name="skyproxy-visit", daemon=True).start()
 
-    def _not_found(self, visit: _Visit) -> None:
+    def _report_missing(self, visit: _Visit) -> None:
         if visit.cancelled is not None:
             visit.cancelled[1]()
         # It may be a call of this process that has begun in the meantime.
@@ -357,7 +357,7 @@ class Visitor:
                 if taken is None:
                     self._tensors.send({"taken": False})
                     continue
-                memory = _in_memory(taken)
+                memory = _memory_file(taken)
                 try:
                     self._tensors.send({"taken": True}, [memory])
                 finally:
@@ -375,7 +375,7 @@ class Visitor:
         self._tensors.abandon()
 
 
-def _in_memory(tensors: list[torch.Tensor]) -> int:
+def _memory_file(tensors: list[torch.Tensor]) -> int:
     """Return a file in memory that holds these tensors, with what they share; it belongs to the caller."""
     memory = os.memfd_create("skyproxy-tensors")
     with torch.no_grad(), open(os.dup(memory), "wb") as file:

@@ -200,7 +200,7 @@ def asked_record(asked: Mapping[str, Any], client: Identity, default_grace_secon
         max_restarts=max_restarts,
         grace_seconds=float(grace),
         env=checked_env(asked.get("env", {})),
-        part=_checked_part(asked.get("part", [0, 1])),
+        part=_check_part(asked.get("part", [0, 1])),
     )
 
 
@@ -241,7 +241,7 @@ def checked_env(env: object) -> dict[str, str]:
     return env
 
 
-def _checked_part(part: object) -> tuple[int, int]:
+def _check_part(part: object) -> tuple[int, int]:
     if type(part) is not list or [type(number) for number in part] != [int, int]:
         raise ProtocolError("part is a number, and how many there are")
     index, count = part

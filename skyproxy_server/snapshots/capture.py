@@ -90,12 +90,12 @@ class _Capture:
             "unreported": [self._failure(failed) for failed in state.reports.unreported],
             **named_part(state.names, self.value),
         }
-        return self._captured({"signatures": self._signatures(), **parts}, _places(state))
+        return self._build_capture({"signatures": self._signatures(), **parts}, _places(state))
 
     def some(self, slots: list[int]) -> Captured:
         """The tensors of some slots, and the random states of their devices."""
         gates = self._state.values.gates
-        pairs = [[slot, self.value(self._existing(slot))] for slot in slots]
+        pairs = [[slot, self.value(self._require_value(slot))] for slot in slots]
         ours = self._storages
         parts: Table = {key: [] for key in ("signatures", "graphs", "graphs_of_slots", "not_replayed", "unreported")}
         parts["slots"] = pairs
@@ -105,9 +105,9 @@ class _Capture:
         ]
         parts["shrunk"] = [[ours[key._cdata], former] for key, former in shrunk if key._cdata in ours]
         used = {(storage.device.type, storage.device.index or 0) for storage in self._bytes}
-        return self._captured(parts, [place for place in _places(self._state) if place in used])
+        return self._build_capture(parts, [place for place in _places(self._state) if place in used])
 
-    def _existing(self, slot: int) -> torch.Tensor:
+    def _require_value(self, slot: int) -> torch.Tensor:
         value = self._state.values.slots.get(slot)
         if isinstance(value, Failed):
             raise SnapshotError(f"a value that is to be saved does not exist: {value.record['message']!s:.300}")
@@ -115,7 +115,7 @@ class _Capture:
             raise SnapshotError(f"a value that is to be saved is a {type(value).__name__}, and no tensor")
         return value
 
-    def _captured(self, parts: Table, places: list[tuple[str, int]]) -> Captured:
+    def _build_capture(self, parts: Table, places: list[tuple[str, int]]) -> Captured:
         state, ours = self._state, software(str(torch.__version__))
         document = {
             "format": FORMAT,

@@ -63,7 +63,7 @@ def read_named(state: SessionState, document: Table, value_at: Callable[[object]
         session.values[text(key, "a name", _MOST_CHARACTERS)] = NamedValue(
             whole(version, "a version", session.count),
             data(structure, "the structure of a named value", names.store.most_bytes),
-            [_numbered(session, row, value_at) for row in rows(tensors, "the tensors of a named value", 2)],
+            [_read_numbered(session, row, value_at) for row in rows(tensors, "the tensors of a named value", 2)],
             names.store.put_at(real(age, "the age of a named value")),
         )
     if len(set(session.numbers.values())) < len(session.numbers):
@@ -88,7 +88,7 @@ def use_named(state: SessionState, session: NamedSession | None) -> None:
     names.held = session
 
 
-def _numbered(session: NamedSession, row: Row, value_at: Callable[[object], object]) -> torch.Tensor:
+def _read_numbered(session: NamedSession, row: Row, value_at: Callable[[object], object]) -> torch.Tensor:
     tensor = value_at(row[0])
     if not isinstance(tensor, torch.Tensor):
         raise refuse("a named value has something else than a tensor")

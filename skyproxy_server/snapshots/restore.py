@@ -161,7 +161,7 @@ class _Restoration:
         self._document = document
         self._max_handles = max_handles
         self._storages = self._on_devices(storages)
-        self._shrunk = [self._former_size(*row) for row in rows(entry(document, "shrunk"), "what shrank", 2)]
+        self._shrunk = [self._restore_former_size(*row) for row in rows(entry(document, "shrunk"), "what shrank", 2)]
         self._failed = [self._failure(*row) for row in rows(entry(document, "failures"), "the failures", 2)]
         self._values: Row = []
 
@@ -204,7 +204,7 @@ class _Restoration:
             raise refuse("one of what it saved is no tensor")
         random = [self._generator_state(*row) for row in rows(entry(document, "random"), "the random states", 3)]
         failed = [
-            (self._storage(storage), self._failed_at(number))
+            (self._storage(storage), self._failure_at(number))
             for storage, number in rows(entry(document, "changes_that_failed"), "the changes that failed", 2)
         ]
 
@@ -228,7 +228,7 @@ class _Restoration:
         if session is None:
             raise refuse("it is of no named session")
         for storage, failed in rows(entry(document, "changes_that_failed"), "the changes that failed", 2):
-            gates.mark_storage_failed(self._storage(storage), self._failed_at(failed))
+            gates.mark_storage_failed(self._storage(storage), self._failure_at(failed))
         for shrunk, own, former in self._shrunk:
             shrunk.resize_(own)
             gates.mark_shrunk(shrunk, former)
@@ -254,7 +254,7 @@ class _Restoration:
             made.append((tensor if device.type == "cpu" else tensor.to(device)).untyped_storage())
         return made
 
-    def _former_size(self, number: object, former: object) -> tuple[torch.UntypedStorage, int, int]:
+    def _restore_former_size(self, number: object, former: object) -> tuple[torch.UntypedStorage, int, int]:
         """Give a storage that was made smaller its former size, for the tensors that were made before."""
         storage, own = self._storage(number), self._storage(number).nbytes()
         storage.resize_(whole(former, "the former size of a storage", least=own))
@@ -273,7 +273,7 @@ class _Restoration:
             raise refuse("a failure does not say where it happened")
         return Failed.of_record(plain, delivered=flag(delivered, "whether a failure was told"))
 
-    def _failed_at(self, number: object) -> Failed:
+    def _failure_at(self, number: object) -> Failed:
         return self._failed[whole(number, "the number of a failure", len(self._failed) - 1)]
 
     def _storage(self, number: object) -> torch.UntypedStorage:
@@ -295,7 +295,7 @@ class _Restoration:
             case ["tensor", storage, *fields]:
                 return self._tensor(self._storage(storage), fields)
             case ["failed", number]:
-                return self._failed_at(number)
+                return self._failure_at(number)
             case ["generator", kind, index, state]:
                 made = torch.Generator(self._device(kind, index))
                 made.set_state(_bits(state))
@@ -391,15 +391,15 @@ class _Restoration:
         document, values = self._document, self._state.values
         for graph, failed, memory in rows(entry(document, "not_replayed"), "what no replay made yet", 3):
             values.mark_not_replayed(
-                whole(graph, "the number of a graph", 1 << 53), self._failed_at(failed), self._value_at(memory)
+                whole(graph, "the number of a graph", 1 << 53), self._failure_at(failed), self._value_at(memory)
             )
         for storage, failed in rows(entry(document, "changes_that_failed"), "the changes that failed", 2):
-            values.gates.mark_storage_failed(self._storage(storage), self._failed_at(failed))
+            values.gates.mark_storage_failed(self._storage(storage), self._failure_at(failed))
         for shrunk, own, former in self._shrunk:
             shrunk.resize_(own)
             values.gates.mark_shrunk(shrunk, former)
         unreported = wholes(entry(document, "unreported"), "the failures that were not told", len(self._failed) - 1)
-        self._state.reports.unreported[:] = [self._failed_at(number) for number in unreported]
+        self._state.reports.unreported[:] = [self._failure_at(number) for number in unreported]
 
 
 def _bits(state: object) -> torch.Tensor:

@@ -198,9 +198,9 @@ class WritingJob:
                 on_the_way.append(self._put(draft, copy))
                 # Who copies may wait for the memory of these.
                 while len(on_the_way) == _BUFFERS_ON_THE_WAY or (on_the_way and self._copies.empty()):
-                    digests += self._settled(on_the_way.popleft())
+                    digests += self._wait_for_digests(on_the_way.popleft())
             while on_the_way:
-                digests += self._settled(on_the_way.popleft())
+                digests += self._wait_for_digests(on_the_way.popleft())
             found = self._finish(draft, digests)
         except Exception as problem:
             error = problem
@@ -213,7 +213,7 @@ class WritingJob:
             for buffer, _ in copies:
                 self._buffers.give_back(buffer)
         self._buffers.let_go()
-        self._answer(found, None if error is None else self._named(error))
+        self._answer(found, None if error is None else self._name_error(error))
         self._done.set()
 
     def _put(self, draft: Draft, copy: _Filled) -> _Started:
@@ -221,7 +221,7 @@ class WritingJob:
         view = byte_view(buffer)
         return buffer, [self._hashing.submit(draft.put_piece, view[start:end]) for start, end in spans]
 
-    def _settled(self, started: _Started) -> list[bytes]:
+    def _wait_for_digests(self, started: _Started) -> list[bytes]:
         """The digests of the pieces of a buffer, when they are written; the buffer is free then."""
         buffer, pieces = started
         wait(pieces)
@@ -252,7 +252,7 @@ class WritingJob:
             "written_bytes": draft.written_bytes,
         }
 
-    def _named(self, error: Exception) -> Exception:
+    def _name_error(self, error: Exception) -> Exception:
         if isinstance(error, SnapshotError):
             return error
         if isinstance(error, OSError):

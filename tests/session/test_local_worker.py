@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch  # noqa: F401
 
-from skyproxy.session.local_worker import _how_it_ended, worker_environment
+from skyproxy.session.local_worker import _explain_exit, worker_environment
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from skyproxy.session.local_worker import _how_it_ended, worker_environment
     ],
 )
 def test_an_exit_status_is_told_in_words(status: int, said: str) -> None:
-    assert said in _how_it_ended(status)
+    assert said in _explain_exit(status)
 
 
 @pytest.mark.parametrize("variable", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])

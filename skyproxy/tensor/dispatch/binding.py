@@ -62,7 +62,7 @@ class BoundCall:
         self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
         self.device = self._find_device()
         if info.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
-            self.args = args = (args[0], self._placed_indices(*args[:2]), *args[2:])
+            self.args = args = (args[0], self._place_indices(*args[:2]), *args[2:])
         self.key: list[object] = [info]
         self.operands: list[object] = []
         writes = info.writes
@@ -137,7 +137,7 @@ class BoundCall:
         self.operands.append(_number(a))
         return commands.VALUE
 
-    def _placed_indices(self, indexed: object, indices: Sequence[torch.Tensor | None]) -> list[object]:
+    def _place_indices(self, indexed: object, indices: Sequence[torch.Tensor | None]) -> list[object]:
         """Indices with those of the CPU on the device, masks of the CPU as the positions that they choose.
 
         So shapes can be inferred, from remote tensors alone, and the call does not wait.

@@ -57,7 +57,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     except TypeError:  # a list among the options
         entry = None
     if entry is None:
-        entry = _learned(info, device, signature, args, kwargs)
+        entry = _infer_entry(info, device, signature, args, kwargs)
         if entry is None:
             return record(info, func, args, kwargs)
         command[0:1] = (EXPECT, expectation(entry, ()), entry.number)
@@ -93,7 +93,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def _learned(
+def _infer_entry(
     info: OpInfo, device: SkyDevice, signature: tuple[object, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Entry | None:
     """Infer a call that never came before; None where `record` must take it, each time."""

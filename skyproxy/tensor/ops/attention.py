@@ -144,7 +144,7 @@ def attention(
 
 
 @implements("aten::scaled_dot_product_attention")
-def _whole(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _undivided_attention(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """In inference mode the op arrives here undivided."""
     return attention(*args, **kwargs)
 

@@ -60,10 +60,10 @@ def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         return upload(tensor, device)
     own = tensor._sky.device
     if target is None or (target.type == "sky" and (target.index is None or target.index == own.index)):
-        return _within(func, tensor, rest)
+        return _record(func, tensor, rest)
     if target.type == "sky":
         device = DEVICES.of(target)
-        return _within(func, move(tensor, device), rest) if rest else move(tensor, device)
+        return _record(func, move(tensor, device), rest) if rest else move(tensor, device)
     if target.type == "meta":
         return func(torch.empty_like(_look_alike(tensor._sky.meta)), **rest)
     needed = {
@@ -85,10 +85,10 @@ def _look_alike(meta: Meta) -> torch.Tensor:
 
 
 def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> object:
-    return _within(aten._to_copy.default, tensor, {"dtype": dtype})
+    return _record(aten._to_copy.default, tensor, {"dtype": dtype})
 
 
-def _within(func: OpOverload, tensor: RemoteTensor, rest: dict[str, object]) -> object:
+def _record(func: OpOverload, tensor: RemoteTensor, rest: dict[str, object]) -> object:
     return run(BoundCall(info_of(func), (tensor,), rest))
 
 

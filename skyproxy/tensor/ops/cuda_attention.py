@@ -68,7 +68,7 @@ def choose(
     if known is None:
         with disable_current_modes(), torch.no_grad():
             stand_ins = [
-                t if isinstance(t, RemoteTensor) else _empty(meta, device)
+                t if isinstance(t, RemoteTensor) else _empty_tensor(meta, device)
                 for t, meta in zip(tensors, looks, strict=False)
                 if meta is not None
             ]
@@ -84,7 +84,7 @@ def choose(
     return choice
 
 
-def _empty(meta: Meta, device: SkyDevice) -> torch.Tensor:
+def _empty_tensor(meta: Meta, device: SkyDevice) -> torch.Tensor:
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device.torch_device)
 
 
@@ -122,13 +122,13 @@ def attend(
     if choice == FLASH:
         head_size = query.shape[-1]
         scale = head_size**-0.5 if scale is None else scale  # of the sizes before padding
-        padded = [_padded(t, _FLASH_ALIGNMENT) for t in (query, key, value)]
+        padded = [_pad(t, _FLASH_ALIGNMENT) for t in (query, key, value)]
         result = aten._scaled_dot_product_flash_attention.default(*padded, dropout, causal, False, scale=scale)[0]
         return result if result.shape[-1] == head_size else result[..., :head_size]
     if bias is not None:
         columns = bias.shape[-1]
         # The kernel reads whole blocks of a row, so that the rows of its memory are.
-        bias = _padded(bias, _BIAS_ALIGNMENT)[..., :columns] if columns % _BIAS_ALIGNMENT else bias
+        bias = _pad(bias, _BIAS_ALIGNMENT)[..., :columns] if columns % _BIAS_ALIGNMENT else bias
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if choice == CUDNN:
         fused = aten._scaled_dot_product_cudnn_attention.default
@@ -139,7 +139,7 @@ def attend(
     return result
 
 
-def _padded(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     missing = -tensor.shape[-1] % alignment
     return F.pad(tensor, (0, missing)) if missing else tensor
 

@@ -55,11 +55,11 @@ class _ChannelsLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor, *unused: object) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # for gradients of gradients
-            return (*_differentiable(ctx, gradient), *[None] * len(ctx.numbers))
-        return _once(ctx, gradient)
+            return (*_differentiable_gradients(ctx, gradient), *[None] * len(ctx.numbers))
+        return _gradients(ctx, gradient)
 
 
-def _once(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, _, mean, deviation = ctx.saved_tensors
     kept = _FORMATS[x.dim()]
     batch, channels, area, groups, _ = ctx.numbers
@@ -78,7 +78,7 @@ def _once(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, .
     return (*gradients, *[None] * len(ctx.numbers))
 
 
-def _differentiable(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+def _differentiable_gradients(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
     inputs = ctx.saved_tensors[:3]
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
     _choice.takes_stock = True  # by way of the dispatcher: PyTorch 2.11 refuses kernels that are called in a backward

@@ -314,10 +314,10 @@ def _to_copy(
 def _move(x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> object:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Moved.apply(x, move, device)  # type: ignore[no-untyped-call]
-    return _of_components([move(t) for t in x.detach().unbind()], device)
+    return _nest_components([move(t) for t in x.detach().unbind()], device)
 
 
-def _of_components(components: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _nest_components(components: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.nested.nested_tensor(components, device=device)
 
 
@@ -327,12 +327,12 @@ class _Moved(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> torch.Tensor:
         ctx.before = x.device, x.dtype
-        return _of_components([move(t) for t in x.detach().unbind()], device)
+        return _nest_components([move(t) for t in x.detach().unbind()], device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, None, None]:
         device, dtype = ctx.before
-        return _of_components([t.to(device, dtype) for t in gradient.unbind()], device), None, None
+        return _nest_components([t.to(device, dtype) for t in gradient.unbind()], device), None, None
 
 
 def _numbers(rows: object) -> torch.Tensor:

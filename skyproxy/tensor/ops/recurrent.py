@@ -83,7 +83,7 @@ def _onednn_way(
     return output, (hy, cy)
 
 
-def _one_way(
+def _one_direction(
     cell: Cell, sequence: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], backwards: bool
 ) -> tuple[Tensor, Hidden]:
     assert weights[0] is not None
@@ -97,7 +97,7 @@ def _one_way(
     return torch.stack(outputs[::-1] if backwards else outputs, 0), hidden
 
 
-def _packed_way(
+def _packed_direction(
     cell: Cell,
     batch_sizes: Sequence[int],
     rows: Tensor,
@@ -179,9 +179,9 @@ def _network(
             if onednn:
                 output, hidden = _onednn_way(sequence, states[number], weights, way == 1, layout)
             elif batch_sizes is not None:
-                output, hidden = _packed_way(cell, batch_sizes, sequence, states[number], weights, way == 1)
+                output, hidden = _packed_direction(cell, batch_sizes, sequence, states[number], weights, way == 1)
             else:
-                output, hidden = _one_way(cell, sequence, states[number], weights, way == 1)
+                output, hidden = _one_direction(cell, sequence, states[number], weights, way == 1)
             results.append(output)
             final.append(hidden)
         sequence = results[0] if ways == 1 else torch.cat(results, results[0].dim() - 1)
@@ -265,7 +265,7 @@ for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tan
     _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, _name == "lstm")
 
 
-def _single(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
+def _single_step(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
     """Compute one step, as `nn.LSTMCell` and `nn.GRUCell` ask for it."""
 
     def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> object:
@@ -280,12 +280,12 @@ def _single(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., ob
     return kernel
 
 
-_KERNELS["lstm_cell"] = _single(torch.ops.aten.lstm_cell.default, _lstm_cell, True)
-_KERNELS["gru_cell"] = _single(torch.ops.aten.gru_cell.default, _gru_cell, False)
+_KERNELS["lstm_cell"] = _single_step(torch.ops.aten.lstm_cell.default, _lstm_cell, True)
+_KERNELS["gru_cell"] = _single_step(torch.ops.aten.gru_cell.default, _gru_cell, False)
 
 
 @implements(*("aten::" + name for name in _KERNELS))
-def _whole(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _undivided_layer(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """In inference mode the op arrives here undivided."""
     return _KERNELS[info.name.removeprefix("aten::")](*args, **kwargs)
 

@@ -179,7 +179,7 @@ class CompiledCall:
         """The text that gives one result; what must be made first is added to the body."""
         if not isinstance(item, torch.fx.Node):
             return repr(item)
-        item = _what_it_is(item)
+        item = _resolve_input(item)
         value = value_of(item)
         if item in self._program.inputs:
             return f"a[{self._program.inputs.index(item)}]"
@@ -241,7 +241,7 @@ def _symbols(program: Program) -> dict[sympy.Symbol, str]:
     return found
 
 
-def _what_it_is(node: torch.fx.Node) -> torch.fx.Node:
+def _resolve_input(node: torch.fx.Node) -> torch.fx.Node:
     """The input that a node hands back after changing it, or the node itself."""
     while (
         isinstance(node.target, OpOverload)

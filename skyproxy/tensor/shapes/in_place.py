@@ -23,14 +23,14 @@ _FLOAT_UNARY = (
 )
 
 
-def _when(fits: bool) -> RuleResult:
+def _target_if(fits: bool) -> RuleResult:
     return TARGET if fits else None
 
 
 @rule("add_.Tensor mul_.Tensor sub_.Tensor add_.Scalar mul_.Scalar sub_.Scalar")
 def _arithmetic(target: Meta, other: object, alpha: object = 1) -> RuleResult:
     fits = type(alpha) is int or (type(alpha) is float and target.dtype in FLOATS)
-    return _when(fits and target.dtype is not torch.bool and keeps_target(target, other))
+    return _target_if(fits and target.dtype is not torch.bool and keeps_target(target, other))
 
 
 @rule(
@@ -38,35 +38,35 @@ def _arithmetic(target: Meta, other: object, alpha: object = 1) -> RuleResult:
     "pow_.Tensor hypot_ atan2_ nextafter_ copysign_.Tensor copysign_.Scalar xlogy_.Tensor div_.Tensor_mode "
     "div_.Scalar_mode"
 )
-def _of_fractions(target: Meta, other: object, *, rounding_mode: object = None) -> RuleResult:
+def _fraction_in_place(target: Meta, other: object, *, rounding_mode: object = None) -> RuleResult:
     alike = other.dtype is target.dtype if type(other) is Meta else type(other) in (int, float)
-    return _when(alike and target.dtype in FLOATS and keeps_target(target, other))
+    return _target_if(alike and target.dtype in FLOATS and keeps_target(target, other))
 
 
 @rule("logical_not_")
 def _logical_not(target: Meta) -> RuleResult:
-    return _when((target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target))
+    return _target_if((target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target))
 
 
 @rule("clamp_min_.Tensor clamp_max_.Tensor")
 def _clamp(target: Meta, bound: object) -> RuleResult:
     fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)
-    return _when(fits and keeps_target(target, bound))
+    return _target_if(fits and keeps_target(target, bound))
 
 
 @rule("div_.Tensor div_.Scalar")
 def _division(target: Meta, other: object) -> RuleResult:
     fits = keeps_target(target, other) and castable(fractional(result_dtype((target, other))), target.dtype)
-    return _when(fits)
+    return _target_if(fits)
 
 
 @rule("copy_")
 def _copy(target: Meta, source: Meta, non_blocking: bool = False) -> RuleResult:
     real = type(source) is Meta and not source.dtype.is_complex
-    return _when(real and _written_alike(target, source))
+    return _target_if(real and _can_take_values(target, source))
 
 
-def _written_alike(target: Meta, source: Meta) -> bool:
+def _can_take_values(target: Meta, source: Meta) -> bool:
     """Return whether a tensor takes the values of another one that broadcasts to it, whatever their dtypes."""
     if not source.plain or len(source.size) > len(target.size) or not keeps_target(target):
         return False
@@ -76,39 +76,39 @@ def _written_alike(target: Meta, source: Meta) -> bool:
 
 @rule("fill_.Tensor")
 def _fill(target: Meta, value: object) -> RuleResult:
-    return _when(type(value) is Meta and value.size == () and value.dtype is target.dtype and keeps_target(target))
+    return _target_if(type(value) is Meta and value.size == () and value.dtype is target.dtype and keeps_target(target))
 
 
 @rule("masked_fill_.Scalar masked_fill_.Tensor")
 def _masked_fill(target: Meta, mask: object, value: object) -> RuleResult:
-    fits = type(mask) is Meta and mask.dtype is torch.bool and _written_alike(target, mask)
+    fits = type(mask) is Meta and mask.dtype is torch.bool and _can_take_values(target, mask)
     if type(value) is Meta:
         fits = fits and value.size == () and value.plain and value.dtype is target.dtype
     else:
         fits = fits and type(value) in ((int, float, bool) if target.dtype in FLOATS else (int,))
-    return _when(fits and (target.dtype in FLOATS or target.dtype in INTEGERS))
+    return _target_if(fits and (target.dtype in FLOATS or target.dtype in INTEGERS))
 
 
 @rule(_FLOAT_UNARY)
 def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
     fits = target.dtype in FLOATS and keeps_target(target)
-    return _when(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
+    return _target_if(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
 
 
 @rule("addcmul_ addcdiv_")
 def _fuse(target: Meta, first: Meta, second: Meta, *, value: object = 1) -> RuleResult:
     fits = target.dtype in FLOATS and type(first) is type(second) is Meta and type(value) in _REAL
-    return _when(fits and first.dtype is second.dtype is target.dtype and keeps_target(target, first, second))
+    return _target_if(fits and first.dtype is second.dtype is target.dtype and keeps_target(target, first, second))
 
 
 @rule("lerp_.Scalar lerp_.Tensor")
 def _lerp(target: Meta, end: object, weight: object) -> RuleResult:
     others = [a for a in (end, weight) if type(a) is Meta]
     alike = all(a.dtype is target.dtype for a in others) and type(weight) in (Meta, float, int)
-    return _when(alike and target.dtype in FLOATS and keeps_target(target, *others))
+    return _target_if(alike and target.dtype in FLOATS and keeps_target(target, *others))
 
 
-def _along(target: Meta, dim: int, index: Meta) -> int | None:
+def _axis_of(target: Meta, dim: int, index: Meta) -> int | None:
     """The dimension that an index of one dimension counts along, as a number from zero; None where it does not fit."""
     rank = len(target.size)
     fits = type(index) is Meta and index.plain and len(index.size) == 1 and index.dtype in (torch.int64, torch.int32)
@@ -119,17 +119,17 @@ def _along(target: Meta, dim: int, index: Meta) -> int | None:
 
 @rule("index_add_ index_copy_")
 def _index_add(target: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 1) -> RuleResult:
-    at = _along(target, dim, index)
+    at = _axis_of(target, dim, index)
     if at is None or type(source) is not Meta or not source.plain or source.dtype is not target.dtype:
         return None
     size = (*target.size[:at], index.size[0], *target.size[at + 1 :])
-    return _when(source.size == size and type(alpha) is int and index.dtype is torch.int64)
+    return _target_if(source.size == size and type(alpha) is int and index.dtype is torch.int64)
 
 
 @rule("index_fill_.int_Scalar")
 def _index_fill(target: Meta, dim: int, index: Meta, value: object) -> RuleResult:
-    fits = _along(target, dim, index) is not None and index.dtype is torch.int64 and target.dtype in FLOATS
-    return _when(fits and type(value) in _REAL)
+    fits = _axis_of(target, dim, index) is not None and index.dtype is torch.int64 and target.dtype in FLOATS
+    return _target_if(fits and type(value) in _REAL)
 
 
 @rule("scatter_.src scatter_add_ scatter_.value")
@@ -141,14 +141,14 @@ def _scatter(target: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
     if any(n > m for i, (n, m) in enumerate(zip(index.size, target.size, strict=True)) if i != dim % rank):
         return None
     if type(source) is not Meta:
-        return _when(type(source) in _REAL and target.dtype in FLOATS)
+        return _target_if(type(source) in _REAL and target.dtype in FLOATS)
     fits = source.plain and source.dtype is target.dtype and len(source.size) == rank
-    return _when(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
+    return _target_if(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
 
 
 @rule("tril_ triu_")
 def _triangle(target: Meta, diagonal: object = 0) -> RuleResult:
-    return _when(len(target.size) >= 2 and type(diagonal) is int and keeps_target(target))
+    return _target_if(len(target.size) >= 2 and type(diagonal) is int and keeps_target(target))
 
 
 _COMPARISONS = "eq_ ne_ lt_ le_ gt_ ge_"
@@ -157,7 +157,7 @@ _COMPARISONS = "eq_ ne_ lt_ le_ gt_ ge_"
 @rule(" ".join(f"{name}.{kind}" for name in _COMPARISONS.split() for kind in ("Tensor", "Scalar")))
 def _comparison(target: Meta, other: object) -> RuleResult:
     same = type(other) in NUMBERS or (type(other) is Meta and other.dtype is target.dtype)
-    return _when(same and (target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target, other))
+    return _target_if(same and (target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target, other))
 
 
 __all__ = ["RULES"]

@@ -141,7 +141,7 @@ def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put "
     "log_sigmoid_backward"
 )
-def _preserving(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
+def _preserved_strides(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)] * 2
 
 
@@ -169,7 +169,7 @@ def _rms_norm(a: Meta, shape: Sequence[int], weight: Meta | None = None, eps: ob
     rank = len(a.size) - len(shape)
     rows = plain_meta(a.size, a.dtype, a.stride if is_contiguous(a.size, a.stride) else None)
     stride = _stride_of(elementwise([rows, plain_meta((*a.size[:rank], *[1] * len(shape)), a.dtype)]))
-    return [stride] if weight is None else _iterated(plain_meta(a.size, a.dtype, stride), weight)
+    return [stride] if weight is None else _iteration_strides(plain_meta(a.size, a.dtype, stride), weight)
 
 
 @_corrects("soft_margin_loss_backward")
@@ -233,18 +233,18 @@ def _expanded_stride(a: Meta, size: tuple[int, ...]) -> tuple[int, ...]:
 
 @_corrects("leaky_relu_backward")
 def _leaky_relu_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
-    return _iterated(a, gradient)
+    return _iteration_strides(a, gradient)
 
 
 @_corrects("elu_backward")
 def _elu_backward(
     gradient: Meta, alpha: object, scale: object, input_scale: object, is_result: bool, a: Meta
 ) -> list[Strides]:
-    return _iterated(gradient, a)
+    return _iteration_strides(gradient, a)
 
 
 @_corrects("floor_divide hardsigmoid_backward hardswish_backward hardtanh_backward softplus_backward complex polar")
-def _iterated(a: Meta, b: Meta, *args: object) -> list[Strides]:
+def _iteration_strides(a: Meta, b: Meta, *args: object) -> list[Strides]:
     return [_stride_of(elementwise([a, b]))]
 
 
@@ -288,7 +288,7 @@ def _in_suggested_format(a: Meta, *args: object) -> list[Strides]:
 
 
 @_corrects("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d")
-def _padded(a: Meta, padding: Sequence[int]) -> list[Strides]:
+def _reflection_padding(a: Meta, padding: Sequence[int]) -> list[Strides]:
     added = [before + after for before, after in zip(padding[::2], padding[1::2], strict=True)][::-1]
     unchanged = len(a.size) - len(added)
     size = (*a.size[:unchanged], *(n + more for n, more in zip(a.size[unchanged:], added, strict=True)))

@@ -18,11 +18,11 @@ _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
 
 
-def _fresh(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
+def _fresh_result(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(size, dtype), None)]
 
 
-def _alike(*tensors: Meta) -> bool:
+def _are_whole_floats(*tensors: Meta) -> bool:
     """Return whether all are row-major tensors of one dtype of fractions, and not empty."""
     first = tensors[0]
     return all(
@@ -31,7 +31,7 @@ def _alike(*tensors: Meta) -> bool:
     ) and (first.dtype in FLOATS)
 
 
-def _of_fractions(x: Meta) -> bool:
+def _is_float(x: Meta) -> bool:
     """Return whether it is a tensor of fractions in any order of memory, and not empty."""
     return x.plain and x.dtype in FLOATS and 0 not in x.size
 
@@ -41,27 +41,27 @@ def _of_fractions(x: Meta) -> bool:
 
 @rule("linear")
 def _linear(x: Meta, weight: Meta, bias: Meta | None = None) -> RuleResult:
-    fits = _multiplied(x, weight) and len(weight.size) == 2 and len(x.size) >= 1 and x.size[-1] == weight.size[1]
-    if not fits or (bias is not None and not (_multiplied(weight, bias) and bias.size == weight.size[:1])):
+    fits = _can_multiply(x, weight) and len(weight.size) == 2 and len(x.size) >= 1 and x.size[-1] == weight.size[1]
+    if not fits or (bias is not None and not (_can_multiply(weight, bias) and bias.size == weight.size[:1])):
         return None
-    return _fresh((*x.size[:-1], weight.size[0]), x.dtype)
+    return _fresh_result((*x.size[:-1], weight.size[0]), x.dtype)
 
 
-def _multiplied(a: Meta, b: Meta) -> bool:
+def _can_multiply(a: Meta, b: Meta) -> bool:
     return a.plain and b.plain and a.dtype is b.dtype and a.dtype in FLOATS and 0 not in a.size and 0 not in b.size
 
 
 @rule("matmul")
 def _matmul(a: Meta, b: Meta) -> RuleResult:
     rank, other = len(a.size), len(b.size)
-    if not _multiplied(a, b) or not rank or not other or (rank == 1 and other > 2):
+    if not _can_multiply(a, b) or not rank or not other or (rank == 1 and other > 2):
         return None
     if a.size[-1] != b.size[-2 if other > 1 else 0]:
         return None
     batch = broadcast_sizes((a.size[:-2], b.size[:-2])) if rank > 1 else ()
     if batch is None:
         return None
-    return _fresh((*batch, *a.size[-2:-1], *(b.size[-1:] if other > 1 else ())), a.dtype)
+    return _fresh_result((*batch, *a.size[-2:-1], *(b.size[-1:] if other > 1 else ())), a.dtype)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def _matmul(a: Meta, b: Meta) -> RuleResult:
 def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
     rank = len(x.size) - len(shape)
     parts = [t for t in (weight, bias) if t is not None]
-    fits = _of_fractions(x) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
+    fits = _is_float(x) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
     if not fits or any(t.size != tuple(shape) or t.dtype is not x.dtype or not row_major(t) for t in parts):
         return None
     sums = plain_meta((*x.size[:rank], *[1] * len(shape)), x.dtype)
@@ -80,14 +80,14 @@ def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta |
 
 @rule("native_dropout")
 def _dropout(x: Meta, p: float, train: bool | None) -> RuleResult:
-    if not (_alike(x) and train is True and type(p) is float and 0 < p < 1):
+    if not (_are_whole_floats(x) and train is True and type(p) is float and 0 < p < 1):
         return None
     return [(plain_meta(x.size, x.dtype), None), (plain_meta(x.size, torch.bool), None)]
 
 
 @rule("bernoulli")
 def _coins(x: Meta, **options: object) -> RuleResult:
-    return _fresh(x.size, x.dtype) if x.plain and x.dtype in FLOATS and not options else None
+    return _fresh_result(x.size, x.dtype) if x.plain and x.dtype in FLOATS and not options else None
 
 
 @rule("index_select")
@@ -98,45 +98,45 @@ def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
     if not fits or not rank or not -rank <= dim < rank or 0 in index.size:
         return None
     dim %= rank
-    return _fresh((*x.size[:dim], index.size[0], *x.size[dim + 1 :]), x.dtype)
+    return _fresh_result((*x.size[:dim], index.size[0], *x.size[dim + 1 :]), x.dtype)
 
 
 @rule("stack")
 def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
-    if not parts or not _alike(*parts) or any(part.size != parts[0].size for part in parts):
+    if not parts or not _are_whole_floats(*parts) or any(part.size != parts[0].size for part in parts):
         return None
     rank = len(parts[0].size) + 1
     if not -rank <= dim < rank:
         return None
     dim %= rank
     size = parts[0].size
-    return _fresh((*size[:dim], len(parts), *size[dim:]), parts[0].dtype)
+    return _fresh_result((*size[:dim], len(parts), *size[dim:]), parts[0].dtype)
 
 
 @rule("argmax argmin")
 def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     rank = len(x.size)
-    if dim is None and _of_fractions(x):
-        return _fresh((1,) * rank if keepdim else (), torch.int64)
-    if not (_of_fractions(x) and type(dim) is int and rank and -rank <= dim < rank):
+    if dim is None and _is_float(x):
+        return _fresh_result((1,) * rank if keepdim else (), torch.int64)
+    if not (_is_float(x) and type(dim) is int and rank and -rank <= dim < rank):
         return None
     dim %= rank
-    return _fresh((*x.size[:dim], *[1] * keepdim, *x.size[dim + 1 :]), torch.int64)
+    return _fresh_result((*x.size[:dim], *[1] * keepdim, *x.size[dim + 1 :]), torch.int64)
 
 
 @rule("cumsum cumprod")
 def _cumulate(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
     rank = len(x.size)
-    return _fresh(x.size, x.dtype) if _of_fractions(x) and rank and -rank <= dim < rank and dtype is None else None
+    return _fresh_result(x.size, x.dtype) if _is_float(x) and rank and -rank <= dim < rank and dtype is None else None
 
 
 @rule("tril triu")
 def _triangle(x: Meta, diagonal: int = 0) -> RuleResult:
-    return _fresh(x.size, x.dtype) if x.plain and len(x.size) >= 2 and 0 not in x.size else None
+    return _fresh_result(x.size, x.dtype) if x.plain and len(x.size) >= 2 and 0 not in x.size else None
 
 
 @rule("bitwise_not logical_not")
-def _not(x: Meta) -> RuleResult:
+def _inversion(x: Meta) -> RuleResult:
     found = elementwise([x]) if x.dtype is torch.bool else None
     return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 
@@ -144,7 +144,7 @@ def _not(x: Meta) -> RuleResult:
 @rule("slice_backward select_backward")
 def _part_backward(grad: Meta, size: Sequence[int], *place: object) -> RuleResult:
     fits = grad.plain and all(type(n) is int and n >= 0 for n in size) and all(type(n) is int for n in place)
-    return _fresh(tuple(size), grad.dtype) if fits else None
+    return _fresh_result(tuple(size), grad.dtype) if fits else None
 
 
 # --- fresh tensors ---------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def _fill(
     if not _options(dtype, layout, options) or not all(type(n) is int and n >= 0 for n in size):
         return None
     fits = chosen in FLOATS or chosen in INTEGERS or chosen is torch.bool
-    return _fresh(tuple(size), chosen) if fits else None
+    return _fresh_result(tuple(size), chosen) if fits else None
 
 
 @rule("rand randn")
@@ -241,7 +241,7 @@ def _full(
 
 
 @rule("zeros_like ones_like empty_like rand_like randn_like")
-def _like(
+def _filled_like(
     x: Meta,
     *,
     dtype: torch.dtype | None = None,
@@ -256,7 +256,7 @@ def _like(
 
 @rule("full_like")
 def _full_like(x: Meta, value: object, **options: object) -> RuleResult:
-    return _like(x, **options) if type(value) in (int, float) else None
+    return _filled_like(x, **options) if type(value) in (int, float) else None
 
 
 __all__ = ["RULES"]

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 _Column = Callable[..., Meta | None]
 
 
-def _of_columns(decide: Callable[..., Answer | None], args: tuple[object, ...]) -> list[Answer] | None:
+def _decide_columns(decide: Callable[..., Answer | None], args: tuple[object, ...]) -> list[Answer] | None:
     """Collect what `decide` answers for each place of lists; None if it does so for one, or the lists are not alike.
 
     Numbers count by their type only.
@@ -68,23 +68,23 @@ def _elementwise(first: Meta, *others: object) -> Meta | None:
     return None if found is None else plain_meta(found[0], first.dtype, found[1])
 
 
-def _in_place(*operands: object) -> bool:
+def _works_in_place(*operands: object) -> bool:
     return _floats(*operands) and keeps_target(*operands)
 
 
-def _in_place_of_one_dtype(first: Meta, *others: object) -> bool:
-    return _in_place(first, *others) and all(type(a) is not Meta or a.dtype is first.dtype for a in others)
+def _works_in_place_of_one_dtype(first: Meta, *others: object) -> bool:
+    return _works_in_place(first, *others) and all(type(a) is not Meta or a.dtype is first.dtype for a in others)
 
 
-def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_place) -> None:
+def _register(name: str, column: _Column, writes: Callable[..., bool] = _works_in_place) -> None:
     """Register rules for an op on lists, and for its in-place form."""
 
     def fresh(*args: object, **kwargs: object) -> RuleResult:
-        found = _of_columns(column, args) if _plain(kwargs) else None
+        found = _decide_columns(column, args) if _is_plain(kwargs) else None
         return None if found is None else [[(meta, None) for meta in found]]
 
     def in_place(*args: object, **kwargs: object) -> RuleResult:
-        fits = _plain(kwargs) and _of_columns(writes, args)
+        fits = _is_plain(kwargs) and _decide_columns(writes, args)
         return _IN_PLACE_ANSWER if fits else None
 
     packet, _, overload = name.partition(".")
@@ -93,7 +93,7 @@ def _register(name: str, column: _Column, writes: Callable[..., bool] = _in_plac
         rule(full)(function)
 
 
-def _plain(kwargs: dict[str, object]) -> bool:
+def _is_plain(kwargs: dict[str, object]) -> bool:
     """Return whether keywords are a factor of an operand at most."""
     return all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
 
@@ -114,12 +114,12 @@ def _with_one_tensor(first: Meta, other: object) -> Meta | None:
     return _elementwise(first, other) if type(other) is Meta and other.size == () else None
 
 
-def _in_place_with_one_tensor(first: object, other: object) -> bool:
-    return type(other) is Meta and other.size == () and _in_place(first, other)
+def _works_in_place_with_one_tensor(first: object, other: object) -> bool:
+    return type(other) is Meta and other.size == () and _works_in_place(first, other)
 
 
 for _name in ("add", "mul", "div"):
-    _register(f"{_name}.Tensor", _with_one_tensor, _in_place_with_one_tensor)
+    _register(f"{_name}.Tensor", _with_one_tensor, _works_in_place_with_one_tensor)
 
 
 def _with_value(first: Meta, second: object, third: object, value: object = 1) -> Meta | None:
@@ -128,8 +128,8 @@ def _with_value(first: Meta, second: object, third: object, value: object = 1) -
 
 for _name in ("addcmul", "addcdiv"):
     for _overload in ("Scalar", "ScalarList"):
-        _register(f"{_name}.{_overload}", _with_value, _in_place_of_one_dtype)
-_register("lerp.List", _elementwise, _in_place_of_one_dtype)
+        _register(f"{_name}.{_overload}", _with_value, _works_in_place_of_one_dtype)
+_register("lerp.List", _elementwise, _works_in_place_of_one_dtype)
 
 
 def _lerp(first: Meta, end: object, weight: object) -> Meta | None:
@@ -137,7 +137,7 @@ def _lerp(first: Meta, end: object, weight: object) -> Meta | None:
 
 
 for _overload in ("Scalar", "ScalarList"):
-    _register(f"lerp.{_overload}", _lerp, _in_place_of_one_dtype)
+    _register(f"lerp.{_overload}", _lerp, _works_in_place_of_one_dtype)
 
 
 @rule("_foreach_norm.Scalar _foreach_powsum.Scalar")
@@ -156,7 +156,7 @@ def _copies(targets: list[Meta], sources: list[Meta], non_blocking: bool = False
     def works(target: Meta, source: Meta) -> bool:
         return target.dtype is source.dtype and keeps_target(target, source)
 
-    return _IN_PLACE_ANSWER if _of_columns(works, (targets, sources)) else None
+    return _IN_PLACE_ANSWER if _decide_columns(works, (targets, sources)) else None
 
 
 @rule("_foreach_zero_")

@@ -44,14 +44,14 @@ def _look_of_one_dtype(*operands: Meta) -> Meta | None:
     return None if found is None else plain_meta(found[0], first.dtype, found[1])
 
 
-def _of_one_dtype(*operands: Meta) -> RuleResult:
+def _elementwise_of_one_dtype(*operands: Meta) -> RuleResult:
     look = _look_of_one_dtype(*operands)
     return None if look is None else [(look, None)]
 
 
 @rule("addcmul addcdiv")
 def _addcmul(x: Meta, a: Meta, b: Meta, *, value: object = 1) -> RuleResult:
-    return _of_one_dtype(x, a, b) if type(value) in (int, float) else None
+    return _elementwise_of_one_dtype(x, a, b) if type(value) in (int, float) else None
 
 
 @rule("glu")
@@ -61,7 +61,7 @@ def _glu(x: Meta, dim: int = -1) -> RuleResult:
         return None
     dim %= rank
     half = plain_meta((*x.size[:dim], x.size[dim] // 2, *x.size[dim + 1 :]), x.dtype, x.stride)
-    return _of_one_dtype(half, half)
+    return _elementwise_of_one_dtype(half, half)
 
 
 @rule("_cdist_forward")
@@ -75,7 +75,7 @@ def _distances(a: Meta, b: Meta, order: float, mode: object) -> RuleResult:
 
 @rule("_prelu_kernel")
 def _prelu(x: Meta, weight: object) -> RuleResult:
-    return _of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
+    return _elementwise_of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
 
 
 @rule("complex polar")
@@ -86,34 +86,36 @@ def _complex(real: Meta, imaginary: Meta) -> RuleResult:
 
 @rule("lerp.Scalar")
 def _lerp(x: Meta, end: Meta, weight: object) -> RuleResult:
-    return _of_one_dtype(x, end) if type(weight) in (int, float) else None
+    return _elementwise_of_one_dtype(x, end) if type(weight) in (int, float) else None
 
 
 @rule("lerp.Tensor")
 def _lerp_between(x: Meta, end: Meta, weight: Meta) -> RuleResult:
-    return _of_one_dtype(x, end, weight)
+    return _elementwise_of_one_dtype(x, end, weight)
 
 
 @rule("tanh_backward sigmoid_backward")
 def _gate_backward(gradient: Meta, output: Meta) -> RuleResult:
     """In recurrent networks the output is a part of all gates."""
-    return _of_one_dtype(gradient, output) if gradient.size == output.size and 0 not in output.size else None
+    return (
+        _elementwise_of_one_dtype(gradient, output) if gradient.size == output.size and 0 not in output.size else None
+    )
 
 
 @rule("gelu_backward silu_backward")
 def _activation_backward(gradient: Meta, x: Meta, *numbers: object, **options: object) -> RuleResult:
     fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
-    return _of_one_dtype(gradient, x) if fits else None
+    return _elementwise_of_one_dtype(gradient, x) if fits else None
 
 
 @rule("threshold_backward")
 def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResult:
     """As above, but the kernel iterates over the input first."""
-    return _of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
+    return _elementwise_of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
 
 
 @rule("isnan isposinf isneginf signbit")
-def _asked(x: Meta) -> RuleResult:
+def _predicate(x: Meta) -> RuleResult:
     found = elementwise((x,)) if x.dtype in FLOATS and 0 not in x.size else None
     return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 

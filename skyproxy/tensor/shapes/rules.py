@@ -357,7 +357,7 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
     return _mm(a, b) if fits and bias.plain else None
 
 
-def _maybe_channels_last(meta: Meta) -> bool:
+def _may_be_channels_last(meta: Meta) -> bool:
     """Return whether PyTorch may take the tensor for one in a channels-last format."""
     return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
 
@@ -365,7 +365,7 @@ def _maybe_channels_last(meta: Meta) -> bool:
 @rule("cat")
 def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
     if not parts or not all(
-        isinstance(part, Meta) and part.plain and not _maybe_channels_last(part)  # type: ignore[redundant-expr]
+        isinstance(part, Meta) and part.plain and not _may_be_channels_last(part)  # type: ignore[redundant-expr]
         for part in parts
     ):
         return None

@@ -44,7 +44,7 @@ def plain(*tensors: object) -> bool:
     return all(type(t) is Meta and t.plain and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
 
-def _in_order(*tensors: object) -> bool:
+def _are_in_order(*tensors: object) -> bool:
     """Return whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
     return all(
         type(t) is Meta
@@ -88,7 +88,7 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
 @rule("index.Tensor")
 def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
     size = _indexed_size(x, indices) if plain(x) else None
-    if size is None or _in_order(x):
+    if size is None or _are_in_order(x):
         return None if size is None else [fresh(size, x.dtype)]
     stride = indexed_stride(x, indices)
     return None if stride is None else [(plain_meta(size, x.dtype, stride), None)]
@@ -206,7 +206,7 @@ def suggests_row_major(x: Meta) -> bool:
     return len(x.size) not in (4, 5) or x.stride[-1] < x.stride[1]
 
 
-def _padded(x: Meta, pad: Sequence[int]) -> Ints | None:
+def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
     if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
@@ -223,13 +223,13 @@ def _padded(x: Meta, pad: Sequence[int]) -> Ints | None:
 
 @rule("constant_pad_nd")
 def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
-    size = _padded(x, pad)
+    size = _padded_size(x, pad)
     return [fresh(size, x.dtype)] if size is not None and type(value) in (int, float) else None
 
 
 @rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
 def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
-    size = _padded(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
+    size = _padded_size(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
     pairs = len(pad) // 2
     if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
         return None
@@ -298,12 +298,12 @@ def _extreme(x: Meta, dim: int, keepdim: bool = False) -> RuleResult:
 
 
 @rule("median.dim nanmedian.dim mode")
-def _middle(x: Meta, dim: int = -1, keepdim: bool = False) -> RuleResult:
+def _median(x: Meta, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _extreme(x, dim, keepdim) if x.dtype in FLOATS else None
 
 
 @rule("kthvalue")
-def _at_place(x: Meta, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
+def _kth_value(x: Meta, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
     at = _axis(x, dim)
     fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
     return _extreme(x, dim, keepdim) if fits else None
@@ -346,7 +346,7 @@ def _extreme_of_all(x: Meta) -> RuleResult:
 
 
 @rule("median nanmedian")
-def _middle_of_all(x: Meta) -> RuleResult:
+def _whole_median(x: Meta) -> RuleResult:
     return [fresh((), x.dtype)] if plain(x) and x.dtype in FLOATS else None
 
 

@@ -35,7 +35,7 @@ def _dim(a: Meta, dim: int, extra: int = 0) -> int | None:
 
 
 @_rule("detach", "alias")
-def _same(a: Meta) -> RuleResult:
+def _alias(a: Meta) -> RuleResult:
     return _view(a, a.size, a.stride, a.offset) if a.plain else None
 
 
@@ -70,7 +70,7 @@ def _transpose(a: Meta, dim0: int, dim1: int) -> RuleResult:
         return None
     order = list(range(len(a.size)))
     order[first], order[second] = order[second], order[first]
-    return _permuted(a, order)
+    return _permutation(a, order)
 
 
 @_rule("permute")
@@ -79,10 +79,10 @@ def _permute(a: Meta, dims: Sequence[int]) -> RuleResult:
     known = [d for d in order if d is not None]
     if len(known) != len(a.size) or len(order) != len(known) or len(set(known)) != len(known):
         return None
-    return _permuted(a, known)
+    return _permutation(a, known)
 
 
-def _permuted(a: Meta, order: list[int]) -> RuleResult:
+def _permutation(a: Meta, order: list[int]) -> RuleResult:
     return _view(a, tuple(a.size[d] for d in order), tuple(a.stride[d] for d in order), a.offset)
 
 
@@ -107,19 +107,19 @@ def _squeeze(a: Meta, dim: int) -> RuleResult:
 
 @_rule("squeeze")
 def _squeeze_all(a: Meta) -> RuleResult:
-    return _without(a, range(len(a.size))) if a.plain else None
+    return _drop_dimensions(a, range(len(a.size))) if a.plain else None
 
 
 @_rule("squeeze.dims")
 def _squeeze_several(a: Meta, dims: Sequence[int]) -> RuleResult:
     places = [_dim(a, dim) for dim in dims]
-    return None if None in places or len(set(places)) != len(places) else _without(a, places)
+    return None if None in places or len(set(places)) != len(places) else _drop_dimensions(a, places)
 
 
-def _without(a: Meta, places: Iterable[int | None]) -> RuleResult:
+def _drop_dimensions(a: Meta, places: Iterable[int | None]) -> RuleResult:
     """The tensor without those of its dimensions that are of size one and in these places."""
     kept = [i for i in range(len(a.size)) if a.size[i] != 1 or i not in places]
-    return _permuted(a, kept)
+    return _permutation(a, kept)
 
 
 @_rule("diagonal")

@@ -25,7 +25,7 @@ def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ..
     return tuple(values) * 2 if len(values) == 1 else tuple(values)
 
 
-def _pooled(
+def _pooled_size(
     x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
 ) -> tuple[int, ...] | None:
     sides = _pair(kernel)
@@ -42,7 +42,7 @@ def _pooled(
     return (*x.size[:2], *area) if min(area) > 0 else None
 
 
-def _in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[Meta, None]:
+def _result_in_format(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[Meta, None]:
     """A result in the format that `suggest_memory_format` reads from the input."""
     stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
     return plain_meta(size, dtype, stride), None
@@ -57,8 +57,8 @@ def _max_pool(
     dilation: Sequence[int] = (1,),
     ceil: bool = False,
 ) -> RuleResult:
-    size = _pooled(x, kernel, stride, padding, dilation, ceil)
-    return None if size is None else [_in_format_of(x, size, x.dtype), _in_format_of(x, size, torch.int64)]
+    size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
+    return None if size is None else [_result_in_format(x, size, x.dtype), _result_in_format(x, size, torch.int64)]
 
 
 @rule("max_pool2d_with_indices_backward")
@@ -72,7 +72,7 @@ def _max_pool_backward(
     ceil: bool,
     indices: Meta,
 ) -> RuleResult:
-    size = _pooled(x, kernel, stride, padding, dilation, ceil)
+    size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
     fits = size is not None and suggests_row_major(x)
     fits = fits and whole_floats(gradient, x) and whole(indices) and gradient.size == indices.size == size
     return [fresh(x.size, x.dtype)] if fits else None
@@ -88,23 +88,23 @@ def _avg_pool(
     counted: object = True,
     divisor: object = None,
 ) -> RuleResult:
-    size = _pooled(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
-    return None if size is None else [_in_format_of(x, size, x.dtype)]
+    size = _pooled_size(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
+    return None if size is None else [_result_in_format(x, size, x.dtype)]
 
 
 @rule("_adaptive_avg_pool2d upsample_nearest2d")
-def _sized(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
+def _resampling(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
     area = _pair(size)
     fits = area is not None and whole_floats(x) and len(x.size) == 4 and suggests_row_major(x)
     return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
 
 
 @rule("upsample_bilinear2d upsample_bicubic2d")
-def _interpolated(x: Meta, size: Sequence[int], aligned: object, *scales: object) -> RuleResult:
-    return _sized(x, size)
+def _interpolation(x: Meta, size: Sequence[int], aligned: object, *scales: object) -> RuleResult:
+    return _resampling(x, size)
 
 
-def _convolved(
+def _convolution_size(
     x: Meta,
     weight: Meta,
     bias: Meta | None,
@@ -155,14 +155,14 @@ def _convolution(
     groups: int,
 ) -> RuleResult:
     size = (
-        _spread_out(x, weight, bias, stride, padding, dilation, extra, groups)
+        _transposed_convolution_size(x, weight, bias, stride, padding, dilation, extra, groups)
         if transposed
-        else _convolved(x, weight, bias, stride, padding, dilation, groups)
+        else _convolution_size(x, weight, bias, stride, padding, dilation, groups)
     )
     return None if size is None else [fresh(size, x.dtype)]
 
 
-def _spread_out(
+def _transposed_convolution_size(
     x: Meta,
     weight: Meta,
     bias: Meta | None,
@@ -230,7 +230,7 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> RuleResult:
-    size = None if transposed else _convolved(x, weight, None, stride, padding, dilation, groups)
+    size = None if transposed else _convolution_size(x, weight, None, stride, padding, dilation, groups)
     fits = size is not None and whole_floats(gradient, x) and gradient.size == size and suggests_row_major(gradient)
     if not fits or list(mask) != [True, True, True] or not biases:
         return None

@@ -89,7 +89,7 @@ _OF_THE_OTHER = {
 """Functions that answer in the module of this machine's own accelerator: PyTorch itself would ask ours."""
 
 
-def _once_used(name: str, ours: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
+def _defer_until_used(name: str, ours: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
     """A function of `torch.accelerator` that is ours as soon as a device exists."""
 
     @functools.wraps(ours)
@@ -106,7 +106,7 @@ def _once_used(name: str, ours: Callable[..., object], original: Callable[..., o
     return function
 
 
-def _missing(*args: object) -> NoReturn:
+def _raise_missing(*args: object) -> NoReturn:
     raise RuntimeError(_NO_ACCELERATOR)
 
 
@@ -172,7 +172,10 @@ def install() -> None:
         torch._C, "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice", "_accelerator_synchronizeDevice"
     )
     answers = {
-        **{name: _once_used(name, ours, getattr(torch._C, name, _missing)) for name, ours in _ACCELERATOR.items()},
+        **{
+            name: _defer_until_used(name, ours, getattr(torch._C, name, _raise_missing))
+            for name, ours in _ACCELERATOR.items()
+        },
         "_accelerator_getAccelerator": _accelerator,
         "_get_accelerator": lambda: _accelerator() or torch.device("cpu"),
     }

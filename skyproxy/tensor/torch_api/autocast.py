@@ -90,7 +90,7 @@ class _Cache(threading.local):
 _cache = _Cache()
 
 
-def _eligible(value: object) -> bool:
+def _is_eligible(value: object) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -103,7 +103,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     """The value with each of its floating-point tensors in `dtype`, double precision excepted."""
     if isinstance(value, list | tuple):
         return [cast(item, dtype) for item in value]
-    if not _eligible(value) or value.dtype is dtype:
+    if not _is_eligible(value) or value.dtype is dtype:
         return value
     if not (
         value.requires_grad
@@ -133,7 +133,7 @@ def kind_of_worker(values: Iterable[object]) -> str:
     return "cuda"
 
 
-def _by_worker(
+def _kernel_for_worker(
     op: OpOverload, on_cuda: Callable[..., object] | None, on_cpu: Callable[..., object] | None
 ) -> Callable[..., object]:
     """The kernel of an op: that of its worker's list, or none, if the op is not in it."""
@@ -157,7 +157,7 @@ def _lower(op: OpOverload) -> Callable[..., object]:
     return kernel
 
 
-def _full(op: OpOverload) -> Callable[..., object]:
+def _full_precision(op: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             named = {name: cast(value, torch.float32) for name, value in kwargs.items()}
@@ -172,7 +172,7 @@ def _full_result(op: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
             given = kwargs.get("dtype") if len(args) <= position else args[position]
-            if _eligible(args[0]) and given is None:
+            if _is_eligible(args[0]) and given is None:
                 args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
             return op(*args, **kwargs)
 
@@ -184,7 +184,7 @@ def _norm(op: OpOverload, with_dtype: OpOverload, count: int) -> Callable[..., o
 
     def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
-            if not _eligible(args[0]):
+            if not _is_eligible(args[0]):
                 return op(*args, **kwargs)
             names = [argument.name for argument in op._schema.arguments]
             whole = [*args, *(kwargs.get(name, defaults[i]) for i, name in enumerate(names) if i >= len(args))]
@@ -200,7 +200,7 @@ def _promote(op: OpOverload) -> Callable[..., object]:
             for value in [*args, *kwargs.values()]:
                 for item in value if isinstance(value, list | tuple) else (value,):
                     # One after the other, as `at::autocast::prioritize`: behind full precision, any other is welcome.
-                    if _eligible(item) and dtype is not torch.float32:
+                    if _is_eligible(item) and dtype is not torch.float32:
                         if item.dtype not in (torch.float32, lower):
                             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
                         dtype = item.dtype
@@ -239,7 +239,7 @@ def _forms_on_cuda() -> dict[str, Callable[..., object]]:
     """By op, what CUDA's autocast does."""
     forms = _forms(
         (LOWER_PRECISION, _lower),
-        (FULL_PRECISION, _full),
+        (FULL_PRECISION, _full_precision),
         (FULL_PRECISION_RESULT, _full_result),
         (PROMOTE, _promote),
     )
@@ -258,7 +258,7 @@ def _forms_on_cpu() -> dict[str, Callable[..., object]]:
         ([name for name in names if casts(f"aten::{name}")], make)
         for names, make in (
             (LOWER_PRECISION_ON_CPU, _lower),
-            (FULL_PRECISION_ON_CPU, _full),
+            (FULL_PRECISION_ON_CPU, _full_precision),
             (PROMOTE_ON_CPU, _promote),
         )
     ]
@@ -276,7 +276,7 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     on_cuda, on_cpu = _forms_on_cuda(), _forms_on_cpu()
     for name in {**on_cuda, **on_cpu}:
-        kernel = _by_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
+        kernel = _kernel_for_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
         library.impl(name, kernel, _KEY, with_keyset=True)
     patching.registered(
         "kernels of `aten` for autocast of the device",

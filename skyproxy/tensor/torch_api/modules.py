@@ -128,7 +128,7 @@ def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.
         _move.function, _move.replaced = crossing, {}
     try:
         if outermost:
-            crossing = DeviceMove(fn, _moved_ahead(self, fn, recurse))
+            crossing = DeviceMove(fn, _move_ahead(self, fn, recurse))
         return _apply_one(self, crossing, recurse)
     finally:
         if outermost:
@@ -151,7 +151,7 @@ def _travellers(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor
                 yield tensor
 
 
-def _moved_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _move_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """The tensors that `fn` moves to another device, moved at once and before the module changes.
 
     So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was. Small ones
@@ -227,7 +227,7 @@ def _materialize(self: Any, shape: Any, device: torch.device | str | int | None 
     self.data = torch.empty(shape, device=place, dtype=self.dtype)
 
 
-def _born_lazy(plain_new: Callable[..., Any]) -> Callable[..., object]:
+def _lazy_new(plain_new: Callable[..., Any]) -> Callable[..., object]:
     signature = inspect.signature(plain_new)
 
     def new(cls: object, *args: object, **kwargs: object) -> object:
@@ -277,4 +277,4 @@ def install() -> None:
     test = "tests/tensor/torch_api/test_modules.py::test_lazy_modules_take_shape_on_the_worker"
     patching.replace(_Uninitialized, "materialize", _materialize, why=lazy, test=test)
     for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
-        patching.wrap(kind, "__new__", _born_lazy, why=lazy, test=test)
+        patching.wrap(kind, "__new__", _lazy_new, why=lazy, test=test)

@@ -167,10 +167,10 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
         return known
     is_parameter = isinstance(self, torch.nn.Parameter)
     if is_parameter and type(self) is RemoteTensor:
-        memo[id(self)] = parameter = _copied_parameter(self)
+        memo[id(self)] = parameter = _copy_parameter(self)
         return parameter
     with torch.no_grad():
-        result = _copied(self.detach(), memo)  # type: ignore[arg-type]
+        result = _copy_tensor(self.detach(), memo)  # type: ignore[arg-type]
         result.requires_grad_(self.requires_grad)
         if is_parameter:  # of a class of the user's, whose copies PyTorch makes as those of any tensor
             result._is_param = True
@@ -181,13 +181,13 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     return result
 
 
-def _copied_parameter(parameter: RemoteTensor) -> RemoteTensor:
+def _copy_parameter(parameter: RemoteTensor) -> RemoteTensor:
     """A copy as `Parameter.__deepcopy__` makes it: of the values alone, without the gradient and attributes."""
     values = parameter.detach().clone(memory_format=torch.preserve_format)
     return torch.nn.Parameter(values, parameter.requires_grad)  # type: ignore[return-value]
 
 
-def _copied(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
+def _copy_tensor(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     """A copy; tensors that share memory share it in the copy too."""
     meta: Meta = tensor._sky.meta
     if meta.layout is not torch.strided:

@@ -45,12 +45,12 @@ class RemoteStateDict(OrderedDict[str, Any]):
         return OrderedDict, (), self.__dict__ or None, None, iter(self.items())
 
     def __copy__(self) -> RemoteStateDict:
-        return self._like(self.items())
+        return self._copy_with(self.items())
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteStateDict:
-        return self._like((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        return self._copy_with((name, copy.deepcopy(value, memo)) for name, value in self.items())
 
-    def _like(self, items: Iterable[tuple[str, object]]) -> RemoteStateDict:
+    def _copy_with(self, items: Iterable[tuple[str, object]]) -> RemoteStateDict:
         result = RemoteStateDict(items)
         result.__dict__.update(self.__dict__)
         return result
@@ -219,7 +219,7 @@ def _module_load_into(self: torch.nn.Module, model: torch.nn.Module, *, strict: 
     return load_into(model, self, strict=strict)
 
 
-def _in_turn(state_dict: Callable[..., object]) -> Callable[..., object]:
+def _staged_state_dict(state_dict: Callable[..., object]) -> Callable[..., object]:
     """`Module.state_dict`, whose values come in blocks if somebody copies them one by one."""
 
     @functools.wraps(state_dict)
@@ -238,7 +238,7 @@ def install() -> None:
     patching.wrap(
         torch.nn.Module,
         "state_dict",
-        _in_turn,
+        _staged_state_dict,
         why="a loop that copies a state dict to the CPU, value by value, is read ahead in blocks",
         test="tests/tensor/core/test_prefetching.py::test_a_loop_over_a_state_dict_comes_in_blocks",
     )

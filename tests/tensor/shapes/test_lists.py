@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyproxy.tensor.dispatch import inference
+from skyproxy.tensor.dispatch import fake_tensors, inference
 from skyproxy.tensor.shapes.lists import RULES
 from tests.tensor.rule_checking import Case, answer_of, look, mismatch, overload, tensors
 
@@ -76,7 +76,7 @@ class _Fakes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        plain = inference.fake_tensor
+        plain = fake_tensors.fake_tensor
 
         def counted(meta: Any) -> torch.Tensor:
             self.count += 1
