@@ -72,23 +72,24 @@ class Executor:
             ProtocolError: the batch is malformed; the session cannot go on.
         """
         stream, slots, gates, handlers = batch.stream, self._values.slots, self._values.gates, self._ops.handlers
+        closed = gates.closed
         self._reports.sequence = batch.sequence
         self._tensors.buffers = list(reversed(batch.buffers))
         position, end = 0, len(stream)
         done = 0
         cancellation = self.state.cancellation
         while position < end:
-            if gates and cancellation.is_on:
+            if closed and cancellation.is_on:
                 position = self._dropping.drop(stream, position)
                 continue
-            error = self._wait_for_gates(stream, position) if gates else None
+            error = self._wait_for_gates(stream, position) if closed else None
             if error is None:
-                position, count, error = commands.execute(stream, position, handlers, slots, gates)
+                position, count, error = commands.execute(stream, position, handlers, slots, closed)
                 done += count
             if error is not None and not (is_out_of_memory(error) and self._can_run_again(stream, position)):
                 position = self._after_failure(stream, position, error)
         self.commands_done += done
-        if gates:
+        if closed:
             gates.open_finished()
         slots[0] = None  # an output that nobody wants goes there
         if len(slots) > self._max_handles + 1:

@@ -18,6 +18,8 @@ from skyproxy_server.failures import Failed, PoisonedError
 
 _NO_STORAGE = 0
 """The key of what closes no storage: see `Gates.hold`."""
+_SHRUNK = -1
+"""The key that is closed while any storage is smaller than it had been."""
 
 
 @dataclass(slots=True)
@@ -48,27 +50,32 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 class Gates:
-    """The closed gates of one session, by storage."""
+    """The closed gates of one session.
+
+    Attributes:
+        closed: the gates by storage, and the two keys that stand for none. It is empty while every storage is simply
+            usable: a loop over ops looks at it rather than at the gates, which would cost each op a call.
+    """
 
     def __init__(self, idle: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         """Args:
         idle: entered while something is waited for; whoever waits for us must not wait for our client.
         """
         self._idle = idle
-        self._closed: dict[int, list[Gate]] = {}
+        self.closed: dict[int, list[Gate]] = {}
         self._shrunk: dict[int, tuple[Any, int]] = {}
         """Storages that were made smaller than they had been, and their former bytes."""
 
     def __bool__(self) -> bool:
-        return bool(self._closed or self._shrunk)
+        return bool(self.closed)
 
     def hold(self) -> None:
         """Have this count as true, so that the executor looks up after the command that runs now. For any thread."""
-        self._closed[_NO_STORAGE] = []
+        self.closed[_NO_STORAGE] = []
 
     def let_go(self) -> None:
         """Take `hold` back."""
-        self._closed.pop(_NO_STORAGE, None)
+        self.closed.pop(_NO_STORAGE, None)
 
     def resized(self, tensor: torch.Tensor, former_bytes: int) -> None:
         """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
@@ -76,9 +83,9 @@ class Gates:
         assert key is not None
         former = max(former_bytes, self._shrunk.get(key, (None, 0))[1])
         if storage.nbytes() < former:
-            self._shrunk[key] = (storage, former)
+            self.mark_shrunk(storage, former)
         else:
-            self._shrunk.pop(key, None)
+            self._forget_shrunk(key)
 
     def check_size(self, value: object) -> None:
         """Raises:
@@ -94,7 +101,7 @@ class Gates:
         key = storage_key(tensor)
         if key is not None:
             gate.storage = tensor.untyped_storage()
-            self._closed.setdefault(key, []).append(gate)
+            self.closed.setdefault(key, []).append(gate)
 
     def mark_failed(self, tensor: object, failed: Failed) -> None:
         """The tensor's storage was to be changed by a command that failed."""
@@ -102,14 +109,14 @@ class Gates:
             self.close(tensor, Gate(None, failed=failed))
 
     def _is_marked(self, tensor: torch.Tensor, failed: Failed) -> bool:
-        return any(gate.failed is failed for gate in self._closed.get(storage_key(tensor) or _NO_STORAGE, ()))
+        return any(gate.failed is failed for gate in self.closed.get(storage_key(tensor) or _NO_STORAGE, ()))
 
     def forget_unheld(self) -> None:
         """Forget the marks on storages that nobody but us holds any more."""
-        for key, gates in list(self._closed.items()):
+        for key, gates in list(self.closed.items()):
             storage = gates[0].storage if gates and all(gate.failed is not None for gate in gates) else None
             if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= OWN_USES:
-                del self._closed[key]
+                del self.closed[key]
 
     def wait_until_usable(self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True) -> None:
         """Waits until these tensors may be used.
@@ -131,9 +138,9 @@ class Gates:
             if not isinstance(tensor, torch.Tensor):
                 continue
             key = storage_key(tensor)
-            if key is None or key not in self._closed:
+            if key is None or key not in self.closed:
                 continue
-            for gate in list(self._closed[key]):
+            for gate in list(self.closed[key]):
                 if gate.failed is not None:
                     raise PoisonedError(gate.failed)
                 if gate.blocks_reads or key in written:
@@ -147,7 +154,7 @@ class Gates:
     def wait_for_arrivals(self) -> None:
         """Wait until all bytes have come; those that never do leave poison behind."""
         self.open_finished()
-        for key, gates in list(self._closed.items()):
+        for key, gates in list(self.closed.items()):
             for gate in list(gates):
                 if gate.finished is not None and gate.blocks_reads:
                     self._open(key, gate)
@@ -158,7 +165,7 @@ class Gates:
         """The storages that should have been changed, each with what failed."""
         return [
             (gate.storage, gate.failed)
-            for gates in self._closed.values()
+            for gates in self.closed.values()
             for gate in gates
             if gate.failed is not None and gate.storage is not None
         ]
@@ -169,23 +176,29 @@ class Gates:
 
     def mark_storage_failed(self, storage: torch.UntypedStorage, failed: Failed) -> None:
         """The storage was to be changed by a command that failed."""
-        self._closed.setdefault(int(storage._cdata), []).append(Gate(storage, failed=failed))
+        self.closed.setdefault(int(storage._cdata), []).append(Gate(storage, failed=failed))
 
     def mark_shrunk(self, storage: torch.UntypedStorage, former_bytes: int) -> None:
         """The storage had so many bytes before."""
         self._shrunk[int(storage._cdata)] = storage, former_bytes
+        self.closed[_SHRUNK] = []
+
+    def _forget_shrunk(self, key: int) -> None:
+        self._shrunk.pop(key, None)
+        if not self._shrunk:
+            self.closed.pop(_SHRUNK, None)
 
     def forget_all(self) -> None:
         """Forget every mark."""
-        self._closed.clear()
+        self.closed.clear()
         self._shrunk.clear()
 
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
         for key, (storage, _) in list(self._shrunk.items()):
             if torch._C._storage_Use_Count(storage._cdata) <= OWN_USES:
-                del self._shrunk[key]
-        for key, gates in list(self._closed.items()):
+                self._forget_shrunk(key)
+        for key, gates in list(self.closed.items()):
             for gate in list(gates):
                 if gate.finished is not None and (wait or gate.finished()):
                     self._open(key, gate)
@@ -195,7 +208,7 @@ class Gates:
 
     def delivered(self, failed: Failed) -> None:
         """The client knows of this failure: what it should have changed is as it was before, and usable again."""
-        for key, gates in list(self._closed.items()):
+        for key, gates in list(self.closed.items()):
             for gate in list(gates):
                 if gate.failed is failed:
                     self._open(key, gate)
@@ -209,10 +222,10 @@ class Gates:
             gate.wait()
 
     def _open(self, key: int, gate: Gate) -> None:
-        gates = self._closed[key]
+        gates = self.closed[key]
         gates.remove(gate)
         if not gates:
-            del self._closed[key]
+            del self.closed[key]
 
 
 def _own_uses() -> int:

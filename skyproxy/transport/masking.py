@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,8 @@ except ImportError:  # no C compiler was at hand when websockets was installed
 
 from skyproxy.protocol.messages import Buffer
 
+mask: Callable[[Buffer, bytes], bytes] = apply_mask
+"""Returns a masked copy of a small payload."""
 _NUMPY_FROM_BYTES = 16 << 10
 """From this size on numpy is faster than websockets' function, which returns fresh memory."""
 
@@ -36,11 +38,6 @@ def rotate(key: bytes, position: int) -> bytes:
     """The key as it applies from `position` of a payload on."""
     shift = position & 3
     return key[shift:] + key[:shift]
-
-
-def mask(payload: Buffer, key: bytes) -> bytes:
-    """A masked copy of a small payload."""
-    return apply_mask(payload, key)
 
 
 def unmask(view: memoryview, key: bytes) -> None:

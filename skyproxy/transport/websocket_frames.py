@@ -15,7 +15,7 @@ from skyproxy.protocol import framing
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Message
 from skyproxy.transport.base import PayloadSink
-from skyproxy.transport.masking import rotate, unmask
+from skyproxy.transport.masking import mask, rotate, unmask
 
 CONTINUATION, TEXT, BINARY = 0, 1, 2
 CLOSE, PING, PONG = 8, 9, 10
@@ -182,7 +182,7 @@ class MessageReader:
         payload = self._view[self._start : self._start + frame.size]
         self._start += frame.size
         if frame.key:
-            unmask(payload, frame.key)
+            payload[:] = mask(payload, frame.key)
         return payload
 
     def _whole_message(self, frame: _Frame) -> Message:
