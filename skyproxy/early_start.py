@@ -39,7 +39,7 @@ def start_early() -> bool:
     try:
         if ContextStore().chosen() is not None:
             return False
-    except SkyproxyError:  # told by the first use, which needs to know
+    except SkyproxyError:  # the first use reports it
         return False
     EARLY_WORKER.begin("auto")
     return True

@@ -28,7 +28,7 @@ def tell_worker(device: str, name: str, url: str, source: str, *, embedded: bool
     if embedded:
         _say(f"sky:0 is {what}, in a worker that this program started on this machine; nothing else is configured")
     elif source.startswith("saved context"):
-        _say(f"sky:0 is {what}, in the worker of the {source}")  # whose url may be that of a tunnel
+        _say(f"sky:0 is {what}, in the worker of the {source}")  # whose URL may be that of a tunnel
     else:
         _say(f"sky:0 is {what}, in the worker at {url}, from {source}")
 

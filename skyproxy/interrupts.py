@@ -200,7 +200,7 @@ class _WrappingSignals(ModuleType):
         before = _signal.getsignal(number) if number in deferred else None
         if isinstance(before, DeferringSignalHandler):
             deferred.discard(number)
-            before(number, sys._getframe(1))  # it came under this handler, and is not to find the next one
+            before(number, sys._getframe(1))  # it came under this handler, and must not reach the next one
         return _unwrap(_signal.signal(number, _wrap(handler)))
 
     @staticmethod

@@ -24,7 +24,7 @@ def begin(name: str, **attributes: str | int) -> Any:
     if trace is None:
         return None
     provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider):  # nobody chose one
+    if isinstance(provider, trace.ProxyTracerProvider):  # no provider was chosen
         return None
     named = {f"skyproxy.{key}": value for key, value in attributes.items()}
     return provider.get_tracer("skyproxy").start_span(name, attributes=named)

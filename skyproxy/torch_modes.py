@@ -73,7 +73,7 @@ def set_flush_denormal(value: bool) -> None:
         ConfigurationError: this machine's processor cannot.
     """
     if value:
-        # A thread of PyTorch's that is begun while this one flushes would do so for ever. So all are begun before.
+        # A thread of PyTorch that starts while this one flushes would flush forever. So all are started before.
         torch.zeros(torch.get_num_threads() << 15)
     if not torch.set_flush_denormal(value) and value:
         raise ConfigurationError("this machine's processor cannot flush denormal numbers to zero")
@@ -146,7 +146,7 @@ def _library(name: str, getter: str, setter: str, kinds: str, usual: str | None 
     if kind is None or not hasattr(torch._C, getter):
         return None
     read, write, known = _torch_function(getter), _torch_function(setter), kind.__members__
-    # Older versions of torch tell no default: what is in force now is it, unless the program was quicker than this.
+    # Older versions of torch have no default to ask for: what is in force now is it, unless the program came first.
     teller = getter.replace("preferred", "default")
     default = usual or _torch_function(teller if hasattr(torch._C, teller) else getter)().name
     return Mode(name, default, _choice_of(*known), lambda: read().name, lambda v: write(known[v]), (setter,), True)

@@ -82,7 +82,7 @@ def _parse_duration(text: str, name: str) -> float:
     found = _DURATION.fullmatch(text)
     if found is None or not any(found.groups()):
         raise ConfigurationError(f"{_show(name, text)} is not a duration. Examples: {DURATION_EXAMPLES}")
-    # Decimal: 1.1h is 3960 s, and not a hair more.
+    # Decimal: 1.1h is exactly 3960 s.
     parts = zip(found.groups(), _DURATION_UNITS.values())
     return float(sum((Decimal(number) * Decimal(str(size)) for number, size in parts if number), Decimal(0)))
 

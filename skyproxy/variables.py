@@ -86,7 +86,7 @@ def _nearest(name: str) -> str | None:
     names = sorted(known_variables() - _MARKS - _RARE)
     if not name.startswith(PREFIX):
         return next(iter(get_close_matches(name.upper(), names, n=1, cutoff=_CERTAIN)), None)
-    # Without the beginning that all have: it would make every name near to every other one.
+    # Without the common prefix, which would make all names similar.
     tail, tails = name[len(PREFIX) :], {known[len(PREFIX) :]: known for known in names}
     near = get_close_matches(tail.upper(), tails, n=1, cutoff=_LIKELY)
     near += [known for known in tails if len(tail) >= _SHORTENED and known.startswith(tail.upper())]

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     keep_freed_memory()
     _leave_no_core_dumps()
-    import_watcher.forget_own()  # a worker has the devices, and needs none that stands for them
+    import_watcher.forget_own()  # a worker has the real devices, and needs no stand-in for them
     log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     blobs: BlobStore | None = None
@@ -171,7 +171,7 @@ def _token(arguments: argparse.Namespace) -> tuple[str | Tokens, Path | None]:
         return Tokens(arguments.token_file, SETTINGS.token_overlap_seconds), None
     if arguments.embedded:
         token = auth.token_from_stream(sys.stdin.buffer)
-        # Out of the way of what functions start: they would wait for input that never comes, or take ours.
+        # Kept from processes that functions start: they would wait for input that never comes, or take ours.
         life_line = os.dup(sys.stdin.fileno())
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), sys.stdin.fileno())
@@ -196,7 +196,7 @@ def _end_with_parent(descriptor: int) -> None:
             pass
     except OSError:
         pass
-    # What plugins hold open may have to be told; on a thread, because it may also hang.
+    # What plugins hold open may need a goodbye; on a thread, because that may hang.
     patience = (None, _CLOSE_PLUGINS_SECONDS)
     closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
     closing.start()
@@ -318,7 +318,7 @@ def _blob_store(arguments: argparse.Namespace, *, shared: bool) -> BlobStore | N
     where = "memory"
     backend: BlobBackend | None = SealedMemoryBackend() if shared else None
     if arguments.blob_dir is not None:
-        # One for each port: several workers may be given the same folder, and each keeps its own bound.
+        # One folder for each port: several workers may get the same folder, and each keeps its own limit.
         where = str(arguments.blob_dir / f"port-{arguments.port}")
         backend = SealedFolderBackend(Path(where)) if shared else FolderBackend(Path(where))
     store = BlobStore(byte_count, backend, SETTINGS.min_blob_bytes, shared=arguments.share_uploads)
@@ -347,14 +347,14 @@ def _announce(arguments: argparse.Namespace, port: int) -> None:
 
 
 def _wait(listener: Listener, host: LeavingHost, jobs: Jobs | str, stop: Stop, arguments: argparse.Namespace) -> None:
-    # In slices, for on Windows a signal does not end a wait.
+    # In slices, because on Windows a signal does not end a wait.
     while not stop.wait(_LOOK_SECONDS):
         if arguments.suspend_after and is_idle(host, listener.activity(), arguments.suspend_after):
             logger.info("nothing to do for %g s", arguments.suspend_after)
             stop.suspend()
     logger.info("shutting down")
     if not isinstance(jobs, str):
-        jobs.preempt()  # first: each has its grace from now on
+        jobs.preempt()  # first: the grace of each begins now
     if stop.suspends and arguments.snapshots is not None and not stop.is_final:
         listener.refuse_new()
         take_leave(host, SETTINGS.leave_seconds, arguments.suspend_report, time.monotonic, lambda: stop.is_final)

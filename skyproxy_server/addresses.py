@@ -25,7 +25,7 @@ def refuse_early(host: str, port: int, port_file: Path | None, *, encrypted: boo
         ConfigurationError: they cannot.
     """
     check_encrypted(host, encrypted=encrypted, insecure=insecure)
-    # Bound and not listened on: nobody who waits for the worker shall find half of one.
+    # Bound, but not listening: nobody who waits for the worker should find half of one.
     for sock in listen(host, port, backlog=None):
         sock.close()
     if port_file is not None and not port_file.absolute().parent.is_dir():

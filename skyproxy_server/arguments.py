@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="number of workers, on consecutive ports from --port; if one ends, all end",
     )
-    # Of --processes: who finds the first worker finds all of them.
+    # Set by --processes: whoever finds the first worker finds all of them.
     add("--after-port", type=_port, action="append", default=[], help=argparse.SUPPRESS)
     add("--device", choices=CHOICES, default="auto", help="devices to offer; auto: CUDA if there is any, then the CPU")
     add(

@@ -142,7 +142,7 @@ def matches(headers: Sequence[str], expected: bytes) -> bool:
     if len(headers) != 1:
         return False
     scheme, _, given = headers[0].partition(" ")
-    # Compared in any case, so that a wrong scheme takes no other time than a wrong token.
+    # Compared in any case, so that a wrong scheme takes as long as a wrong token.
     same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
     return same and scheme.lower() == "bearer"
 
@@ -200,7 +200,7 @@ def erase_from_environment() -> None:
         libc = ctypes.CDLL(None)
         libc.getenv.restype = ctypes.c_void_p
         place = libc.getenv(TOKEN_VARIABLE.encode())
-        if place:  # in the very memory that the process was started with, unless somebody has set it since
+        if place:  # in the memory that the process was started with, unless somebody has set it since
             ctypes.memset(place, 0, len(ctypes.string_at(place)))
     os.environ.pop(TOKEN_VARIABLE, None)
 

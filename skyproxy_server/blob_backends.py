@@ -73,7 +73,7 @@ class _Memory:
     """Both a pending blob and what becomes of it."""
 
     def __init__(self, byte_count: int) -> None:
-        # A mapping of its own: freed, it goes back to the system at once and leaves no hole in the heap.
+        # A mapping of its own: once freed, it returns to the system at once and leaves no hole in the heap.
         mapping = mmap.mmap(-1, byte_count)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):

@@ -270,7 +270,7 @@ class BlobStore:
         blob = self._find(digest, len(target), user, owner)
         if blob is None:
             return False
-        # Without the lock: what is removed meanwhile stays readable until we are done with it.
+        # Without the lock: a blob that is removed meanwhile stays readable until we are done with it.
         try:
             sound = blob.kept.copy_into(target, digest)
         except OSError as error:
@@ -337,7 +337,7 @@ class BlobStore:
                     break
             try:
                 self._name(incoming)
-            except Exception as error:  # keeping is a favour: nothing may fail because of it
+            except Exception as error:  # keeping uploads is optional: nothing may fail because of it
                 logger.warning("an upload is not kept: %r", error)
                 self._drop(incoming)
             finally:
@@ -385,6 +385,6 @@ def usable_memory_bytes(root: Path = Path("/")) -> int | None:
             if line.startswith("MemAvailable:"):
                 sizes.append(int(line.split()[1]) << 10)
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
             sizes.append(int((root / name).read_text(encoding="ascii")))
     return min(sizes) if sizes else None

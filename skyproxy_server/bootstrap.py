@@ -59,7 +59,7 @@ def installed(place: Path, wanted: dict[str, Any]) -> str:
             (place / wanted["lock"]["name"]).write_bytes(text)
         for step in wanted["steps"]:
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir", *step]
-            subprocess.run(command, check=True, cwd=place)  # where a step finds the file of locked requirements
+            subprocess.run(command, check=True, cwd=place)  # where a step finds the locked requirements
         (place / _FINISHED).touch()
     return str(python)
 

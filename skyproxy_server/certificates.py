@@ -42,7 +42,7 @@ class Certificate:
                     fingerprint = fingerprint_of(self._certificate.read_text(encoding="ascii"))
                     self._context = self._load()
                 except (ConfigurationError, OSError, ValueError) as error:
-                    # Half replaced, perhaps: the other half changes the marks once more.
+                    # Perhaps only one of the two files is new: the other will change the marks once more.
                     logger.error("%s The previous one stays in use.", error)
                 else:
                     # Clients that pinned the old one need it: skyproxy connect NAME --certificate sha256:...

@@ -280,7 +280,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
             from torch._inductor import config
             from torch._inductor.compile_fx import compile_fx
 
-            # Random numbers as eager ones, and no pool of compiling processes in a worker on the CPU.
+            # The same random numbers as eager mode, and no pool of compiling processes in a worker on the CPU.
             changes: dict[str, object] = {"fallback_random": True}
             if not torch.cuda.is_available():
                 changes["compile_threads"] = 1

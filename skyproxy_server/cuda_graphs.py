@@ -92,7 +92,7 @@ class Replayer:
             graph, made = self._driver.capture(inputs, lambda: run(True)[0])
         except Exception as error:
             return self._refuse(f"it could not be captured: {error!r:.300}", run)
-        # A capture records only; the replay that was asked for is still to be done.
+        # A capture only records; the requested replay is still to be done.
         self._graph, self._made, self._addresses = graph, made, addresses
         self._driver.launch(graph)
         return made
@@ -131,7 +131,7 @@ class CudaDriver:
                     result = run()
             finally:
                 current.wait_stream(self._side)
-            # They were made on the side, and are used and freed elsewhere.
+            # They were created on the side stream, and are used and freed elsewhere.
             for value in result[0].values():
                 if isinstance(value, torch.Tensor) and value.is_cuda:
                     value.record_stream(current)

@@ -123,7 +123,7 @@ class IncomingTensor:
             return None
         try:
             return self._buffers.take()
-        except RuntimeError:  # no memory can be pinned, or worse; then `settle` fails as well, where it can be told
+        except RuntimeError:  # no memory can be pinned, or worse; then `settle` fails as well, and can report it
             return None
 
     def forward(self, buffer: torch.Tensor, offset: int, byte_count: int) -> None:

@@ -91,7 +91,7 @@ class Executor:
         self.commands_done += done
         if closed:
             gates.open_finished()
-        slots[0] = None  # an output that nobody wants goes there
+        slots[0] = None  # outputs that nobody wants are put there
         if len(slots) > self._max_handles + 1:
             raise ProtocolError(f"the session holds more than {self._max_handles} values")
 

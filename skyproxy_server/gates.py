@@ -202,7 +202,7 @@ class Gates:
             for gate in list(gates):
                 if gate.finished is not None and (wait or gate.finished()):
                     self._open(key, gate)
-                    # A transfer that failed has left poison behind for those who want its values.
+                    # A transfer that failed has poisoned its values.
                     with contextlib.suppress(PoisonedError):
                         self._wait(gate)
 

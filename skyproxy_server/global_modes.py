@@ -109,8 +109,7 @@ class SessionModes:
             self.switch(own)
 
     def _begin(self) -> None:
-        # First the mark, then the look: who changes modes does it the other way round, and one of the two sees the
-        # other.
+        # Set the mark, then look. Whoever changes modes does it the other way round, so one of the two sees the other.
         self.is_running = True
         if _Process.record != self.record or _Process.is_changing:
             self.is_running = False

@@ -129,7 +129,7 @@ class Numbers:
             raise ProtocolError("getitem takes one of several results")
         if arguments[1][0] != PLAIN or type(arguments[1][1]) is not int:
             raise ProtocolError("getitem takes the number of a result")
-        # An op that gives several values gives tensors, but for a few numbers beside them: neither grows by itself.
+        # An op with several results returns tensors, and a few numbers beside them: neither grows by itself.
         self.add(TENSOR)
 
     def _number(self, name: str, argument: Any) -> int:

@@ -65,7 +65,7 @@ def _likelihoods(given: dict[str, Any]) -> None:
     require(weight is None or tuple(weight.shape) == (classes,), f"the weights are not of {classes} classes")
     require(given["total_weight"].numel() == 1, "the total weight is one number")
     require(grad.numel() == (rows if given["reduction"] == 0 else 1), "the gradient does not match the rows")
-    # What is to be ignored stays what it is.
+    # What is to be ignored stays as it is.
     ignored = target == given["ignore_index"]
     given["target"] = torch.where(ignored, target, within(target, classes))
 
@@ -267,7 +267,7 @@ _SOBOL_BITS, _MOST_SOBOL_DIMENSIONS = 30, 21201
 def _sobol(given: dict[str, Any]) -> None:
     dimension, first = given["dimension"], given.get("num_generated", 0)
     require(1 <= dimension <= _MOST_SOBOL_DIMENSIONS, f"a sequence of {dimension} dimensions")
-    # The kernel takes the number of a point's lowest bit that is 0 for the number of a column.
+    # The kernel uses the position of a point's lowest zero bit as the number of a column.
     require(first >= 0 and given.get("n", 0) >= 0 and first + given.get("n", 0) < 1 << _SOBOL_BITS, "too many points")
     wanted: dict[str, tuple[int, ...]] = {"sobolstate": (dimension, _SOBOL_BITS), "quasi": (dimension,)}
     if "ltm" in given:
@@ -306,6 +306,6 @@ def _sparse_product(given: dict[str, Any]) -> None:
 @_checks("_fused_sdp_choice", "_scaled_dot_product_attention_math", "scaled_dot_product_attention")
 def _shared_heads(given: dict[str, Any]) -> None:
     if given.get("enable_gqa"):
-        # Heads of the query are divided by theirs.
+        # The number of the query's heads is divided by theirs.
         for name in ("key", "value"):
             require(given[name].dim() < 3 or given[name].shape[-3] > 0, f"the {name} has no head to share")

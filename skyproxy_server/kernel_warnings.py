@@ -65,7 +65,7 @@ def _install() -> None:
         if _installed:
             return
         torch.set_warn_always(True)
-        # From 2.15 on, operators make the Python warnings themselves, in the name of the code that calls them.
+        # From 2.15 on, operators raise Python warnings themselves, on behalf of the code that calls them.
         warnings.filterwarnings("always", module=r"skyproxy_server\.")
         show = warnings.showwarning
 

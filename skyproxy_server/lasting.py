@@ -81,7 +81,7 @@ class LastingTransport(Transport):
             raise LookupError("the connection before is still used")
         self._detach(link)
         with self._changed:
-            # The clock begins anew: who knows the secret is on the way.
+            # The clock starts again: the client that knows the secret is on its way.
             if self._detached_at is not None:
                 self._detached_at = time.monotonic()
         return attempt, link.connection.last_sequence

@@ -182,7 +182,7 @@ class Listener:
     def _accept_one(self, listening: socket.socket) -> None:
         try:
             sock, peer = listening.accept()
-        except OSError as exc:  # the client left again, or we are out of descriptors
+        except OSError as exc:  # the client has left again, or we are out of descriptors
             logger.warning("a connection could not be accepted: %s", exc)
             self._stopping.wait(0.05)
             return
@@ -203,7 +203,7 @@ class Listener:
             return
         try:
             thread.start()
-        except RuntimeError as exc:  # the machine gives us no thread now; it may later
+        except RuntimeError as exc:  # the machine has no thread for us now; it may later
             logger.warning("a connection from %s was dropped: %s", peer[0], exc)
             sock.close()
             with self._lock:
@@ -233,7 +233,7 @@ class Listener:
                 reason = self._tokens.refusal(transport.identity)
                 if reason:
                     audit.note(transport.identity, "ended", reason=reason)
-                    # Not here: a peer that does not answer keeps whoever closes waiting.
+                    # Not here: a peer that does not answer would keep the closing thread waiting.
                     words = ("bad-token", reason)
                     threading.Thread(target=transport.close, args=words, name="skyproxy-closer", daemon=True).start()
                     with self._lock:

@@ -45,7 +45,7 @@ def run_processes(
     Returns:
         The exit status: 0 where they were told to end and did so orderly, else that of the first which did not.
     """
-    # The last word counts, so each of them runs a single worker on a port of its own.
+    # The last argument counts, so each of them runs a single worker on a port of its own.
     own = [["--processes", "1", "--port", str(port + index)] for index in range(count)]
     if jobs is not None:
         for index, words in enumerate(own):

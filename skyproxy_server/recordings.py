@@ -97,7 +97,7 @@ class Recording:
             if number == commands.EXPECT and position == at:
                 begin = at
                 continue
-            # Of a number that only equals one of ours, nothing is known.
+            # Nothing is known of a number that merely equals one of ours.
             handler = handlers[commands.EXPECT if position != at else number] if type(number) is int else None
             signature = signatures.get(number)
             recordable = signature is not None or (number in _BUILT_IN and position == at)

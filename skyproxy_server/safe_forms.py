@@ -200,7 +200,7 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
     if offsets is not None:
         require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
-        given["offsets"] = offsets.clamp(0, count).cummax(0).values  # where they fall, the kernel writes nothing
+        given["offsets"] = offsets.clamp(0, count).cummax(0).values  # where they decrease, the kernel writes nothing
     rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
     if "grad" not in given:
         return
@@ -297,7 +297,7 @@ def _check_antialiasing(given: dict[str, Any]) -> None:
     results = given.get("output_size") or (None, None)
     for size, factor, result in zip(sizes, factors, results, strict=False):
         require(factor is None or factor * (size + 1) >= 0.5, f"{size} pixels cannot be scaled by {factor}")
-        # The last pixel has its place within the image.
+        # The last pixel lies within the image.
         fits = factor is None or result is None or result - 0.5 < size * factor
         require(fits, f"{size} pixels scaled by {factor} are not {result}")
 

@@ -93,7 +93,7 @@ def queued_operations(state: SessionState, place: tuple[list[Any], int] | None) 
             if position >= len(stream):
                 break
             count += stream[position] >= commands.FIRST_SIGNATURE
-    except (KeyError, IndexError, TypeError):  # malformed, or something else by now
+    except (KeyError, IndexError, TypeError):  # malformed, or replaced by now
         return 0
     return count
 

@@ -200,7 +200,7 @@ class Signature:
         lines.append(f"return i + {self._next_operand}")
         parameters = ", ".join(["S", "L", "i", *(f"{name}={name}" for name in self._constants)])
         source = f"def handler({parameters}):\n " + "\n ".join(lines)
-        scope = {"__name__": __name__, **self._constants}  # warnings are given in this module's name
+        scope = {"__name__": __name__, **self._constants}  # warnings name this module
         exec(compile(source, f"<skyproxy {self.name}>", "exec"), scope)
         handler: Handler = scope["handler"]
         return handler

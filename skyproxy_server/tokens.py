@@ -120,7 +120,7 @@ class Tokens:
     def _find(self, headers: Sequence[str]) -> Identity | None:
         now, found = self._clock(), None
         with self._lock:
-            # All of them, whichever fits: how long it takes tells nothing.
+            # All of them are compared, whichever fits, so that the time taken reveals nothing.
             for name, entry in self._entries.items():
                 secrets = [entry.secret, *(old.secret for old in self._former.get(name, ()) if old.until > now)]
                 for secret in secrets:
@@ -270,7 +270,7 @@ def _scopes(text: str, where: str) -> frozenset[str]:
         raise ConfigurationError(
             f"{where} names the scopes {text!r:.80}. Valid scopes are: {', '.join(sorted(SCOPES))}."
         )
-    # Whoever runs code there has the tensors anyhow.
+    # Whoever runs code there has the tensors in any case.
     return scopes | {OPERATIONS} if FUNCTIONS in scopes else scopes
 
 

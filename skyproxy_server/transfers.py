@@ -133,7 +133,7 @@ class Transfers:
         with self._lock:
             arrival = self._arrivals.get(number)
             if arrival is None:
-                # Nothing may come of a transfer that was given up before its announcement was executed.
+                # No bytes may come of a transfer that was cancelled before its announcement was executed.
                 reason = self._cancelled.pop(number, None)
                 arrival = self._arrivals[number] = IncomingTransfer(byte_count if reason is None else 0)
                 if reason is not None:
@@ -336,7 +336,7 @@ class Transfers:
         if self.blobs is None:
             raise ProtocolError("an upload was offered to a worker that keeps none")
         arrival = self._arrival_of_size(offer.transfer, offer.total_bytes)
-        if arrival.over or arrival.view is None:  # given up, or there is no memory
+        if arrival.over or arrival.view is None:  # cancelled, or there is no memory
             return False
         if arrival.missing != arrival.byte_count or arrival.kept is not None:
             raise ProtocolError(f"transfer {offer.transfer} was offered after it had begun")
@@ -392,7 +392,7 @@ class Transfers:
         assert arrival.device is not None
         try:
             arrival.device.forward(buffer, offset, size)
-        except RuntimeError as error:  # the device is in trouble; whoever wants the values learns of it
+        except RuntimeError as error:  # the device has failed; whoever wants the values learns of it
             arrival.fail(error)
 
     def _note_landed(self, number: int, arrival: IncomingTransfer, byte_count: int) -> None:
@@ -448,7 +448,7 @@ class Transfers:
                     departure.begun = True
                     self._moved()
                 offset += len(piece)
-        except RuntimeError as error:  # the device is in trouble; whoever asked for the values learns of it
+        except RuntimeError as error:  # the device has failed; whoever asked for the values learns of it
             with contextlib.suppress(SessionLostError):
                 transport.send(CancelTransfer(departure.number, f"the values could not be read: {error!r:.500}"))
 

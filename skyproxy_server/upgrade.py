@@ -59,7 +59,7 @@ class Upgrader:
         on_ending: called when whoever started this worker says that it is ended for good.
         """
         self._token = token
-        # None stands for a request without Origin, that is, one that no browser makes.
+        # None stands for a request without Origin, which no browser sends.
         self._origins: list[Origin | None] = [None, *map(Origin, allowed_origins)]
         self._is_ready = is_ready
         self._activity = activity
@@ -132,7 +132,9 @@ class Upgrader:
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
         if is_status(request.path):  # with any scope: it decides what is told
             return status_response(self._status(identity))
-        if is_ending(request.path) and identity.name != OWNER.name:  # of several clients, none ends it for the others
+        if (
+            is_ending(request.path) and identity.name != OWNER.name
+        ):  # with several clients, none may end it for the others
             audit.note(identity, "refused", peer=peer, reason="only the worker's own token says that it is ended")
             return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} is one of several")
         scope = ADMIN if is_activity(request.path) or is_ending(request.path) else OPERATIONS

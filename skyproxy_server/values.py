@@ -135,7 +135,7 @@ class Values:
             if empty_if_without_memory(self.slots.get(slot)):
                 self.slots[slot] = failed
         if written and expected is not None:
-            # The client has changed what it believes of them when it recorded the op.
+            # The client changed what it believes of them when it recorded the op.
             may_change = not isinstance(error, InferenceMismatchError)
             for slot, description in zip(written, decode_all(expected)[len(outputs) :], strict=False):
                 if not restore_look(self.slots.get(slot), description, allowed=may_change):
@@ -171,7 +171,7 @@ class Values:
         if not written:
             return
         if expected is None:
-            # What it would have resized, perhaps, does not look as the client believes.
+            # A tensor that it might have resized does not look as the client believes.
             slots.update((slot, cause or changed) for slot in written if signature.fills_outs)
             return
         for slot, description in zip(written, decode_all(expected)[len(outputs) :], strict=False):

@@ -51,7 +51,7 @@ class Verification:
         """
         described, at = stream[position + 1], commands.op_at(stream, position)
         key = None
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a malformed description
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # the description is malformed
             key = self._believed_key(signature, stream, at, described)
         if key is None:
             return
@@ -95,7 +95,7 @@ class Verification:
             else None
             for slot in signature.all_input_slots(stream, position)
         )
-        # Under other modes, other kernels run, which may lay out their results in another way.
+        # Other modes may choose other kernels, which may lay out their results differently.
         return looks, signature.inline_operands(stream, position), self._modes.record
 
     def _believed_key(self, signature: Signature, stream: list[object], at: int, described: list[Any]) -> Hashable:

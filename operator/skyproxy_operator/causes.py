@@ -21,7 +21,7 @@ LOG_MARK = " Its last lines: "
 _BINDING_SECONDS = 30.0
 """The time that a claim may take to get its volume before somebody should look."""
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
-# All that some kubelets say from the second time on; newer ones repeat the cause behind it.
+# All that some kubelets say from the second time on; newer ones add the cause.
 _BACK_OFF = re.compile(r'Back-off pulling image "[^"]*"|ImagePullBackOff')
 _PULL_EVENTS = ("Failed to pull image", "Failed to inspect image", "Failed to apply default image tag")
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError"}

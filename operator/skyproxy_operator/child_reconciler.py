@@ -151,7 +151,7 @@ class ChildReconciler:
         if kind == "Secret" and not compute.get("status") and not _issuer(compute):
             # A new Compute: it is made at once, and read where that fails.
             return None
-        # One that does not bear our label is not seen by the watch.
+        # A child without our label is not seen by the watch.
         found = await self._cluster.read(api_version, kind, namespace, name)
         if found is not None and not watched:
             self._keep(compute, found)

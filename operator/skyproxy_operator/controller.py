@@ -203,7 +203,7 @@ class Controller:
             ApiError: the API server did not do its part.
         """
         namespace, name = key
-        # A plan made of what is long gone could undo what another one has done.
+        # A plan that is based on an old state could undo what another operator has done.
         self._view.check_current(_PATIENCE_SECONDS)
         compute = self._view.compute(namespace, name)
         if (since := self._new_since.pop(key, None)) is not None:
@@ -321,7 +321,7 @@ class Controller:
             return []
         addresses = [(ready.get(node, ""), port) for node in range(spec.nodes) for port in spec.ports]
         reports = await self._prober.ask(addresses, children.access)
-        # What somebody has to see to goes first.
+        # What somebody has to act on comes first.
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.reason)
         if len(ready) == spec.nodes:
             memory.unanswered = memory.unanswered + 1 if problems else 0

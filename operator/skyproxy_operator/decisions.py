@@ -203,7 +203,7 @@ class _Decision:
             return self._plan_stop(state.EXPIRED, Cause(reason, message), self._pods)
         if reason == SUSPENDED_IDLE:
             return self._plan_stop(state.SUSPENDED, Cause(reason, message), self._pods)
-        # What has failed stays, for its log; it holds no machine any more.
+        # A failed Pod stays, for its log; it no longer holds a machine.
         running = [pod for pod in self._pods if not has_ended(pod)]
         return self._plan_stop(state.FAILED, Cause(reason, message, actionable=True), running)
 
@@ -310,7 +310,7 @@ class _Decision:
             cause = Cause("Restarting", f"The nodes start again. {self._last_failure()}")
         else:
             cause = Cause("ReplacingPods", "Pods of an earlier spec, or of an earlier Compute, must be deleted first.")
-        # Before they are deleted: members that we take away ourselves are not lost.
+        # Before they are deleted: members that we remove ourselves are not lost.
         self._forget("readySince", "formed")
         verdict = state.Verdict(state.PROVISIONING, False, cause, True, False, self._first_refusal())
         return self._make_plan(

@@ -103,7 +103,7 @@ class Operator:
         if kind in ("Compute", "Pod"):
             self.controller.touch(key, routine=listed and change != "DELETED")
         elif change != "ADDED":
-            # One of our own that has just been made is as it should be.
+            # A child of ours that has just been created is as it should be.
             self.controller.touch(key, children=True)
 
 

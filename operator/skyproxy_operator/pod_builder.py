@@ -71,7 +71,7 @@ def build_pod(
         },
         spec.pod_template,
     )
-    # By these we know our pods again, so no template may change them.
+    # We recognize our pods by these, so no template may change them.
     metadata = built["metadata"] = built.get("metadata") or {}
     metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
     queue, group = queue_labels(compute, spec, attempt)
@@ -130,7 +130,7 @@ def _pod_spec(
         "affinity": dict(spec.affinity),
         "priorityClassName": spec.priority_class,
         "schedulerName": scheduler_of(spec),
-        # Of whom else they keep a distance, a constraint may say itself.
+        # A constraint may say itself from whom else they keep a distance.
         "topologySpreadConstraints": [
             {"labelSelector": {"matchLabels": {COMPUTE_LABEL: name}}, **row} for row in spec.topology_spread
         ],

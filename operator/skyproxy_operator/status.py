@@ -103,7 +103,7 @@ def judged(
         else waiting_cause(pod, now, events.get(pod["metadata"]["name"], ()), pull_failures)
         for pod in waiting
     ]
-    # What somebody has to see to goes before what will pass.
+    # What somebody has to act on comes before what will pass.
     causes.sort(key=lambda item: not item.actionable)
     cause = causes[0] if causes else Cause("CreatingPods", "The pods are being created.")
     if spec.nodes > 1:

@@ -254,7 +254,7 @@ class WorkerSpec:
             for item in fields(self)
             if item.metadata.get("pod", True) and getattr(self, item.name) != getattr(default, item.name)
         }
-        # The fate of a volume after the Compute is nothing to the pod.
+        # What becomes of a volume after the Compute does not concern the pod.
         if self.volumes:
             made_of["volumes"] = [(volume.name, volume.path) for volume in self.volumes]
         text = json.dumps(made_of, sort_keys=True, default=list)

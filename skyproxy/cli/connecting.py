@@ -156,7 +156,7 @@ def _connect_url(
     kept = checked_name(name) if name else "remote"
     if is_link(url):
         url, certificate = read_url(url, certificate)
-    # What is wrong with a file or an argument is told before the token is asked for, and before the network is.
+    # Errors in a file or an argument are reported before the token, or the network, is asked for.
     address = parse_url(url, "")
     if not address.secure:
         check_confidential(address.host, address.shown, insecure=SETTINGS.insecure)
@@ -287,7 +287,7 @@ def _wait_for_a_signal() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
-        # In slices, for on Windows a signal does not end a wait.
+        # In slices, because on Windows a signal does not end a wait.
         while not ended.wait(1.0):
             pass
     except KeyboardInterrupt:

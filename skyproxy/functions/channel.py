@@ -77,7 +77,7 @@ class Channel:
         try:
             self._send_start(call)
         except SessionLostError:
-            # The reading thread is at it: it connects again, asks for the call, and sends it if it never arrived.
+            # The reading thread sees to it: it connects again, asks for the call, and sends it if it never arrived.
             logger.debug("skyproxy: call %s waits for the connection", call.id[:8])
 
     def _send_start(self, call: Call) -> None:
@@ -92,7 +92,9 @@ class Channel:
                 call.task["forget"] = self._take_forgotten(MAX_FORGOTTEN)
             send_payload(transport.send, head, call.id, 0, pieces, self._settings.chunk_bytes)
             if code is not None and with_code:
-                self._functions.add(code.digest)  # not before: what overtakes it would name what is not there
+                self._functions.add(
+                    code.digest
+                )  # not earlier: a call that overtakes it would name something that is not there
 
     def forget(self, call: Call) -> None:
         """The worker need not keep anything of a call any more. Safe in a destructor.
@@ -217,7 +219,7 @@ class Channel:
             except SessionLostError as error:
                 if not self._connect_again(error):
                     return
-            except Exception as error:  # once more would be no better
+            except Exception as error:  # trying again would not help
                 reason = f"the connection for functions ended: {error}"
                 if not isinstance(error, ProtocolError):  # the thread's last line of defence: whoever waits must learn
                     logger.exception("skyproxy: the thread that reads calls failed")
@@ -331,7 +333,7 @@ class Channel:
             heard[call.id] = call
             del call, entry, came  # else the last call would live until the next event
             if self._to_deliver.empty():
-                # However little the worker lets wait, it learns that all of it was shown.
+                # However little the worker lets wait, it is told that all of it was shown.
                 while heard:
                     heard.popitem()[1].ack_output()
 
@@ -349,7 +351,7 @@ class Channel:
 
     def _fail_all(self, reason: str, process_ended: bool = False) -> None:
         for call in list(self._calls.values()):
-            # A session's own process, or the whole worker: the worker says the one, who launched it the other.
+            # A session's own process, or the whole worker: the worker reports the one, whoever launched it the other.
             is_over = process_ended or "node was closed" in reason or "its process on the worker" in reason
             again = "" if is_over else f" The call may still run: node.reattach({call.id!r}) finds it."
             error = SessionLostError(reason if is_over else f"{reason.rstrip('.')}.{again}")

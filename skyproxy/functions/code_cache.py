@@ -40,7 +40,7 @@ def look(function: types.FunctionType, wrappers: Iterable[object]) -> list[objec
         wrappers: the classes around it.
     """
     if getattr(_cloudpickle, "_PICKLE_BY_VALUE_MODULES", True):
-        return None  # somebody says at this moment what goes by value
+        return None  # somebody is registering what goes by value
     parts: list[object] = list(wrappers)
     try:
         _look_at(function, parts, {id(function)})

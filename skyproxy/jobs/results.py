@@ -59,7 +59,7 @@ def _pickle(value: object, *, plain: bool) -> Pickled:
     try:
         return to_plain(value, lambda tensor: None)
     except NotPlainError as error:
-        # As it is, and it says so: the client may come to trust us.
+        # As a pickle, and it says so: the client may come to trust us.
         pickled = Pickler(lambda tensor: None).pickle(value)
         pickled.not_plain = error.what
         return pickled

@@ -59,7 +59,7 @@ async def rotate_token(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     token = secrets.token_urlsafe(32)
     encoded = {key: base64.b64encode(value.encode()).decode() for key, value in (("token", token), (FORMER, former))}
-    # With the version that we read: of two who rotate at the same time, one is refused.
+    # With the version that we read: if two rotate at the same time, one is refused.
     metadata = {"resourceVersion": secret["metadata"].get("resourceVersion"), "annotations": {ROTATED: now}}
     body = {"metadata": metadata, "data": encoded}
     await client.request("PATCH", secret_path, body=body, content_type=_MERGE)

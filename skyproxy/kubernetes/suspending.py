@@ -116,6 +116,6 @@ async def _require_compute(client: ClusterClient, name: str) -> Manifest:
 
 
 async def _patch(client: ClusterClient, name: str, body: Manifest) -> None:
-    # The manager of `skyproxy up`, whose next word on the field counts.
+    # The field manager of `skyproxy up`, whose next value of the field counts.
     query = [("fieldManager", FIELD_MANAGER)]
     await client.request("PATCH", client.computes_path(name), body=body, query=query, content_type=_MERGE)

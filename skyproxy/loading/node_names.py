@@ -340,7 +340,7 @@ class KnownTensors:
     """The tensors of this program that stand under names, by the numbers that the worker gave them."""
 
     def __init__(self) -> None:
-        # With its handle: one that has been given another value since is not the tensor of that number any more.
+        # With its handle: a tensor that has got another value since is no longer the one of that number.
         self._tensors: dict[int, tuple[weakref.ref[RemoteTensor], Handle]] = {}
 
     def note(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:

@@ -105,7 +105,7 @@ def stream_generate(
     import torch
 
     relay, outcome = _Relay(), {}
-    # Which stream is the current one is a matter of the thread.
+    # Each thread has its own current stream.
     streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
 
     def work() -> None:

@@ -166,7 +166,7 @@ def unpickle_simple(piece: object) -> object:
         return _SimpleUnpickler(io.BytesIO(piece)).load()  # type: ignore[arg-type]
     except ProtocolError:
         raise
-    except Exception as error:  # whatever it is that the bytes lack
+    except Exception as error:  # whatever is wrong with the bytes
         raise ProtocolError(f"a simple value that cannot be read: {error!r:.200}") from error
 
 

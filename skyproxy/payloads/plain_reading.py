@@ -62,7 +62,7 @@ class PlainReader:
             value = self.get()
         except (UnknownClassError, ProtocolError):
             raise
-        except Exception as error:  # whatever it is that the bytes lack
+        except Exception as error:  # whatever is wrong with the bytes
             raise ProtocolError(f"what the worker sent is not plain data: {error!r:.200}") from error
         if self._code != len(self._codes) or self._atom != len(self._atoms):
             raise ProtocolError("what the worker sent has more than one value")
@@ -133,7 +133,7 @@ class PlainReader:
         """Return a value that was made before."""
         value = self._made[self.number()]
         if self._hashed and not isinstance(value, torch.Tensor):
-            raise ValueError("a key by name")  # a tuple of tuples, named again and again, takes for ever to hash
+            raise ValueError("a key by name")  # a tuple of tuples that repeats itself takes forever to hash
         return value
 
     def buffer(self, number: int) -> Any:

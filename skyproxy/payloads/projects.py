@@ -212,7 +212,7 @@ def reduce_decorated(function: FunctionType) -> object:
         found = getattr(found, "__wrapped__", None)
         depth += 1
     if found is not function or not depth or module in _modules_by_value():
-        return NotImplemented  # cloudpickle's own ways
+        return NotImplemented  # as cloudpickle does it
     return undecorated, (module.__name__, name, depth)
 
 

@@ -33,7 +33,7 @@ def variables(info: InstanceInfo) -> dict[str, str | None]:
         "LOCAL_RANK": str(info.local_rank),
         "LOCAL_WORLD_SIZE": str(info.procs_per_node),
         "NODE_RANK": str(info.node),
-        # The launcher's own way to say that the store at MASTER_PORT is there already: `env://` then only connects.
+        # As the launcher itself says that the store at MASTER_PORT exists already: `env://` then only connects.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }

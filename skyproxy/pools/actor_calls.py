@@ -93,7 +93,7 @@ class ActorMethod:
 def _signature(function: Callable[..., object]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins tell nobody
+    except (TypeError, ValueError):  # some builtins do not say
         return None
 
 
@@ -127,7 +127,7 @@ class ActorCalls(Scheduler):
         super().__init__(place, concurrency=options.concurrency, retry=retry)  # type: ignore[arg-type]  # a group of one
         self.place = place
         self._options = options
-        # Found now: finalizers run anywhere, also where its lock is held.
+        # Looked up now: finalizers run anywhere, even where its lock is held.
         self._loop = loop_thread()
 
     def _job(self, call: PendingCompute[object]) -> Job:
@@ -191,7 +191,7 @@ class ActorCalls(Scheduler):
                 cause, error = error, self.place.death(job.name, error)
                 error.__cause__ = cause
         if isinstance(error, ActorDiedError):
-            job.tries = max(job.tries, job.retry.times + 1)  # once more would be no better
+            job.tries = max(job.tries, job.retry.times + 1)  # trying again would not help
         super()._on_failure(job, error)
 
     def _add_lost_note(self, job: Job, error: SessionLostError) -> None:

@@ -360,7 +360,7 @@ def _pool_of(target: Any, cls: type) -> tuple[Compute, int | None]:
         return target, None
     try:
         pool = POOL_OF_NODE.get(target)
-    except TypeError:  # nothing that could be a node
+    except TypeError:  # nothing in it could be a node
         pool = None
     if pool is None:
         raise TypeError(
@@ -377,7 +377,7 @@ def _make(
         inspect.signature(cls).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{cls.__name__}(): {error}") from None
-    except ValueError:  # some classes tell nobody
+    except ValueError:  # some classes do not say
         pass
     options: ActorOptions = getattr(cls, _OPTIONS, ActorOptions())
     calls = pool.add_actor(cls, options, rank, args, kwargs)

@@ -143,7 +143,7 @@ class ElasticScript:
                 except ConfigurationError:
                     if rank in {endpoint.rank for endpoint in self._pool.script_endpoints()}:
                         raise
-                    continue  # lost at this moment
+                    continue  # lost just now
 
     def _submit(self, function: Callable[..., T], args: tuple[object, ...], rank: int) -> PoolFuture[T]:
         options = CallOptions(on=rank, retry=Retry(0))

@@ -53,7 +53,7 @@ class PoolFuture(Future[T]):
         with contextlib.suppress(InvalidStateError):
             self.set_result(value)
         self._stop = self.before_wait = (
-            None  # it knows the call, and the call knows us: what is over should not wait for the collector
+            None  # it refers to the call, and the call to us: what is over should not wait for the collector
         )
 
     def settle_alone(self, value: T) -> bool:

@@ -77,7 +77,7 @@ class Gathering:
         self.future.add_done_callback(self._on_cancel)
         self._waiting_to_start = 0
         if timeout_seconds is not None:
-            # What is on its way, or waits for tensors, uses nothing of the time.
+            # Calls that are on their way, or wait for tensors, use none of the time.
             self._waiting_to_start = len(calls)
             for call in calls.values():
                 when_started = getattr(call, "add_started_callback", _call_now)
@@ -134,7 +134,7 @@ class Gathering:
 
     def _collect_errors(self, first: int) -> RankErrors:
         """After the first failure: ends the others and reports them all."""
-        # Who fails by now, failed by itself. Ranks that lost a peer may say so before we learn of its death.
+        # A rank that has failed by now failed by itself. Ranks that lost a peer may say so before we learn of that.
         _wait(self._calls.values(), SETTLE_SECONDS)
         failed = {rank for rank, call in self._calls.items() if call.done() and _failure(call) is not None}
         stuck = self._group.stop(self._calls)

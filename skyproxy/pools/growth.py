@@ -176,7 +176,7 @@ class Growth:
             return needed
         if self._waiting_since is None:
             self._waiting_since = now
-        # With no node at all there is nothing to be patient for.
+        # Without any node there is no reason to be patient.
         if present + load.starting and now - self._waiting_since < _PATIENCE_SECONDS:
             return needed
         missing = -(-max(0, load.waiting - coming) // self._slots)

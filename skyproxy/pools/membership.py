@@ -192,7 +192,7 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause + 0.01):
                     await self._wake.wait()
-            self._is_woken = False  # before it is cleared: who comes in between sets it once more
+            self._is_woken = False  # before it is cleared: whoever comes in between sets it once more
             self._wake.clear()
 
     # --- growing and shrinking ----------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class Membership:
 
     def _report_for(self, number: int) -> Report:
         def report(progress: Progress) -> None:
-            # A step of one node, whatever the pool of one says.
+            # A step of one node, whatever its pool of one reports.
             self._report(replace(progress, node=number))
 
         return report

@@ -30,7 +30,7 @@ class TaskOutput:
 
     def write(self, stream: str, text: str) -> None:
         """Shows text that came on "stdout" or "stderr"."""
-        # Found now and not earlier: notebooks and tests exchange these.
+        # Looked up now, not earlier: notebooks and tests replace these.
         target: TextIO = getattr(sys, stream)
         text = visible_output(text)
         if self._rank is None:

@@ -78,7 +78,7 @@ class ProgressView:
         table.add_row(Spinner("dots"), Text(self._title, style="bold"))
         with self._lock:
             steps = sorted(self._steps.items(), key=lambda item: -1 if item[0] is None else item[0])
-        # Those that still have something to wait for are what people look for.
+        # People look for those that still wait for something.
         steps.sort(key=lambda item: item[1].phase == "running")
         for node, step in steps[:_MAX_LINES]:
             name = "" if node is None else f"node {node} "

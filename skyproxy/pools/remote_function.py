@@ -98,7 +98,7 @@ class RemoteFunction(Generic[P, T_co]):
 def _signature(function: Callable[..., object]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins tell nobody
+    except (TypeError, ValueError):  # some builtins do not say
         return None
 
 

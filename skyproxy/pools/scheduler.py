@@ -327,7 +327,7 @@ class Scheduler:
             return
         try:
             value = call.result()
-        except BaseException:  # what it says is not what its worker said of it
+        except BaseException:  # its own state is not what its worker reported
             self._submit_result(self._on_end, job, call, output)
             return
         output.finish()
@@ -358,7 +358,7 @@ class Scheduler:
             return
         if job.is_stream:
             with self._lock:
-                # The process stays taken. But nobody here may hold the items, or dropping them would end nothing.
+                # The process stays in use. But nothing here may hold the items, or dropping them would end nothing.
                 slot = self._running.pop(job)
             future, job.future = job.future, PoolFuture(job.name)
             job.running = job.keeps = None

@@ -76,7 +76,7 @@ class Workers:
     async def _connect_all(
         cls, spec: WorkerSpec, launched: Launched, plugins: Sequence[Plugin], report: Callable[[Progress], None]
     ) -> Workers:
-        # Late: these load torch, and whoever decorates a function should not wait for that.
+        # Late: these load torch, and decorating a function should not wait for that.
         from skyproxy.pools.ranks import RankGroup
 
         endpoints = launched.endpoints

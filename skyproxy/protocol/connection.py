@@ -194,7 +194,7 @@ class Connection:
             raise ProtocolError(f"Batches of an open operations connection are counted, not from {sequence}.")
         batches = self._batches
         batches.append(SentBatch(sequence, batches[-1].total_bytes))
-        while len(batches) > 1:  # never empty, for other threads read it
+        while len(batches) > 1:  # never empty, because other threads read it
             batches.popleft()
 
     def hold(self, message: Message, frame_bytes: int) -> None:

@@ -46,11 +46,11 @@ class _Layout:
         self.message_type: Callable[..., Message] = message_type
         self.has_buffers = "buffers" in names
         if self.has_buffers:
-            last = names.pop()  # not inside of the assertion, which `python -O` leaves out
+            last = names.pop()  # not inside the assertion, which `python -O` removes
             assert last == "buffers", "buffers travel behind the other fields"
         self.names = names
         self.count = len(names) + self.has_buffers
-        # Fields at the end that have a default need not travel: they were added, and others may not know them.
+        # Trailing fields with a default need not travel: they were added later, and the peer may not know them.
         defaults = [item.default for item in fields(message_type) if item.default is not MISSING]
         self.defaults: tuple[object, ...] = () if self.has_buffers else tuple(defaults)
         self.checks = [_check_for(hints[name]) for name in names]
@@ -65,7 +65,7 @@ def _check_for(annotation: object) -> Callable[[Any], bool] | None:
         return None
     origin = get_origin(annotation)
     if origin is None:
-        # `is`, for msgpack makes no subclasses, and a bool must not pass for an int.
+        # `is`, because msgpack makes no subclasses, and a bool must not pass for an int.
         return lambda value: type(value) is annotation
     checks = [_check_for(item) or (lambda value: True) for item in get_args(annotation)]
     if origin is list:

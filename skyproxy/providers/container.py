@@ -147,7 +147,7 @@ class Containers:
         self._image = image
         self._shared_memory = shared_memory
         self._gpus = gpus
-        # Unique: pools of one name, or one that crashed, are in nobody's way.
+        # Unique, so that pools of one name, or one that crashed, are not in the way.
         self._name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"skyproxy-{spec.name}-{secrets.token_hex(3)}")
         self._network = network
         self._owns_network = False

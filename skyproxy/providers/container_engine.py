@@ -179,7 +179,7 @@ def _archive(file: str, text: str) -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         entry = tarfile.TarInfo(file)
-        # With a time, for whoever reads the file again when it changes looks at that.
+        # With a time, because whoever rereads the file when it changes looks at that.
         entry.size, entry.mode, entry.mtime = len(text.encode()), 0o444, time.time()
         archive.addfile(entry, io.BytesIO(text.encode()))
     return stream.getvalue()

@@ -128,7 +128,7 @@ class DetachedWorker:
             ConfigurationError: it cannot be ended.
         """
         try:
-            # Not by SIGTERM, by which its sessions would be suspended.
+            # Not with SIGTERM, which would suspend its sessions.
             gone = end(self.process_id, self.identity, _END_GRACE_SECONDS, signal.SIGINT)
         except PermissionError:
             gone = False

@@ -96,7 +96,7 @@ class ProgramControl:
             with connection:
                 try:
                     self._answer(connection, secret, move)
-                except Exception:  # every user of this machine can send here whatever they like
+                except Exception:  # every user of this machine can send anything here
                     logger.debug("skyproxy: a request to move was not answered", exc_info=True)
 
     def _answer(self, connection: socket.socket, secret: str, move: Move) -> None:

@@ -340,7 +340,7 @@ class Tunnel:
                 if line == _READY:
                     if not _is_refused(process, self.port):
                         return process
-                    process.kill()  # by its word, somebody else has the port
+                    process.kill()  # it says that somebody else has the port
                     told = f"port {self.port} cannot be forwarded: it is taken"
                     break
             else:

@@ -145,7 +145,7 @@ class NotebookLine:
     def update(self, text: str) -> None:
         self._text = text
         if self._handle is None:
-            # Known before it is shown: an interrupt may strike in between, and the line is to vanish all the same.
+            # Noted before it is shown: an interrupt may strike in between, and the line has to vanish all the same.
             self._handle = importlib.import_module("IPython.display").DisplayHandle()
             self._handle.display(self)
         else:
@@ -207,12 +207,12 @@ class BacklogWatch:
                 if self._line is None:
                     return False
                 assert self._asked is not None
-                self._asked.done_within(_REFRESH_SECONDS)  # the first thing to be shown shall be whole
+                self._asked.done_within(_REFRESH_SECONDS)  # the first line that is shown is to be complete
             if self._asked is not None and self._asked.done:
                 self._load = self._asked.value if self._asked.error is None else None
             self._line.update(str(self._backlogs.read(self._load)))
             self._ask()
-        except Exception as error:  # a wait must not fail because of its picture
+        except Exception as error:  # a wait must not fail because its progress cannot be shown
             if raised_by_handler(error):
                 raise
             return False

@@ -59,7 +59,7 @@ class Cancelling:
         request = self._waiters.open_for(mark)
         self._open.append(number)
         recorder.keep_acked(kept=True)
-        # What the client believes to know of numbers on the worker rests on operations that may be dropped.
+        # The numbers that the client believes to be on the worker depend on operations that may be dropped.
         recorder.hidden_writes += 1
         recorder.emit((commands.CALL, request, "end_cancellation", [number]))
         self.post(CancelOperations(number))

@@ -30,7 +30,7 @@ def find_cut(stream: list[Any], widths: Mapping[int, int], limit: int, recorded:
     lines = buffers = number = 0
     best, smallest = recorded, 1 << 32
     for position in commands.walk(stream, widths, count):
-        is_attached = number == commands.EXPECT  # which speaks of the command behind it
+        is_attached = number == commands.EXPECT  # which belongs to the command behind it
         number = stream[position]
         if earliest <= position < limit and not is_attached:
             operand = stream[position + 1]

@@ -69,7 +69,7 @@ class Downloads:
             self._confirm_unknown(chunk)
             return
         raw = unpack(chunk)
-        if chunk.total_bytes == len(entry[1]):  # then it fits; the connection has looked at that
+        if chunk.total_bytes == len(entry[1]):  # it fits then: the connection has checked that
             entry[1][chunk.offset : chunk.offset + len(raw)] = raw
         self._note_landed(chunk.transfer, len(raw))
         self._confirm_unknown(chunk)

@@ -46,7 +46,7 @@ class EarlyWorker:
             worker, self._worker = self._worker, None
         if worker is None:
             return None
-        # One that has ended would only give its error to somebody who never asked for an early one.
+        # A worker that has ended would only show its error to somebody who never asked for an early one.
         if self._made_for == _circumstances(device) and worker.is_running:
             return worker
         worker.stop()

@@ -80,7 +80,7 @@ class FailureReports:
 
     def line_at(self, place: dict[str, Any]) -> str:
         """Return the line that recorded the command at a place, as long as its batch is known; else an empty text."""
-        with contextlib.suppress(KeyError, TypeError, RuntimeError):  # no place, or the batches change meanwhile
+        with contextlib.suppress(KeyError, TypeError, RuntimeError):  # it has no place, or the batches are changing
             sent = self._batch_of(place)
             return describe_line(sent, place["position"], self._recorder.widths) if sent is not None else ""
         return ""
@@ -138,7 +138,7 @@ def remote_error(record: dict[str, object], user_line: str) -> RemoteError:
         text += f"\n  recorded at {user_line}"
     try:
         error = remote_error_class(foreign)(text)  # type: ignore[arg-type]  # classes are hashable
-    except Exception:  # a class that wants more than a text
+    except Exception:  # a class that takes more than a text
         error = RemoteError(text)
     error.op, error.user_line, error.remote_traceback = op, user_line, traceback
     if traceback:

@@ -152,7 +152,7 @@ class Housekeeping:
                 logger.debug("skyproxy: no ping, for the connection is broken")
             except SessionLostError as error:
                 self._end(str(error))
-            except Exception:  # a failed flush is the recorder's to report, at the next wait
+            except Exception:  # the recorder reports a failed flush, at the next wait
                 logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
 
     def _outage(self) -> Outage | None:
@@ -189,7 +189,7 @@ class Housekeeping:
             self._unchanged = 0  # whoever was waiting goes on recording as soon as it can
 
     def _ping(self, now: float) -> None:
-        # Behind a large upload a question would wait; its progress tells as much.
+        # A ping would wait behind a large upload, whose progress tells as much.
         if now - self._last_ping >= self._interval and not self._uploads.busy:
             number = self._asked_at[0] + 1
             self._last_ping = now
@@ -203,4 +203,4 @@ class Housekeeping:
         elif now - self._silent_since >= self._interval:
             self._silent_since = now
             for transport in (self._operations, *self.auxiliary):
-                transport.keep_alive()  # gateways cut connections that are silent for long
+                transport.keep_alive()  # gateways cut connections that have been silent for long

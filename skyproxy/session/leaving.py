@@ -94,7 +94,7 @@ class Leave:
         if protection is not None and protection.suspension.is_on:
             return
         while not self._is_suspended_by(self._sequence_of_snapshot(until), until):
-            pass  # a function was called behind the snapshot
+            pass  # a function was called after the snapshot
         _say(
             "the worker is about to end, so this session is suspended: its tensors are on the worker's volume. The "
             "next operation brings it back."
@@ -120,7 +120,7 @@ class Leave:
         while True:
             try:
                 return self._take_snapshot(until)
-            except RemoteError:  # a function runs, or a graph is being captured: soon it may not
+            except RemoteError:  # a function runs, or a graph is being captured: that may be over soon
                 if time.monotonic() + _PAUSE_SECONDS >= until:
                     raise
             time.sleep(_PAUSE_SECONDS)
@@ -145,7 +145,7 @@ class Leave:
         while (protection.log.durable or 0) < wanted:
             if time.monotonic() >= until or session.lost is not None:
                 raise SkyproxyError("answers to earlier questions did not come in time")
-            time.sleep(_LOOK_SECONDS)  # an answer may be complete with a download only
+            time.sleep(_LOOK_SECONDS)  # an answer may be complete only with a download
         return wanted
 
 

@@ -101,7 +101,7 @@ class LocalWorker:
         self._process: WorkerProcess = forked or self._spawn(command, variables)
         _workers.add(self)
         self._first_line: list[bytes] = []
-        # A thread, because only sockets can be waited for on every system.
+        # A thread reads them, because sockets are all that every system can wait for.
         self._reader = threading.Thread(target=self._read_first_line, name="skyproxy-worker-port", daemon=True)
         self._reader.start()
         self._watcher = threading.Thread(
@@ -126,7 +126,7 @@ class LocalWorker:
                 stdout=subprocess.PIPE,
                 stderr=self._output,
                 env=variables,
-                start_new_session=True,  # Ctrl-C in the terminal is for the client alone
+                start_new_session=True,  # Ctrl-C in the terminal is meant for the client alone
             )
         except OSError as error:
             raise WorkerStartError(f"the embedded worker could not be started: {error}") from error
@@ -230,7 +230,7 @@ class LocalWorker:
                 break
             self._process.kill()
         self._watcher.join(_END_TIMEOUT_SECONDS)
-        # Not before its end: somebody may wait for its first line, and holds the stream's lock until then.
+        # Only after it has ended: somebody may be waiting for its first line, and holds the stream's lock until then.
         _close(self._process.stdout)
         self.output()
         self._output.close()
@@ -238,7 +238,7 @@ class LocalWorker:
 
 def _explain_exit(status: int) -> str:
     """Explain a process's exit status, and its most likely cause."""
-    # What runs a container, or a shell, reports a signal as 128 and its number.
+    # A container's runtime, or a shell, reports a signal as 128 plus its number.
     number = -status if status < 0 else status - 128
     try:
         name = signal.Signals(number).name

@@ -175,7 +175,7 @@ class _Carrier:
         Raises:
             SnapshotError: it cannot be read, or not be written there.
         """
-        from skyproxy.session.snapshot_copies import WorkerCopies  # late: few programs move
+        from skyproxy.session.snapshot_copies import WorkerCopies  # imported late: few programs move
 
         with WorkerCopies(self._target) as there:
             if sequence in there.sequences(name):

@@ -150,11 +150,11 @@ class Watch:
             if self._bar is None:
                 self._holds = self._holds or _drawing.acquire(blocking=False)
                 self._bar = self._display(self._text) if self._holds else None
-                if self._bar is None:  # another thread's bar is there, or nobody looks
+                if self._bar is None:  # another thread's bar is shown, or nobody is looking
                     self._shown = False
                     return
             self._bar.update(*self._figures())
-        except Exception as error:  # a transfer must not fail because of its picture
+        except Exception as error:  # a transfer must not fail because its progress cannot be shown
             self._shown = False
             if raised_by_handler(error):
                 raise

@@ -140,7 +140,7 @@ class Reconnector:
         recovery = self.recovery
         if recovery is None:
             return False
-        # One that the session leaves may end it there before all connections are cut.
+        # The worker that the session leaves may end it there before all connections are cut.
         return recovery.is_moving or recovery.is_suspended or goodbye.code_name in _WORKER_ENDED
 
     def stop(self) -> None:
@@ -166,7 +166,7 @@ class Reconnector:
             try:
                 recovery = self.recovery
                 if recovery is not None and recovery.is_suspended:
-                    self.outage.give_up()  # it is no outage
+                    self.outage.give_up()  # this is not an outage
                     raise SessionLostError(reason)
                 is_moving = recovery is not None and recovery.is_moving
                 if is_moving or not self.resumes or link.connection.goodbye is not None:
@@ -391,7 +391,7 @@ class ReconnectingOperations(Reconnecting):
                 raise SessionLostError(str(self._over)) from self._over
             if self._link is not link:
                 return False
-            link.connection.hold(message, size)  # it may have noted it before it broke: then nothing changes
+            link.connection.hold(message, size)  # it may have been noted before the link broke: then nothing changes
             return True
 
     def _take(self, link: Transport, fresh: Fresh) -> None:

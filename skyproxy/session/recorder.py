@@ -95,7 +95,7 @@ class Recorder:
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
-        # Of a negative limit, every op is told that it is time to send.
+        # With a negative limit, every op finds that it is time to send.
         self._wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
         if self._wait_for_outcome is not None:
             self._first_limit = self._last_limit = -1
@@ -114,7 +114,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._outgoing: tuple[Batch | NamedBatch | Repeat, SentBatch] | None = None
         self._sequence = 0
-        # Whoever sends adds to it, the reading thread takes from it: no lock, for Ctrl-C could leave one held.
+        # Senders add to it, the reading thread takes from it. There is no lock, because Ctrl-C could leave it held.
         self._sent: deque[SentBatch] = deque()
         self._kept: SentBatch | None = None
         self._acked: list[SentBatch] | None = None
@@ -128,7 +128,7 @@ class Recorder:
         """The number of tensors and other handles that live on the worker; perhaps more while something is recorded."""
         if not self._lock.acquire(blocking=False):
             return self._top
-        try:  # with the lock, for what is being released is in both lists for a moment
+        try:  # under the lock, because slots that are being released are in both lists for a moment
             return self._top - len(self.free) - len(self._taken)
         finally:
             self._lock.release()
@@ -139,7 +139,7 @@ class Recorder:
         Raises:
             LimitExceededError: the session holds as many values as it may.
         """
-        # No call may end between these statements: Ctrl-C strikes, and threads change, after calls only.
+        # No call may end between these statements: Ctrl-C strikes, and threads switch, only after calls.
         free = self.free
         if free:
             handle.slot = free[0]
@@ -262,7 +262,7 @@ class Recorder:
             batch = make(sequence)
             sent = SentBatch(sequence, batch.stream, [])
             self._repeats.seen.clear()
-            # As in `_cut`, no call may stand between these statements.
+            # As in `_cut`, there must be no call between these statements.
             self._outgoing = (batch, sent)
             self._sequence += 1
             self._send_next(whole=True)
@@ -362,8 +362,8 @@ class Recorder:
         message, key, known = self._repeats.choose(sequence, stream, tuple(buffers))
         sent = SentBatch(sequence, stream, self.lines[:line_count])
         buffered = sum(map(len, buffers))
-        # No call may stand between these statements: Ctrl-C strikes after calls only, and would lose or repeat
-        # commands. The lists themselves stay: the dispatcher has bound them.
+        # There must be no call between these statements: Ctrl-C strikes only after calls, and would lose or repeat
+        # commands. The lists themselves stay, because the dispatcher holds them.
         self._outgoing = (message, sent)
         seen[key] = known
         del self._buffers[:buffer_count]
@@ -375,8 +375,8 @@ class Recorder:
 
     def _release(self) -> None:
         """Records that the worker may forget the values of dead tensors, but for those that were written over."""
-        # Nobody is given a slot that is being released. As in `take_slot`, no call may end between taking and marking;
-        # what Ctrl-C leaves in `_taken` goes back with the next batch.
+        # A slot that is being released is given to nobody. As in `take_slot`, no call may end between taking and
+        # marking; what Ctrl-C leaves in `_taken` goes back with the next batch.
         self._taken += self.free
         del self.free[:]
         dead = self.dirty[:]
@@ -421,7 +421,7 @@ class Recorder:
         while self._ended is None and not self._has_room():
             waiter = Waiter()
             self._waiting.append(waiter)
-            if self._is_over() or self._has_room():  # after the insertion, so that no news is missed
+            if self._is_over() or self._has_room():  # checked after the insertion, so that no news is missed
                 return
             self.wait_for_news(waiter)
 
@@ -435,7 +435,7 @@ class Recorder:
 
     def keep_acked(self, *, kept: bool) -> None:
         """Remember batches that are acknowledged from now on, or forget them; news of them are still to come."""
-        # Those of an earlier cancellation, whose news are still to come, are not forgotten for a later one.
+        # Batches of an earlier cancellation whose news is still to come are kept when a later one begins.
         if kept != (self._acked is not None):
             self._acked = [] if kept else None
 
@@ -480,7 +480,7 @@ def _slot_dropper(free: list[int], dirty: list[int]) -> Callable[[int], None]:
     push, mark = heappush, dirty.append
 
     def drop_slot(slot: int) -> None:
-        # In this order: a slot that were marked first could be looked at, and forgotten about, before it is free.
+        # In this order: a slot that was marked first could be looked at, and forgotten, before it is free.
         push(free, slot)
         mark(slot)
 

@@ -97,7 +97,7 @@ class Repeats:
             template = stream.copy()
             for i in holes:
                 template[i] = None
-        # A hash, for a thousand batches of some kilobytes would be the client's largest possession.
+        # Only a hash is kept: a thousand batches of some kilobytes would be the largest thing that the client holds.
         key = blake2b(self._pack((template, holes)), digest_size=16).digest()
         known = self.seen.get(key)
         if known is None:

@@ -147,7 +147,7 @@ class Requests:
         """The answer of a request, counted as a round trip unless it comes with that of another one."""
         started_ns = time.time_ns() if self._trace is not None else 0
         span = telemetry.begin("skyproxy.wait", purpose=purpose) if counted else None
-        outer = sys.exception() if span is not None else None  # of a handler that waits
+        outer = sys.exception() if span is not None else None  # raised by a handler that waits
         try:
             if counted:
                 self.count_wait(purpose)

@@ -468,7 +468,7 @@ class Session(Requests):
         if self.is_foreign:
             return
         self._closing = True
-        with contextlib.suppress(Warning):  # a filter may make an error of one; it comes too late to be raised
+        with contextlib.suppress(Warning):  # a filter may turn it into an error, which comes too late to be raised
             self._failures.warnings.show()
         self._end(reason, before_closing)
         for thread in self._threads:

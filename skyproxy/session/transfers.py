@@ -181,7 +181,7 @@ class Uploads:
             kept.job, job.is_kept = job, True
         try:
             if group is not None:
-                group.add(self, job)  # before anything is announced: then whatever strikes, the group gives it up
+                group.add(self, job)  # before anything is announced: whatever strikes after that, the group cancels it
             announce()
             if log is not None:
                 log.uploaded(transfer, kept)
@@ -197,7 +197,7 @@ class Uploads:
 
     def give_up(self, job: _Job) -> None:
         """Sends no more of a transfer, and tells the worker."""
-        # Perhaps announced and not in the queue, perhaps already on its way: either way the worker must not wait.
+        # It may be announced and not queued, or already on its way: either way the worker must not wait for it.
         job.cancelled = True
         self._jobs.put(job)
 
@@ -218,7 +218,7 @@ class Uploads:
         if job is None or (job.done.done and not job.again):
             return  # it comes a second time, because its sender was interrupted
         if item is job and job.begun and not job.again and not job.cancelled:
-            return  # it went on already
+            return  # it has gone on already
         self.last_progress = time.monotonic()
         self.busy = True
         try:
@@ -265,7 +265,7 @@ class Uploads:
                     raise SessionLostError(str(self._ended)) from self._ended
                 self._unconfirmed[job.transfer] = job
                 job.again, job.begun = False, True
-                # What is written goes to this connection and to none that comes later, which goes on elsewhere.
+                # What is written belongs to this connection, not to a later one, which continues elsewhere.
                 link = self._link = self._transport
                 self.writer.use(link)
             try:
@@ -293,7 +293,7 @@ class Uploads:
             for job in self._unconfirmed.values():
                 job.asked = True
             uploads, cancelled = list(self._unconfirmed), list(self._cancelled)
-        with contextlib.suppress(SessionLostError):  # it broke before; whoever reads it finds that out
+        with contextlib.suppress(SessionLostError):  # it has broken; the thread that reads it finds out
             link.send(Continue(uploads, downloads))
             for transfer in cancelled:
                 link.send(CancelTransfer(transfer, "the upload was interrupted"))
@@ -311,7 +311,7 @@ class Uploads:
     def _restart(self, restart: _Restart) -> None:
         self.offers.end()
         with self._lock:
-            # One that is not in the queue yet is not among them: it will find this connection.
+            # An upload that is not queued yet is not among them: it will use this connection.
             jobs = [job for job in restart.jobs() if isinstance(job, _Job)]
             self._transport, self.offers = restart.link, restart.offers
             needed = {job.transfer for job in jobs}
@@ -357,7 +357,7 @@ class Uploads:
             self._forget(job)
             self._settle(job)
             return
-        if job.is_kept:  # until the worker's word for the case that the connection breaks, else for that of its end
+        if job.is_kept:  # kept until the worker confirms the upload, in case the connection breaks, or confirms its end
             self._settle(job)
             return
         if job.together or job.done.done:
@@ -372,7 +372,7 @@ class Uploads:
             start = job.confirmed
             rest = job.total - start
             if job.transfer not in self._unconfirmed or self._retained_bytes + rest > _RETAINED_BYTES:
-                return  # its end comes with the worker's word
+                return  # it ends when the worker says so
             job.view = memoryview(bytes(job.view[start - (job.total - len(job.view)) :]))
             job.retained, job.keep_alive = rest, None
             self._retained_bytes += rest
@@ -415,7 +415,7 @@ class Uploads:
     def _write(self, job: _Job) -> None:
         total = job.total
         started_ns = time.time_ns()
-        base = total - len(job.view)  # what the worker is known to have, and we have not any more
+        base = total - len(job.view)  # what the worker is known to have, and we no longer have
         for offset in range(job.confirmed if self.lasting else 0, total, self._chunk_bytes):
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended

@@ -77,7 +77,7 @@ class Waiters:
         number = RequestId(next(self._numbers))
         waiter = Waiter(keep_alive)
         self._open[number] = waiter
-        if self._ended is not None:  # after the insertion, so that `end` cannot miss this waiter
+        if self._ended is not None:  # checked after the insertion, so that `end` cannot miss this waiter
             self._open.pop(number, None)
             raise self._ended
         return number, waiter

@@ -48,7 +48,7 @@ class WorkerWarnings:
         while self.pending:
             try:
                 category, message, line = self.pending.popleft()
-            except IndexError:  # another thread shows it
+            except IndexError:  # another thread is showing it
                 return
             code, number = line if line is not None else (None, 0)
             filename = code.co_filename if code is not None else "<a line that was not recorded>"
@@ -57,7 +57,7 @@ class WorkerWarnings:
 
     def _place_of(self, filename: str) -> tuple[str, dict[Any, Any]]:
         """Return the name of the module of a file, and where Python notes what was shown there already."""
-        # No module lies in a file of such a name.
+        # No module has a file of such a name.
         for module in () if filename.startswith("<") else list(sys.modules.values()):
             names = getattr(module, "__dict__", {})
             if names.get("__file__") == filename:

@@ -204,7 +204,7 @@ class SnapshotFolder:
                     reader.close()
             return known
         except (OSError, SnapshotError):
-            return {}  # it is not what we wrote; all is written anew
+            return {}  # it is not what we wrote; everything is written again
 
     def add(self, body: bytes) -> str:
         """Make a snapshot of a header, as the newest; return its name."""

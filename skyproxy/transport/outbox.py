@@ -244,7 +244,7 @@ class Outbox:
         with self._starting:
             if self._thread is None:
                 thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
-                # First the attribute: an interrupt after the start would otherwise make a second thread, and lose one.
+                # The attribute first: otherwise an interrupt after the start would make a second thread, and lose one.
                 self._thread = thread
                 thread.start()
 

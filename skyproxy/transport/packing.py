@@ -75,7 +75,7 @@ def unpack(chunk: PackedChunk) -> bytes | bytearray:
     size, width = chunk.raw_bytes, chunk.width
     expander = zlib.decompressobj(_RAW_DEFLATE)
     try:
-        planes = expander.decompress(chunk.buffers[0], size + 1)  # one more than there may be, to see the end
+        planes = expander.decompress(chunk.buffers[0], size + 1)  # one byte more than allowed, to see the end
     except zlib.error as error:
         raise ProtocolError(f"A packed chunk of transfer {chunk.transfer} cannot be unpacked: {error}.") from None
     if len(planes) != size or not expander.eof or expander.unused_data:

@@ -110,7 +110,7 @@ def unread_bytes(sock: socket.socket) -> int:
         import termios
 
         return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
-    except (ImportError, OSError, ValueError):  # there is no such question on Windows; or the socket is closed
+    except (ImportError, OSError, ValueError):  # Windows has no such call; or the socket is closed
         return 0
 
 
@@ -143,7 +143,7 @@ def prepare(sock: socket.socket) -> None:
         # Without it, small messages wait for the peer's delayed acknowledgement: 40 ms a round trip.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Of a peer whose machine vanished, the system tells after five minutes rather than two hours.
+        # The system reports a peer whose machine vanished after five minutes rather than two hours.
         for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -27,7 +27,7 @@ class TlsStream(Stream):
         on_output: called by the reading thread when the peer's bytes ask for an answer that `pump` would send.
     """
 
-    # OpenSSL's Python wrapper looks for signals after it has encrypted, and a handler that raises hides how much.
+    # OpenSSL's Python wrapper checks for signals after it has encrypted, and a handler that raises hides how much.
     interruptible = False
 
     def __init__(
@@ -153,7 +153,7 @@ class TlsStream(Stream):
             with self._lock:
                 self._tls.unwrap()
         except (ssl.SSLError, ValueError):
-            pass  # it wants to read the peer's answer, which need not come
+            pass  # it would wait for the peer's answer, which may never come
         try:
             self.pump()
         except OSError:

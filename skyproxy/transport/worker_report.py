@@ -90,7 +90,7 @@ def ask_worker(
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
     """End an answer that takes too long: whoever reads it is told so at once."""
-    with contextlib.suppress(OSError, AttributeError):  # it has just ended, or not begun
+    with contextlib.suppress(OSError, AttributeError):  # it has just ended, or has not begun
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -150,9 +150,9 @@ def _error_rows(node: Node) -> list[dict[str, object]]:
 
 
 def _pool_rows() -> list[dict[str, object]]:
-    pools = sys.modules.get("skyproxy.pools.running")  # who has a pool has loaded it
+    pools = sys.modules.get("skyproxy.pools.running")  # whoever has a pool has loaded it
     rows = []
     for pool in pools.running_pools() if pools is not None else ():
-        with contextlib.suppress(Exception):  # it ends at this moment
+        with contextlib.suppress(Exception):  # it is just ending
             rows.append(pool.status())
     return rows

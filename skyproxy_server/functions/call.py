@@ -164,7 +164,7 @@ class FunctionCall:
         self._count(True)
         tells = not self._task.get("quiet")
         self._thread.start()
-        # Before anything the function has to say, for we hold the lock; but it need not wait until this is sent.
+        # Before any event of the function, because we hold the lock; but the function need not wait until this is sent.
         # Not where the caller wants to know of the end alone.
         if tells:
             self.events.add("started", {})
@@ -193,7 +193,7 @@ class FunctionCall:
                     self._flush()
                     self.has_run()
                     self._fail(error)
-                # The frame of a function that raised what it had given a name holds itself, and all its variables.
+                # If a function bound the error that it raised to a name, its frame holds itself, and all its variables.
                 traceback.clear_frames(error.__traceback__)
             finally:
                 self._leave()
@@ -286,7 +286,7 @@ class FunctionCall:
             raise ConfigurationError(f"this worker cannot run {self.name} in a process of its own")
         apart = IsolatedCall(self._nursery, self._devices, self._settings, loan)
         self._interrupts.append(apart.stop)
-        if not self.ended:  # else it was given up before it could be told
+        if not self.ended:  # else it was cancelled before it could be told
             try:
                 apart.run(self, task, pieces, function)
             except (FunctionCrashedError, LimitExceededError) as error:
@@ -295,7 +295,7 @@ class FunctionCall:
 
     async def _drain(self, generator: Any, returning: ResultWriter) -> None:
         async for item in generator:
-            # In this very thread: one call, one line of events.
+            # On this very thread: one call has one sequence of events.
             self._emit_value("item", item, returning)
 
     def _await(self, coroutine: Any) -> object:

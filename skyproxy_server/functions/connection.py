@@ -116,7 +116,7 @@ class FunctionsConnection:
 
     def _on_cancel(self, message: CallCancel) -> None:
         self._coming.pop(message.call, None)
-        # The caller knows that it is cancelled, and needs no other word for it.
+        # The caller knows that it is cancelled, and needs no event for that.
         self._calls.cancel(self._session, message.call, InterruptedError(message.reason))
 
     def _on_attach(self, message: CallAttach) -> None:

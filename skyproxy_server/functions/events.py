@@ -122,7 +122,7 @@ class Events:
             self._lost_bytes += event.size - _EVENT_BYTES
             self._log.remove(event)
             self._count(event, -1)
-            # Down to half, so that not every line has to look for what to drop.
+            # Down to half, so that not every line of output has to search for something to drop.
             if self._held["output"] <= self._settings.max_waiting_output_bytes // 2:
                 return
 

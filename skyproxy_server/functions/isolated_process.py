@@ -199,7 +199,7 @@ def main(control: int, out: int, err: int) -> NoReturn:
 def _read_start(file: int, head_bytes: int) -> tuple[Start, list[object]]:
     head = bytearray(head_bytes)
     read_into(file, 0, memoryview(head))
-    start: Start = pickle.loads(head)  # the worker's own words: it trusts us less than we trust it
+    start: Start = pickle.loads(head)  # written by the worker, which trusts us less than we trust it
     allocate = memory_for(start["task"], len(start["sizes"]))
     pieces: list[object] = []
     offset = head_bytes

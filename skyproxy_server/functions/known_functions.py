@@ -53,7 +53,7 @@ class KnownFunction:
         generation = PROJECT_CODE.generation
         with self._lock:
             if self._made is None or self._made[0] != generation:
-                # Modules of the program were loaded anew: it may hold what the old ones had.
+                # Modules of the program were reloaded: the function may hold objects of the old ones.
                 self._made = generation, self._load()
             return self._made[1]
 

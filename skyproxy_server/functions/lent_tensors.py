@@ -74,7 +74,7 @@ class LentTensors:
             shared.copy_(storage)
             if torch._C._storage_Use_Count(storage._cdata) == len(tensors) + OWN_USES and all(map(_can_move, tensors)):
                 _put_into(tensors, shared)
-                # Under its new key: the old storage, and with it the old key, goes when we have let go of it.
+                # Under its new key: the old storage, and its key, vanish once we have released it.
                 new = storage_key(tensors[0])
                 assert new is not None
                 moved[key] = new, shared

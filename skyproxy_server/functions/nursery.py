@@ -129,7 +129,7 @@ class Nursery:
             self._sessions.add(session)
             spare, self._spare = self._spare, None
             if spare is not None and not spare.is_ready():
-                spare.close()  # it has ended meanwhile, with its nursery perhaps
+                spare.close()  # it has ended meanwhile, perhaps with its nursery
                 spare = None
             try:
                 taken = spare or self._fork()

@@ -142,7 +142,7 @@ class Calls:
                 return CallEvent(identity, 0, "unknown", {"reason": _NO_FUNCTION}, [])
             pieces = [pieces[0], *pieces[2:]]
         with self._lock:
-            # Those that still wait for their arguments, too; and those that run on although they were given up.
+            # Those too that still wait for their arguments, and those that run on although they were cancelled.
             count = max(self.running, sum(other.is_active for other in self._calls.values()))
         if count >= self._settings.max_calls:
             text = f"this worker already runs {count} functions, its limit; SKYPROXY_MAX_CALLS raises it"
@@ -177,7 +177,7 @@ class Calls:
             reason = _GONE if identity in self._gone else _NEVER_BEGUN
             return CallEvent(identity, 0, "unknown", {"reason": reason}, [])
         call.events.attach(listener, number)
-        # Its arguments came, by the operations, and its payload was lost.
+        # Its arguments came with the operations, but its payload was lost.
         return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
 
     def detach(self, listener: RemoteListener) -> None:

@@ -141,7 +141,7 @@ class CallSearch(Generic[_S]):
             visit = {"order": "visit", "mark": search.mark}
             with theirs, their_tensors, stream:
                 holder.order(visit, [theirs.fileno(), their_tensors.fileno()])
-                # Told even if the other is gone by now: it finds the channels ended.
+                # Sent even if the other process is gone by now: it finds the channels closed.
                 self._tell(search.asker, {"order": "found", "find": search.number}, (stream.fileno(), tensors.fileno()))
         except ChannelClosedError:
             self._tell(search.asker, {"order": "found", "find": search.number}, ())

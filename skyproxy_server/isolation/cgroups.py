@@ -65,9 +65,11 @@ class Cgroups:
         missing = set(self._controllers) - set(_words(self._base / "cgroup.controllers"))
         if missing:
             raise CgroupsUnavailableError(f"{self._base} has no controller for {' and '.join(sorted(missing))}")
-        # The hierarchy's root alone may have both processes and cgroups that are bounded; it has no type.
+        # Only the root of the hierarchy may have both processes and bounded cgroups; it has no type.
         is_root = not (self._base / "cgroup.type").exists()
-        with _hold_lock(self._base):  # else another worker could take our folder, not locked yet, for a left one
+        with _hold_lock(
+            self._base
+        ):  # else another worker could take our folder, which is not locked yet, for an abandoned one
             self._clear_left()
             others = set(_pids(self._base)) - {os.getpid()}
             if others and not is_root:

@@ -105,7 +105,7 @@ class LentConnection:
         """Have the process say goodbye, and wait until the connection is over, but not for ever."""
         self._session.close_connections(code_name, reason)
         patience = 2 * self._settings.close_timeout_seconds
-        # With its token, a client's functions end, too.
+        # When its token ends, a client's functions end, too.
         if not self._over.wait(patience) or (code_name == "bad-token" and not self._session.ended.wait(patience)):
             self._session.kill(reason.rstrip(".") or "its connection was to be closed, and it did not answer")
 
@@ -125,7 +125,7 @@ class LentConnection:
     def _await_process(self) -> None:
         """The client has left: the process notices and ends its side, unless it hangs."""
         if self._hello.role == OPERATIONS and self._timer is None:
-            # One that lasts has as long again: its client may come back, and it notices what it says then.
+            # A durable session gets as long again: its client may come back, which the session then notices.
             patience = self._settings.call_grace_seconds + self._session.resume.grace_seconds
             self._timer = threading.Timer(patience, self._session.kill, ("its client is gone, and it hangs",))
             self._timer.daemon = True

@@ -71,7 +71,7 @@ def relay(
         pair.setsockopt(socket.SOL_SOCKET, option, 4 * _BUFFER_BYTES)
 
     def on_closed() -> None:
-        # The process has let go of the connection without a last word: our writer must not wait for the client.
+        # The process has released the connection without a goodbye: our writer must not wait for the client.
         if not is_over() and not _wait_for(pidfd, goodbye_seconds):
             stream.shutdown()
 
@@ -88,7 +88,7 @@ def relay(
                 # The kernel closes what a process had open a little before it tells that the process has ended.
                 _wait_for(pidfd, goodbye_seconds)
     finally:
-        shutdown(pair, socket.SHUT_RDWR)  # and the other thread finds it so
+        shutdown(pair, socket.SHUT_RDWR)  # and the other thread finds out
         incoming.join()
         pair.close()
     return writer.byte_count
@@ -105,7 +105,7 @@ def _carry_in(
     poll = select.poll()
     poll.register(stream.fileno(), select.POLLIN)
     poll.register(pidfd, select.POLLIN)
-    poll.register(pair, 0)  # that it was shut down is told in any case
+    poll.register(pair, 0)  # the shutdown is reported in any case
     try:
         while (count := stream.recv_into(view, 0)) != 0:
             if count > 0:

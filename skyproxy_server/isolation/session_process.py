@@ -118,7 +118,7 @@ class SessionProcess:
                     return  # the client has left before we got its connection
                 continue
             except ChannelClosedError:
-                return  # and the kernel ends us with the supervisor
+                return  # from here on, the kernel ends us with the supervisor
             if order["order"] == "connection":
                 begun = True
                 self._take(socket.socket(fileno=descriptors[0]), order)
@@ -220,7 +220,7 @@ class SessionProcess:
         self, served: ConnectionHandler | None, transport: WebSocketTransport, hello: Hello, order: dict[str, object]
     ) -> None:
         try:
-            # On this thread: one that replaces another cuts that first.
+            # On this thread: a connection that replaces another one cuts that first.
             (served or self._handler_of(hello, transport, order)).run()
         except LookupError:
             transport.close("no-such-session", "The worker has no such session; it may have ended.")

@@ -61,7 +61,7 @@ class SessionUser:
         for name in _CACHES:
             if name in os.environ and not os.access(os.environ[name], os.R_OK | os.X_OK):
                 del os.environ[name]
-        account = f"skyproxy-{self.number}"  # it has no entry among the system's, where libraries would look
+        account = f"skyproxy-{self.number}"  # it has no entry in the system's list of users, where libraries would look
         os.environ.update(HOME=self.home, TMPDIR=temporary, USER=account, LOGNAME=account)
         tempfile.tempdir = None
         os.umask(0o077)

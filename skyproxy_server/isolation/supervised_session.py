@@ -244,7 +244,7 @@ class SupervisedSession:
             is_kept = self.resume.grace_seconds > 0 and self.is_open
             if is_kept:
                 self.detached_at = time.monotonic()
-                # The process keeps the time itself; this is for one that does not.
+                # The process watches the time itself; this is for one that does not.
                 patience = self.resume.grace_seconds + _SPARE_SECONDS
                 self._grace = threading.Timer(patience, self._end_detached, (call_grace_seconds,))
                 self._grace.daemon = True

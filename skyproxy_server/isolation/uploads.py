@@ -82,7 +82,7 @@ class _Sealable:
         return self
 
     def open(self, digest: bytes = b"") -> int:
-        with self._lock:  # or its number could be another file's by now
+        with self._lock:  # or its number could belong to another file by now
             return os.dup(self._descriptor)
 
     def copy_into(self, target: memoryview, digest: bytes) -> bool:

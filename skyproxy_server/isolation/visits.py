@@ -157,7 +157,7 @@ class Visits:
             for sock in sockets:
                 sock.close()
         else:
-            # Where the client has forgotten the call in the meantime, its process does so, too.
+            # If the client has forgotten the call meanwhile, the call's process forgets it, too.
             target = self._report_missing if not sockets else _part if visit.is_over else self._carry
             threading.Thread(target=target, args=(visit,), name="skyproxy-visit", daemon=True).start()
 
@@ -219,7 +219,7 @@ class Visits:
             for visit in visits:
                 visit.listener, visit.is_parted = None, True
         for visit in visits:
-            if visit.transport is not None:  # else the process that has the call would go on to wait for acks
+            if visit.transport is not None:  # else the process that has the call would wait for acks forever
                 threading.Thread(target=visit.transport.close, name="skyproxy-visit-end", daemon=True).start()
 
     def ack(self, identity: str, outputs: int, items: int) -> None:
@@ -231,7 +231,7 @@ class Visits:
         with self._lock:
             visit = self._visits.get(identity)
             if visit is not None and visit.transport is None:
-                visit.cancelled = reason, or_else  # said, or done, when we know where it is
+                visit.cancelled = reason, or_else  # told or cancelled once we know where it is
                 return
         if visit is not None:
             visit.say(CallCancel(identity, reason))

@@ -139,7 +139,7 @@ class JobsConnection:
         offset, limit = _number(value, "offset", signed=True), self._limit(value)
         if offset >= job.log.end and job.is_running:
             job.log.wait_beyond(offset, _seconds(value))
-        is_running = job.is_running  # before it is read: what comes after its end is nothing
+        is_running = job.is_running  # before it is read, so that nothing of its end is missed
         begin, data = job.log.read(offset, limit)
         return {**job.row(), "offset": begin, "more": is_running or begin + len(data) < job.log.end}, (data,)
 

@@ -117,7 +117,7 @@ class JobLog:
             self._segments.pop(0)
 
     def _open(self, offset: int) -> BinaryIO:
-        # Private from its beginning; the job could have put something else there.
+        # Private from the start; the job could have put something else there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         return open(os.open(self._path(offset), flags, 0o600), "ab", buffering=0)
 

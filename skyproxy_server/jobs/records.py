@@ -134,7 +134,7 @@ class JobRecord:
             with open(partial, "w", encoding="utf-8") as file:
                 json.dump(plain, file)
                 file.flush()
-                os.fsync(file.fileno())  # of a machine that is switched off, too, the record is whole
+                os.fsync(file.fileno())  # so that the record is whole even if the machine is switched off
             partial.replace(folder / _RECORD)
         except BaseException:
             with contextlib.suppress(OSError):

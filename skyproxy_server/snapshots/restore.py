@@ -139,7 +139,7 @@ def _refusals() -> Iterator[None]:
         raise refuse(str(error)) from error
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, RecursionError, AttributeError) as error:
         raise refuse(f"{type(error).__name__}: {error!s:.200}") from error
-    except (RuntimeError, MemoryError) as error:  # of PyTorch, in which it cannot be made
+    except (RuntimeError, MemoryError) as error:  # a version of PyTorch in which it cannot be created
         raise SnapshotError(
             f"this snapshot could not be brought back: {error!s:.300}. It is untouched, and nothing was changed; try a "
             "worker with more memory, or an older snapshot"

@@ -196,7 +196,7 @@ class WritingJob:
             draft = self._folder.begin(self._piece_count, self._hashing)
             for copy in copies:
                 on_the_way.append(self._put(draft, copy))
-                # Who copies may wait for the memory of these.
+                # Threads that copy may be waiting for the memory of these.
                 while len(on_the_way) == _BUFFERS_ON_THE_WAY or (on_the_way and self._copies.empty()):
                     digests += self._wait_for_digests(on_the_way.popleft())
             while on_the_way:
@@ -204,7 +204,7 @@ class WritingJob:
             found = self._finish(draft, digests)
         except Exception as problem:
             error = problem
-            for buffer, pieces in on_the_way:  # they write to the draft's file
+            for buffer, pieces in on_the_way:  # they write to the file of the draft
                 wait(pieces)
                 self._buffers.give_back(buffer)
             if draft is not None:

@@ -49,7 +49,7 @@ class SkyGenerator(PlainGenerator):
     def manual_seed(self, seed: int) -> SkyGenerator:
         value = as_seed(seed)
         self._seed = value % (1 << 64)
-        # C++ takes it for a generator of the CPU: a CPU op that is given it shall at least draw the same each time.
+        # C++ takes it for a generator of the CPU: a CPU op should at least draw the same numbers from it each time.
         super().manual_seed(self._seed)
         self._do("seed_generator", value)
         return self
@@ -164,7 +164,7 @@ def _rebuild(device: str, state: torch.Tensor) -> SkyGenerator:
     return SkyGenerator(device).set_state(state)
 
 
-# On its way through C++ a generator loses its Python object; its address stays.
+# A generator that passes through C++ loses its Python object, but keeps its address.
 _by_address: weakref.WeakValueDictionary[int, SkyGenerator] = weakref.WeakValueDictionary()
 
 

@@ -75,7 +75,7 @@ class KnownMeta(Meta):
         if not count_dispatch_modes() and function_transform_level() is None:
             try:
                 made = value()  # type: ignore[operator]  # it is a tensor of no other class
-            except RuntimeError:  # the worker says the same, and which line it was
+            except RuntimeError:  # the worker reports the same, with its line
                 made = None
         self._value = made
         return made
@@ -87,7 +87,10 @@ class KnownMeta(Meta):
     def asked(self) -> None:
         """Notes that somebody wants the value."""
         self.unasked = 0
-        sources, self.sources = self.sources, ()  # told once, or a number counted anew each time would keep all before
+        sources, self.sources = (
+            self.sources,
+            (),
+        )  # said once, because a number that is counted anew each time would keep all earlier ones
         for source in sources:
             source.asked()
 

@@ -58,7 +58,7 @@ _interned: dict[Description, weakref.ref[Meta]] = {}
 """As a `WeakValueDictionary`, whose methods in Python cost several times as much."""
 
 
-@functools.lru_cache(4096)  # what a loop makes and drops is not made anew each time
+@functools.lru_cache(4096)  # so that what a loop creates and drops is not built again each time
 def intern_meta(description: Description) -> Meta:
     """Return the one `Meta` of this description."""
     reference = _interned.get(description)
@@ -66,7 +66,7 @@ def intern_meta(description: Description) -> Meta:
     while found is None:
         _remove_dead_weakref(_interned, description)
         made = Meta(description)
-        # setdefault, so that two threads that come at once agree on one object.
+        # `setdefault`, so that two threads that get here together agree on one object.
         found = _interned.setdefault(description, weakref.ref(made, partial(_forget, description)))()
     return found
 

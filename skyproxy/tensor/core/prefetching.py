@@ -105,7 +105,7 @@ class ReadingAhead:
         if asked is None:
             return None
         if asked.ops != session.recorder.ops:
-            self._queue.clear()  # this is no plain saving or moving: what was asked for would be wasted again
+            self._queue.clear()  # this is not plain saving or moving: what is prefetched would be wasted again
             self._asked.clear()
             return None
         if self._queue and len(self._asked) <= self._block_size // 2:

@@ -23,7 +23,7 @@ def _slice(root: Handle, start: int, stop: int) -> Handle:
     if isinstance(memory, MemorySlice):
         root, start, stop = memory.whole, memory.start + start, memory.start + stop
     part: Handle = view_of(root, plain_meta((stop - start,), torch.uint8, None, start))._sky
-    part.root = None  # it holds its whole by its memory
+    part.root = None  # it keeps the whole tensor alive through its memory
     part.memory = MemorySlice(root, start, stop)
     return part
 

@@ -123,7 +123,7 @@ class BoundCall:
             return (commands.CONSTANT, *constant)
         if how == NUMBER:
             value = [_number(item) for item in a] if isinstance(a, list | tuple) else _number(a)
-            # 1, True and 1.0 are equal as keys, but not as arguments of arange.
+            # 1, True and 1.0 are equal as keys, but mean different things as arguments of arange.
             typed = value if kind is int or a is None else (kind, value)
             self.key.append(tuple(value) if type(value) is list else typed)
             self.operands.append(value)

@@ -92,7 +92,7 @@ class StandIn:
     def lines(self) -> list[object]:
         return self._capture.lines if self._capture.is_mine else self._capture.recorder.lines
 
-    # Other threads get fresh slots only: the recording may read what they give back meanwhile.
+    # Other threads get only fresh slots: the recording may read those that they give back meanwhile.
     @property
     def free(self) -> list[int]:
         return self._capture.free if self._capture.is_mine else self._capture.pool_of_others
@@ -171,7 +171,7 @@ class SessionCapture:
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._recording = True
         self._kept = False
-        self._lock = threading.RLock()  # a destructor may run, and take it, while it is held
+        self._lock = threading.RLock()  # a destructor may run while it is held, and take it again
 
     @property
     def is_mine(self) -> bool:
@@ -297,7 +297,7 @@ class SessionCapture:
                 return
             self._kept = False
         self.session.recordings.pop(self.number, None)
-        # Straight into the stream: this may run in a destructor, which must not wait, and inside another capture.
+        # Emitted directly: this may run in a destructor, which must not wait, and inside another capture.
         self.recorder.emit((commands.DO, "graph_forget", [self.number]))
         for slot in self.free:
             self.recorder.drop_slot(slot)

@@ -32,7 +32,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     asked = kwargs.get("device")
     if asked is None or asked.type != "sky" or info.rule is None or info.special is not None:
         return record(info, func, args, kwargs)
-    # None of these keys is one of a `BoundCall`, which has an argument where there is the number of arguments here.
+    # None of these keys equals a key of a `BoundCall`, which has an argument where these have the number of arguments.
     key: list[object] = [info, len(args)]
     command: list[object] = [0]
     for a, how in zip(args, info.kinds):  # the schema may have more
@@ -54,7 +54,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     signature = tuple(key)
     try:
         entry: Entry | None = device.cache.get(signature)
-    except TypeError:  # a list among the options
+    except TypeError:  # there is a list among the options
         entry = None
     if entry is None:
         entry = _infer_entry(info, device, signature, args, kwargs)

@@ -97,7 +97,7 @@ class Entry:
         """
         if found is TARGET:
             return Entry([Output(tensor=0)], [], simple=True, output_templates=[commands.IGNORED])
-        if len(found) == 1 and type(found[0]) is tuple:  # most of them
+        if len(found) == 1 and type(found[0]) is tuple:  # the usual case
             only, shares = found[0]
             if only is not None:
                 entry = Entry([Output(only, shares)], [], output_templates=[commands.NEW], made=[only])
@@ -219,8 +219,8 @@ def _ask_rule(call: BoundCall) -> RuleAnswer | None:
     assert call.info.rule is not None
     if not call.has_values:
         return call.info.rule(*_looks(call.args), **{name: _look(a) for name, a in call.kwargs.items()})
-    # Tensors of the CPU that travel as values count as what they are, tensors without dimensions. Rules number the
-    # tensors whose memory a result shares, and know of no such ones.
+    # CPU tensors that travel as values count as tensors without dimensions. Rules number the tensors whose memory a
+    # result shares, and do not count these.
     if call.kwargs or any(isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() for a in call.args):
         return None
     found = call.info.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
@@ -378,7 +378,7 @@ def _entry_of(call: BoundCall, result: object, fakes: list[torch.Tensor]) -> Ent
     for i, (fake, tensor) in enumerate(zip(fakes, call.tensors, strict=True)):
         meta = meta_of(fake)
         if meta is not tensor._sky.meta:
-            if i not in reshaped:  # a fake kernel that resizes what the real one refuses
+            if i not in reshaped:  # the fake kernel resizes what the real one refuses to
                 _refuse(tuple(call.key))
                 return None
             changed.append((i, meta))

@@ -60,7 +60,7 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
         return result
     try:
         values = _compute(call, {number: value.clone() for number, value in known.items()})
-    except RuntimeError:  # it will fail there too, and that error has a line
+    except RuntimeError:  # it will fail on the worker too, and that error names a line
         return result
     found = [
         (target._sky, KnownMeta(target._sky.meta, value, recorder, unasked))

@@ -257,7 +257,7 @@ def _run_and_memoize(
         return run()
     with _CallWatcher(device) as notes:
         result = run()
-    with contextlib.suppress(_NotReplayableError):  # the result is as good as ever
+    with contextlib.suppress(_NotReplayableError):  # the result is correct in any case
         replays[place] = _build_replay(device, notes, slots, result)
     return result
 
@@ -268,7 +268,7 @@ def _is_watched() -> bool:
 
 
 def _applies(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    if torch.compiler.is_compiling():  # first, so that nothing else of this is traced
+    if torch.compiler.is_compiling():  # checked first, so that nothing else in here is traced
         return False
     return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
 
@@ -326,7 +326,7 @@ def constants_used(module: torch.nn.Module) -> tuple[str, ...] | None:
             elif isinstance(vars(type(module)).get(name), FunctionType):
                 pending.append(name)
             elif type(getattr(type(module), name, None)) in (int, float, bool, str):
-                return None  # of the class: nobody tells when it changes
+                return None  # an attribute of the class, whose changes nobody reports
     return tuple(found) if all(type(vars(module)[name]) in _CONSTANTS for name in found) else None
 
 

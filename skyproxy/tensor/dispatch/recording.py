@@ -94,7 +94,7 @@ def run(call: BoundCall) -> Any:
         expected = bool(entry.made)
     if entry.changed:
         check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
-        # Each time: should the op fail, the worker still learns what the tensors look like from now on.
+        # Sent each time: even if the op fails, the worker learns what the tensors look like from now on.
         expected = True
         call = _unalias(call, [position for position, _ in entry.changed])
     if call.info.followed and (call.known or _makes_a_number(call, entry)):
@@ -307,7 +307,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
-        if fields[0] == torch_codec.NESTED:  # those keep their sizes
+        if fields[0] == torch_codec.NESTED:  # these keep their sizes
             continue
         meta = inference.intern_meta(torch_codec.decode_description(fields))
         if meta is not call.tensors[i]._sky.meta:

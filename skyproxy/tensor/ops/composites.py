@@ -33,8 +33,8 @@ def _kernel(op: OpOverload) -> object:
     divide = op._op_dk
 
     def kernel(*args: Any) -> object:
-        # Every argument a plain remote tensor, and nobody to see the parts: modes, and transforms such as vmap, do.
-        # Complex products are divided: which of the parts resolves a conjugate view decides about the last bit. Those
+        # Every argument is a plain remote tensor, and nothing sees the parts, as modes and transforms such as vmap do.
+        # Complex products are decomposed: which of the parts resolves a conjugate view decides the last bit. Products
         # of integers are so rare that they stay what they are locally, views of a part.
         whole = args[0].is_floating_point() and not _is_differentiated(args) and not _modes()
         if whole and _function_transforms() is None:
@@ -54,7 +54,7 @@ def _is_differentiated(args: tuple[Any, ...]) -> bool:
         for a in args:
             if a is not None and a.requires_grad:
                 return True
-    return is_forward_ad_active()  # tangents do not care about `no_grad`
+    return is_forward_ad_active()  # tangents ignore `no_grad`
 
 
 def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
@@ -67,7 +67,7 @@ def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
     if count == -1:
         if not classes.numel():
             raise RuntimeError("Can not infer total number of classes from empty tensor.")
-        count = max(int(classes.max()) + 1, 1)  # where all are negative, it is the worker that says so
+        count = max(int(classes.max()) + 1, 1)  # where all are negative, the worker says so
     return dispatch_remote(RemoteTensor, aten.one_hot.default, (), (classes, count))
 
 

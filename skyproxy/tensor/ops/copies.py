@@ -142,7 +142,7 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     recorder = handle.device.recorder
     before = recorder.ops
     value = handle.device.session.call("item", handle.slot)
-    # Held by this tensor and the name here alone, it has no views whose changes would go unseen.
+    # Only this tensor and this name hold it, so it has no views whose changes would go unseen.
     if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
         known_values.know(handle, torch.tensor(value, dtype=tensor.dtype))
         if recorder.ops != before:  # another thread may have changed it meanwhile

@@ -127,7 +127,7 @@ def attend(
         return result if result.shape[-1] == head_size else result[..., :head_size]
     if bias is not None:
         columns = bias.shape[-1]
-        # The kernel reads whole blocks of a row, so that the rows of its memory are.
+        # The kernel reads whole blocks of a row, so the rows in memory must consist of whole blocks.
         bias = _pad(bias, _BIAS_ALIGNMENT)[..., :columns] if columns % _BIAS_ALIGNMENT else bias
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if choice == CUDNN:

@@ -81,7 +81,7 @@ def _gradients(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | No
 def _differentiable_gradients(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
     inputs = ctx.saved_tensors[:3]
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    _choice.takes_stock = True  # by way of the dispatcher: PyTorch 2.11 refuses kernels that are called in a backward
+    _choice.takes_stock = True  # through the dispatcher: PyTorch 2.11 refuses kernels that are called in a backward
     try:
         result = _op(*inputs, *ctx.numbers)[0]
     finally:

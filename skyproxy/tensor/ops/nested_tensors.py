@@ -138,7 +138,7 @@ class RemoteNestedTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _NO_OPERATIONS:
                 return func(*args, **(kwargs or {}))
-            # Composites come undivided here: PyTorch would divide them by sizes that nested tensors do not have.
+            # Composites arrive here whole: PyTorch would decompose them by sizes that nested tensors do not have.
             with BelowAutograd(), ExcludedKeys(_VIEWS):
                 return func(*args, **(kwargs or {}))
 
@@ -267,7 +267,7 @@ class _Differentiated(torch.autograd.Function):
         flat = tuple(results) if isinstance(results, list | tuple) else (results,)
         ctx.graph, differentiable = graph
         places = {id(tensor): number for number, tensor in enumerate(differentiable)}
-        # What occurs several times has one gradient.
+        # A tensor that occurs several times has one gradient.
         ctx.places = [places.pop(id(leaf), None) for leaf in leaves]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(

@@ -25,7 +25,7 @@ def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
     else:
         value = _value_to_set(self, source, args, kwargs)
     value.__dict__["_is_to_be_taken_over"] = True
-    # Autograd has a say, and counts versions; it comes back to `_set_op`.
+    # Autograd comes first, and counts versions; then it calls `_set_op`.
     return TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
 
@@ -47,7 +47,7 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Re
         target.set_(stand_in, *args[1:], **kwargs)
     meta = meta_of(target)
     stride = kwargs.get("stride", args[3] if len(args) > 3 else ())
-    if any(step < 0 for step in stride):  # which the meta device takes for none
+    if any(step < 0 for step in stride):  # which the meta device takes for no storage
         raise RuntimeError(
             f"Storage size calculation overflowed with sizes={list(meta.size)} and strides={list(stride)}"
         )

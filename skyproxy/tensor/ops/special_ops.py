@@ -284,7 +284,7 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
     )
 
 
-# PyTorch's own, not the one that tells the workers: the check is left out for this call, on this side.
+# PyTorch's own setter, not the one that tells workers: the check is left out for this call, and only here.
 _check_invariants = set_sparse_invariant_checks
 
 
@@ -335,7 +335,7 @@ def install(library: torch.library.Library) -> None:
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)
     library.impl("empty_quantized", kernel("aten::empty_quantized"), "QuantizedPrivateUse1")
-    # PyTorch's own division of it calls a function that each device must have in C++.
+    # PyTorch's own decomposition calls a function that each device must have in C++.
     library.impl(
         "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
     )

@@ -271,7 +271,7 @@ def _place(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
 def _forget(session: weakref.ref[Session], number: int) -> None:
     owner = session()
     if owner is not None and owner.lost is None:
-        # Straight into the stream: this may run in a destructor, which must not wait.
+        # Emitted directly: this may run in a destructor, which must not wait.
         owner.recorder.emit((commands.DO, "forget_compiled", [number]))
 
 

@@ -50,7 +50,7 @@ def sky_backend(
 
     mode = _settle(mode, _devices_of(module, example_inputs))
     lower = _Lowering(mode)
-    # Op by op, to compute a value twice costs more than to keep it; compiled, the other way round.
+    # Op by op, computing a value twice costs more than keeping it; compiled, it is the other way round.
     partition = default_partition if mode == "eager" else min_cut_rematerialization_partition
     compiled: Callable[..., object] = load_aot_autograd()(
         fw_compiler=lower,

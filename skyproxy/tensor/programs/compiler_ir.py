@@ -200,7 +200,7 @@ def _fits(copy: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:
         return False
     if any(user.op == "output" for user in (*source.users, *copy.users)):
         return False
-    # Nobody reads the old values, through whatever view, once they are overwritten.
+    # Once they are overwritten, nobody reads the old values, through any view.
     return all(user is copy or order.get(user, 1 << 60) <= order[source] for user in _readers(target))
 
 

@@ -210,7 +210,7 @@ def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
     if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
-    if min(pad, default=0) < 0 and max(pad) <= 0:  # cut off only: the copy of a part, in that part's strides
+    if min(pad, default=0) < 0 and max(pad) <= 0:  # only cut: a copy of a part, with that part's strides
         return None
     size = list(x.size)
     for pair in range(pairs):

@@ -119,7 +119,7 @@ def _convolution_size(
         return None
     if x.dtype not in FULL_PRECISION or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
         return None
-    # One dimension is computed as two, where another order is a format.
+    # One dimension is computed as two, where another order of memory would count as a format.
     if rank != 2 and not whole_floats(x, *parts):
         return None
     if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:

@@ -164,7 +164,7 @@ def install() -> None:
         ConfigurationError: this torch asks for them elsewhere.
     """
     if _keep:
-        return  # it stayed
+        return  # it still is
     accelerator = torch._C._accelerator_getAccelerator()
     if accelerator.type != "sky":
         raise ConfigurationError(f"torch takes {accelerator} for this machine's accelerator, not sky")

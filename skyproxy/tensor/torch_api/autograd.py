@@ -53,7 +53,7 @@ class EngineOnCallingThread:
             if threaded:
                 torch._C._set_multithreading_enabled(True)
         try:
-            raise parked  # outside of the handler above, whose error came of nothing but the parking
+            raise parked  # outside the handler above, whose error was caused only by the parking
         finally:
             del parked  # its traceback holds this frame
 

@@ -69,7 +69,7 @@ def _leave_out_own_frames() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     before = len(rules.SKIP_DIRS)
     rules.add("skyproxy")
-    # But for what we put around the user's functions: that is to be looked through.
+    # Except for what we wrap around the user's functions: Dynamo is to trace through that.
     inlined = Path(memoized_calls.__file__).as_posix()
     rules.get_mod_inlinelist().add(inlined)
 
@@ -91,7 +91,7 @@ def _leave_out_own_frames() -> None:
 
         return clear_but_for_ours
 
-    # `init_process_group` has it made anew.
+    # `init_process_group` makes it anew.
     patching.wrap(rules, "clear_lru_cache", clearing, why=why, test=test, when=When.DYNAMO)
 
 

@@ -51,7 +51,7 @@ def _tell(devices: Iterable[SkyDevice]) -> None:
 @shielded
 def _switch(session: Session, devices: list[SkyDevice], record: Record) -> None:
     """Both or neither: the worker works under other modes, and what we remember belongs to them."""
-    # Straight into the stream, which never waits. If the worker is gone, whoever uses it next is told.
+    # Emitted directly, which never waits. If the worker is gone, whoever uses it next is told.
     session.recorder.emit((commands.DO, "set_modes", [dict(record)]))
     for device in devices:
         device.use_modes(record)

@@ -62,7 +62,7 @@ class DeviceMove:
 
     def function(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what becomes of a tensor."""
-        # Once only: a parameter that is met again is another tensor by then.
+        # Only once: a parameter that is met again is another tensor by then.
         ready = self._ready.pop(id(tensor), None)
         return ready[1] if ready is not None else self._plain(tensor)
 
@@ -166,7 +166,7 @@ def _move_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[i
             result = fn(tensor)
             moved[key] = tensor, result
             if result.device == tensor.device:
-                break  # it is no journey, or not for all
+                break  # it moves nothing, or not all
             group.expected_bytes += result.nbytes - tensor.nbytes
     return moved
 
@@ -175,7 +175,7 @@ def _apply_one(module: torch.nn.Module, fn: DeviceMove, recurse: bool) -> torch.
     before = dict(module._parameters.items())
     _plain_apply(module, fn, recurse)
     if isinstance(module, torch.jit.ScriptModule):
-        # Its parameters are held by C++, which does not see that an object has become another tensor.
+        # C++ holds its parameters, and does not see that an object has become another tensor.
         for name, parameter in before.items():
             module._parameters[name] = parameter
         return module

@@ -21,7 +21,7 @@ from skyproxy.tensor.core.prefetching import READER, reading_ahead
 from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, bytes_of, storage_from_bytes, view_of
 
-_PRIORITY = 5  # before PyTorch's own, which take 10 and more and would answer for any device
+_PRIORITY = 5  # before PyTorch's own, which have 10 and more and would answer for any device
 _IN_BLOCKS = "tensors are fetched in blocks before they are written, not with one round trip each"
 _compressed = (torch.sparse_csr, torch.sparse_bsr)
 
@@ -172,7 +172,7 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     with torch.no_grad():
         result = _copy_tensor(self.detach(), memo)  # type: ignore[arg-type]
         result.requires_grad_(self.requires_grad)
-        if is_parameter:  # of a class of the user's, whose copies PyTorch makes as those of any tensor
+        if is_parameter:  # an instance of a user's class, which PyTorch copies like any tensor
             result._is_param = True
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)

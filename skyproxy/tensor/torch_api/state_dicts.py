@@ -41,7 +41,7 @@ class RemoteStateDict(OrderedDict[str, Any]):
         return load_into(model, self, strict=strict)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # In files and on workers it is an ordinary one: who reads it need not have skyproxy, nor trust its classes.
+        # In files and on workers it is an ordinary dict: its readers need neither skyproxy nor trust in its classes.
         return OrderedDict, (), self.__dict__ or None, None, iter(self.items())
 
     def __copy__(self) -> RemoteStateDict:
@@ -206,7 +206,7 @@ def _compute(model: torch.nn.Module, names: list[str], device: torch.device) -> 
 
 
 def _filler(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[], object] | None:
-    if module._parameters:  # it would initialise those, too
+    if module._parameters:  # it would initialize those, too
         return None
     initialise = getattr(model, "_init_weights", None)  # transformers
     if callable(initialise):

@@ -60,7 +60,7 @@ def _untyped_storage(self: RemoteTensor) -> SkyStorage:
     root = root_of(self)
     memory = memory_of(root)
     face = memory.face() if memory.face is not None else None
-    if face is None or torch.UntypedStorage.nbytes(face) != memory.byte_count:  # C++ knows the size that it had
+    if face is None or torch.UntypedStorage.nbytes(face) != memory.byte_count:  # C++ knows the old size
         face = SkyStorage(root)
         memory.face = weakref.ref(face)
     _faces[self] = face

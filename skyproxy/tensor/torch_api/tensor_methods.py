@@ -16,7 +16,7 @@ from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
-# By the size of an element: dtypes that every device can join and cut, for those that not every device can.
+# By element size: dtypes that every device can join and cut, in place of those that some devices cannot.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -175,7 +175,7 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     Raises:
         RuntimeError: C++ watches one of them by a weak reference.
     """
-    # A node that sums up gradients holds the tensor that it sums them up for. Inference tensors are in no graph.
+    # A node that accumulates gradients holds the tensor that they belong to. Inference tensors are in no graph.
     if tensor._use_count() > 1 and tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
     attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}

@@ -77,7 +77,7 @@ class _Writing(TorchDispatchMode):
                 wholes[storage._cdata] = view_of(root_of(tensor), plain_meta((count,), tensor.dtype))
         with reading_ahead(wholes.values()):
             for address, whole in wholes.items():
-                self._values[address] = whole.cpu().clone()  # in a storage of its own
+                self._values[address] = whole.cpu().clone()  # it has a storage of its own
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
