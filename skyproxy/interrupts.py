@@ -4,7 +4,7 @@ C++ asks our guard for the type of its devices while it builds and walks the aut
 throw: a Python error there ends the process. Such errors have three sources.
 
 - One is set already, because an op or a hook raised in backward. It is parked, and `run_backward` raises it again.
-- Something strikes inside of the method that answers: a signal's handler, `PyThreadState_SetAsyncExc`, a tracer. So
+- Something strikes inside the method that answers: a signal's handler, `PyThreadState_SetAsyncExc`, a tracer. So
   that method has no Python code: `constant_for_cpp` makes it of objects that are implemented in C.
 - A signal's handler runs between the look-up of the method and its call, where pybind11 makes a string. So handlers are
   wrapped, all of them, where `signal.signal` sets them; a wrapped one that is called there strikes a moment later.

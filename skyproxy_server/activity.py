@@ -11,7 +11,7 @@ from contextlib import contextmanager
 class Activity:
     """The time at which the worker last did something, and what it does now.
 
-    An open session alone is no activity: a notebook that is left open all night does not need its GPU.
+    An open session alone is not activity: a notebook that is left open all night does not need its GPU.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

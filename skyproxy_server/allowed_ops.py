@@ -28,7 +28,7 @@ def open_ops(names: Iterable[str]) -> None:
 
     Args:
         names: namespaces ("torchvision"), operators ("mylib::scale") or overloads ("mylib::scale.out"). Their kernels
-            must check their arguments, for they get whatever a client sends.
+            must check their arguments, because they get whatever a client sends.
 
     Raises:
         ConfigurationError: a name opens a namespace of PyTorch's own as a whole.

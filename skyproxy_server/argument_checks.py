@@ -44,9 +44,11 @@ def enumeration_of(argument: Any) -> type | None:
 
 
 def check_constant(op: str, argument: Any, value: object, *, on_cpu: bool) -> None:
-    """Raises:
-    ProtocolError: the argument is an enumeration, and the value no member of it.
-    UnsupportedOpError: the worker does not offer what it stands for.
+    """Check that a constant is what the op's schema asks for.
+
+    Raises:
+        ProtocolError: the argument is an enumeration, and the value no member of it.
+        UnsupportedOpError: the worker does not offer what it stands for.
     """
     if value is None:
         return
@@ -64,8 +66,10 @@ def check_constant(op: str, argument: Any, value: object, *, on_cpu: bool) -> No
 
 
 def check_device(device: torch.device, *, on_cpu: bool) -> None:
-    """Raises:
-    UnsupportedOpError: the worker does not have the device.
+    """Check that the worker has a device.
+
+    Raises:
+        UnsupportedOpError: the worker does not have the device.
     """
     index = device.index or 0
     if device.type == "cpu" and index == 0:

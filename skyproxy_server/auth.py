@@ -113,7 +113,7 @@ class Authenticator(Protocol):
 
 
 class TokenCheck:
-    """Knows one token for ever; tells in constant time whether somebody else does."""
+    """Knows one token forever; tells in constant time whether somebody else does."""
 
     def __init__(self, token: str) -> None:
         self._expected = checked(token).encode()

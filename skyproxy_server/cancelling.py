@@ -1,4 +1,4 @@
-"""Operations that a client gives up before they are begun, and what becomes of what they would have made.
+"""Operations that a client cancels before they are begun, and what stands in for their results.
 
 The client says so past its operations, on the bulk connection, and puts a mark into its stream. Up to the mark, the
 executor walks over the commands: those that keep both sides in agreement (definitions, releases, modes, uploads) it

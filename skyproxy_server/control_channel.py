@@ -39,7 +39,7 @@ class Channel:
 
         Args:
             send_seconds: how long our end waits for room where the peer does not read, before the peer counts as gone;
-                0 for ever.
+                0 forever.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):

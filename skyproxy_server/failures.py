@@ -33,7 +33,7 @@ class Failed:
 
     @classmethod
     def cancelled(cls, message: str, op: str, sequence: int, position: int) -> Failed:
-        """Make what stands for an operation that the client gave up before it was begun."""
+        """Make what stands for an operation that the client cancelled before it was begun."""
         made = cls.__new__(cls)
         made.delivered = False
         made.record = {
@@ -55,7 +55,7 @@ class Failed:
 
     @property
     def was_cancelled(self) -> bool:
-        """True if the operation did not fail, but was given up."""
+        """True if the operation did not fail, but was cancelled."""
         return bool(self.record["type"] == CANCELLED)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`python -m skyproxy_server.fork_server DESCRIPTOR`: starts workers that need not import PyTorch, for it has.
+"""`python -m skyproxy_server.fork_server DESCRIPTOR`: starts workers for which it has imported PyTorch already.
 
 It has one thread, has computed nothing and has not touched a GPU, so that its copies are as good as new processes;
 where that is not so, it ends, and its program starts workers in another way. Each order comes as one datagram with the

@@ -88,8 +88,10 @@ class Gates:
             self._forget_shrunk(key)
 
     def check_size(self, value: object) -> None:
-        """Raises:
-        RuntimeError: the value lies in a storage that was made too small for it.
+        """Check that storages have room for the tensors that lie in them.
+
+        Raises:
+            RuntimeError: the value lies in a storage that was made too small for it.
         """
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor):

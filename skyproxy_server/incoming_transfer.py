@@ -55,7 +55,7 @@ class IncomingTransfer:
         """Waits for the last piece; the bytes.
 
         Raises:
-            Exception: there was no memory, the client gave the transfer up, or the connection ended.
+            Exception: there was no memory, the client cancelled the transfer, or the connection ended.
         """
         self._done.wait()
         if self._error is not None:
@@ -112,4 +112,4 @@ class IncomingTransfer:
 
 
 class TransferCancelledError(RuntimeError):
-    """The client gave a transfer up; it knows that, and why."""
+    """The client cancelled a transfer; it knows that, and why."""

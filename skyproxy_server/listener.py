@@ -286,8 +286,10 @@ class Listener:
                 self._threads.discard(threading.current_thread())
 
     def _refuse_too_many(self, identity: Identity, others: Sequence[Identity]) -> None:
-        """Raises:
-        LimitExceededError: so many connections have this token, or come with it from this address.
+        """Refuse a client that has as many connections as it may.
+
+        Raises:
+            LimitExceededError: so many connections have this token, or come with it from this address.
         """
         most = identity.bounds.connections
         if most is not None and len(others) >= most:

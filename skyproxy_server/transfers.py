@@ -40,7 +40,7 @@ _MOST_CHALLENGES = 65_536
 _MOST_UNANNOUNCED = 65_536
 """Transfers whose pieces came before the command that says what they are for."""
 _REMEMBERED_CANCELS = 1000
-"""Transfers that were given up before they were announced; few are, because the announcement is on its way already."""
+"""Transfers that were cancelled before they were announced; few are, because the announcement is on its way already."""
 _REMEMBERED_ARRIVALS = 65_536
 """Uploads that are complete, of which the client may not know; it waits for far fewer."""
 _TOLD_EVERY_BYTES = 4 << 20

@@ -1,7 +1,7 @@
 """Handlers that kopf calls: every change of a Compute or of a child becomes a look at the Compute. Nothing is decided.
 
 kopf begins, ends and logs; it watches nothing. Its watches do not tell what went while they were interrupted, so what
-it would keep of them could be wrong for ever; `informer.py` has ours. Its handlers of changes would moreover put
+it would keep of them could be wrong forever; `informer.py` has ours. Its handlers of changes would moreover put
 finalizers on Computes, so that no Compute could be deleted while no operator runs.
 """
 

@@ -139,7 +139,7 @@ class Fleet(Protocol):
         """
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
-        """Gives one another token; waits until it takes it, unless there is no time for that.
+        """Gives a worker another token; waits until it accepts it, unless there is no time for that.
 
         Raises:
             ConfigurationError: its token is not ours to change.

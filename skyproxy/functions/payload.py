@@ -123,9 +123,11 @@ class Payload:
         return self.pickled.references  # type: ignore[return-value]
 
     def check(self, session: Session, own_python: str) -> None:
-        """Raises:
-        ConfigurationError: the arguments hold tensors of another worker.
-        VersionMismatchError: the function's code cannot run on the worker's Python.
+        """Check that the tensors among the arguments are this worker's.
+
+        Raises:
+            ConfigurationError: the arguments hold tensors of another worker.
+            VersionMismatchError: the function's code cannot run on the worker's Python.
         """
         if self.session is not None and self.session is not session:
             raise ConfigurationError(

@@ -106,7 +106,7 @@ class Job:
         """Wait until it has ended, and return its status; one that is preempted has not.
 
         Args:
-            timeout: seconds; None for ever.
+            timeout: seconds; None forever.
 
         Raises:
             TimeoutError: it still runs.
@@ -154,7 +154,7 @@ class Job:
         keeps the result, so that it can be asked for again, until the job is removed.
 
         Args:
-            timeout: seconds; None for ever.
+            timeout: seconds; None forever.
 
         Raises:
             TimeoutError: it still runs.
@@ -225,7 +225,7 @@ def status_of(row: Row) -> JobStatus:
     """Return the status that a worker's row tells, of which nothing is trusted.
 
     Raises:
-        ProtocolError: it is no row.
+        ProtocolError: it is not a row.
     """
     try:
         return JobStatus(

@@ -53,7 +53,7 @@ async def wait_until_ready(
         name: of the Compute.
         timeout_seconds: after which it counts as failed.
         report: told whenever it is somewhere else, or for another reason.
-        woken_from: what `apply_and_wake` returned: that end is no news.
+        woken_from: what `apply_and_wake` returned: that end is not news.
 
     Returns:
         The object as the server has it then.

@@ -97,7 +97,7 @@ class NodeNames:
         self._known = KnownTensors()
 
     def _finish_named(self) -> None:
-        """Have everything done that was recorded, for others will see what it makes of the named values."""
+        """Have everything executed that was recorded, because others will see what it makes of the named values."""
         if self.session_name is not None and self._session.is_reachable:
             with contextlib.suppress(SkyproxyError):  # of operations whose errors nobody waited for
                 self._session.synchronize()

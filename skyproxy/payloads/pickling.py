@@ -91,8 +91,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._by_value = ""
 
     def pickle(self, value: object) -> Pickled:
-        """Raises:
-        Exception: something in `value` cannot be pickled; whatever its class raised.
+        """Pickle a value.
+
+        Raises:
+            Exception: something in `value` cannot be pickled; whatever its class raised.
         """
         with project_by_value() if self._sends_projects else contextlib.nullcontext():
             self.dump(value)
@@ -213,8 +215,10 @@ class Unpickler(pickle.Unpickler):
         self._device = device
 
     def unpickle(self) -> Any:
-        """Raises:
-        Exception: a module or a class is missing here, or whatever the object's own code raises.
+        """Unpickle the value.
+
+        Raises:
+            Exception: a module or a class is missing here, or whatever the object's own code raises.
         """
         return self.load()
 

@@ -163,7 +163,7 @@ class PlainWriter:
             self.part(value, f"[{key!r:.40}]" if type(key) in (str, int) else "[...]")
 
     def hashed_part(self, value: object) -> None:
-        """Write a value that is hashed where it arrives: in full, for a tuple of tuples would take for ever."""
+        """Write a value that is hashed where it arrives: in full, because a tuple of tuples would take forever."""
         self._hashed += 1
         try:
             self.part(value, "(a key)")

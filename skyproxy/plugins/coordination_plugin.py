@@ -126,7 +126,7 @@ def barrier(name: str = "", timeout_seconds: float | None = None) -> None:
 
     Args:
         name: tells barriers apart that may be waited at in different orders.
-        timeout_seconds: how long to wait; for ever by default.
+        timeout_seconds: how long to wait; forever by default.
 
     Raises:
         TimeoutError: some ranks did not come; names them.
@@ -197,7 +197,7 @@ def lock(name: str = "", timeout_seconds: float | None = None) -> Iterator[None]
 
     Args:
         name: tells locks apart.
-        timeout_seconds: how long to wait; for ever by default.
+        timeout_seconds: how long to wait; forever by default.
 
     Raises:
         TimeoutError: it was not free in time; names the rank that holds it.

@@ -31,7 +31,7 @@ class ActorOptions:
     Attributes:
         max_restarts: how often it is made again after its process died.
         retry: whether calls that ran or waited then are made again.
-        timeout_seconds: how long each call may run; for ever by default.
+        timeout_seconds: how long each call may run; forever by default.
         remote: whether tensors in results stay on the worker.
         concurrency: calls that run at a time.
     """
@@ -73,8 +73,10 @@ class ActorMethod:
         return calls.submit(call).wait()
 
     def check(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Raises:
-        TypeError: the method does not take such arguments.
+        """Check that the method takes these arguments.
+
+        Raises:
+            TypeError: the method does not take such arguments.
         """
         if self.__signature__ is None:
             return

@@ -112,7 +112,7 @@ def actor(
         max_restarts: how often an actor whose process died is made again, from the arguments that it was made of.
         retry: whether calls that ran or waited when it died are then made again; they may run twice. Else they raise
             ActorDiedError.
-        timeout: how many seconds each call may run; for ever by default.
+        timeout: how many seconds each call may run; forever by default.
         remote: whether tensors in results stay on the worker.
         concurrency: calls of one actor that run at a time; with more than one, only their beginnings are in order.
 

@@ -54,7 +54,7 @@ class CallOptions:
     """Options of a call.
 
     Attributes:
-        timeout_seconds: how long it may run; for ever by default.
+        timeout_seconds: how long it may run; forever by default.
         on: the rank that must run it: a number, or "head" for rank 0; any by default.
         remote: whether tensors in the result stay on the worker.
         retry: when it is made once more; the pool's rule by default.

@@ -103,7 +103,7 @@ class ElasticScheduler(Scheduler):
             return Demand(idle, self._slots.free(), len(self._queued), broadcasts)
 
     def _send_elsewhere(self, job: Job) -> None:
-        """A call that its process never saw, for that was gone."""
+        """A call that its process never saw, because it was gone."""
         job.tries -= 1
         assert job.rank is not None
         self.lose_ranks([job.rank])  # first, or it would be given the same process again

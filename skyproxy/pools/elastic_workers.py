@@ -128,8 +128,10 @@ class ElasticWorkers:
         return await node.launched.logs(rank % self.spec.procs_per_node)
 
     async def restart(self, rank: int) -> Endpoint:
-        """Raises:
-        WorkerStartError: always; another node comes where one is needed.
+        """Refuse: single nodes are replaced, not restarted.
+
+        Raises:
+            WorkerStartError: always; another node comes where one is needed.
         """
         raise WorkerStartError(f"rank {rank} of an elastic pool is not restarted; another node takes its place.")
 

@@ -142,7 +142,7 @@ def function(
 
     Args:
         target: the function.
-        timeout: how many seconds each call may run; for ever by default.
+        timeout: how many seconds each call may run; forever by default.
         on: the rank that runs it: a number, or "head".
         remote: whether tensors in results stay on the worker.
         retry: when a call is made once more: a number of times for lost workers, or a `Retry`.

@@ -188,7 +188,7 @@ class Connection:
         Both sides do so at the same place: behind the batch that brought the other session's state back.
 
         Raises:
-            ProtocolError: this is no open operations connection.
+            ProtocolError: this is not an open operations connection.
         """
         if self.state is not State.OPEN or self.kind != OPERATIONS or sequence < 0:
             raise ProtocolError(f"Batches of an open operations connection are counted, not from {sequence}.")

@@ -290,7 +290,7 @@ class Continue(Message):
 
 @dataclass(frozen=True, slots=True)
 class CancelOperations(Message):
-    """The worker shall begin nothing more of what it has not begun, up to the end of this cancellation.
+    """The worker must begin nothing more of what it has not begun, up to the end of this cancellation.
 
     The end stands in the stream: a `CALL` of "end_cancellation" with the same `number`. Numbers of a session count up
     from 1; one whose end was met already means nothing any more, so the message may come late, or twice. It goes past

@@ -98,8 +98,8 @@ class WorkerSpec:
         accelerator: of each node.
         volumes: of each node.
         env: variables of the worker processes; they go over those of the image.
-        idle_timeout_seconds: how long workers may be without a client before they are taken away; None: for ever.
-        max_lifetime_seconds: how long they may live at all; None: for ever.
+        idle_timeout_seconds: how long workers may be without a client before they are taken away; None: forever.
+        max_lifetime_seconds: how long they may live at all; None: forever.
         timeout_seconds: how long it may take until all of them run.
         keep: whether workers stay when the client leaves, and are found again by their name.
         options: what only one provider knows.

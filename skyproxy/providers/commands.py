@@ -19,7 +19,7 @@ async def run_command(command: Sequence[str], purpose: str, without: Sequence[st
     Args:
         command: the program and its arguments. No secret belongs there: everybody on the machine can read them.
         purpose: what for, as in "cannot PURPOSE".
-        without: variables of our environment that it shall not see.
+        without: variables of our environment that it must not see.
 
     Raises:
         WorkerStartError: it is not there, or failed; with the end of its output.

@@ -141,8 +141,10 @@ class Remote:
         return RemoteWorkers(endpoints, image)
 
     def single_nodes(self, spec: WorkerSpec) -> NoReturn:
-        """Raises:
-        ConfigurationError: always; whoever started these workers can start others.
+        """Refuse: these workers are not ours to start.
+
+        Raises:
+            ConfigurationError: always; whoever started these workers can start others.
         """
         raise ConfigurationError(
             f"Remote() uses workers that are already running, and can neither start nor end one: nodes=Nodes(...) is "
@@ -176,8 +178,10 @@ class RemoteWorkers:
         return ""
 
     async def restart(self, rank: int) -> Endpoint:
-        """Raises:
-        WorkerStartError: always; whoever started it can start it again.
+        """Refuse: these workers are not ours to start.
+
+        Raises:
+            WorkerStartError: always; whoever started it can start it again.
         """
         raise WorkerStartError(
             f"rank {rank} ({self.endpoints[rank].url}) is gone, and Remote() cannot start it again. Start it "

@@ -355,8 +355,10 @@ class Tunnel:
         raise error if isinstance(error, ConnectError) else ConnectError(str(error))
 
     def check(self) -> None:
-        """Raises:
-        ConnectError: ssh has ended and is not back yet; says why.
+        """Check that the tunnel is up.
+
+        Raises:
+            ConnectError: ssh has ended and is not back yet; says why.
         """
         if self._process.poll() is not None:
             why = f": {self._problem}" if self._problem else ""

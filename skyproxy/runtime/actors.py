@@ -39,7 +39,7 @@ class Actors:
                 ) from None
 
     def drop(self, session: str, identity: str) -> None:
-        """Let go of an actor; one that is not there is no error."""
+        """Release an actor; it is not an error if there is none."""
         with self._lock:
             actor = self._actors.pop((session, identity), None)
         del actor  # not below the lock: what it does at its end is its own business

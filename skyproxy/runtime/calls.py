@@ -38,7 +38,7 @@ _CURRENT: ContextVar[CallContext | None] = ContextVar("skyproxy_call", default=N
 
 
 def current_call() -> CallContext | None:
-    """The call that this code serves; None outside of one.
+    """The call that this code serves; None outside one.
 
     It follows `contextvars`: tasks of asyncio know it, threads that the function starts only where they were given a
     copy of the context.

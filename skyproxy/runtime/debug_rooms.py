@@ -47,14 +47,18 @@ class Line:
         self._file = sock.makefile("rb")
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises:
-        OSError: the other end is gone.
+        """Send a message to the other end.
+
+        Raises:
+            OSError: the other end is gone.
         """
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        """Raises:
-        OSError: the other end is gone, or says what is no message.
+        """Receive the next message.
+
+        Raises:
+            OSError: the other end is gone, or sends what is not a message.
         """
         data = self._file.readline(MAX_LINE_BYTES)
         if not data.endswith(b"\n"):

@@ -17,7 +17,7 @@ POOL_VARIABLE = "COMPUTE_POOL"
 """The environment variable that carries the topology to a worker, and to the processes that it starts."""
 
 LOCAL_HEAD_PORT = 29500
-"""The port at which a process outside of any pool would meet its peers; torchrun's default."""
+"""The port at which a process outside any pool would meet its peers; torchrun's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class InstanceInfo:
         world_size: processes in the pool: total_nodes * procs_per_node.
         local_rank: this process among those of its node.
         procs_per_node: processes on each node.
-        job: names the pool and its generation; empty outside of a pool.
+        job: names the pool and its generation; empty outside a pool.
 
     Example:
         ```python
@@ -125,7 +125,7 @@ def instance_info() -> InstanceInfo:
     """Tell where this code runs: in a call of a pool, in a worker of one, or in neither.
 
     The call's own word goes first, because a worker can serve several pools; then the variable COMPUTE_POOL, then what
-    torchrun tells its processes; outside of all of these the answer describes a pool of one.
+    torchrun tells its processes; outside all of these the answer describes a pool of one.
 
     Raises:
         ConfigurationError: COMPUTE_POOL is set to something else.

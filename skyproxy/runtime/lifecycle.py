@@ -142,7 +142,7 @@ class Lifecycle:
 
         Args:
             pool: only if they are this pool's; any by default.
-            timeout_seconds: how long to wait for a thread that is opening or closing; for ever by default.
+            timeout_seconds: how long to wait for a thread that is opening or closing; forever by default.
         """
         if not self._lock.acquire(timeout=timeout_seconds):
             logger.warning("plugins are still being set up; the process ends without leaving their hooks")
@@ -158,7 +158,7 @@ class Lifecycle:
 
         Args:
             session: as in `CallContext.session`.
-            calls: those of its calls that were given up and go on nevertheless; what they wait for is aborted first.
+            calls: those of its calls that were cancelled and go on nevertheless; what they wait for is aborted first.
         """
         if calls and self._owners == {session}:
             self.abort(calls, _ABORT_SECONDS)  # without the lock: one of them may hold it

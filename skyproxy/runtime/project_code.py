@@ -161,7 +161,7 @@ class ProjectCode:
         importlib.invalidate_caches()
 
     def _packages_without_files(self) -> list[str]:
-        """The namespace packages of the program; all of them first, for a path asks for the packages above it."""
+        """The namespace packages of the program; all of them first, because a path asks for the packages above it."""
         found = []
         for name, module in list(sys.modules.items()):
             places = getattr(module, "__path__", None)

@@ -22,7 +22,7 @@ def shard(
     """This process's share of every array, of the same type as the array.
 
     Process r of w takes the items r, r + w, r + 2w, ... of the (shuffled) order, the same ones of every array, so that
-    what belonged together still does. Nothing is lost, nothing comes twice. Outside of a pool the share is the whole.
+    what belonged together still does. Nothing is lost, nothing comes twice. Outside a pool the share is the whole.
 
     Args:
         arrays: sequences, tensors, NumPy, JAX or sparse arrays, pandas and Arrow tables, datasets of Hugging Face and

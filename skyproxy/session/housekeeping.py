@@ -71,7 +71,7 @@ class Housekeeping:
         operations, bulk: the session's connections.
         settings: intervals.
         end: ends the session, for a reason.
-        reconnector: makes broken connections anew, where that may be. Then a silent one is cut, for that.
+        reconnector: replaces broken connections, where that is possible. Then a silent one is cut, to be replaced.
         """
         self.auxiliary: list[AuxiliaryConnection] = []
         self.often: list[Callable[[], object]] = []
@@ -132,7 +132,7 @@ class Housekeeping:
                 self._operations.cut()
 
     def run(self) -> None:
-        """Send what lies around unsent, ask a silent worker whether it lives, give up on a dead one; until `stop`.
+        """Send what is still unsent, ask a silent worker whether it lives, and give up on a dead one, until `stop`.
 
         Never waits for the worker itself, nor for a thread that does.
         """

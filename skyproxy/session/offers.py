@@ -13,7 +13,7 @@ from skyproxy.protocol.digests import Map, content_digest, content_proof
 _MISSES = 3
 """Questions about one size that were answered with no, in a row, before that size is not asked about any more."""
 _LONE_UPLOADS = 16
-"""Uploads of one size, outside of a module's move, that are kept: more of them are a stream of data, not a state."""
+"""Uploads of one size, outside a module's move, that are kept: more of them are a stream of data, not a state."""
 _THREADS = 4
 
 

@@ -55,7 +55,7 @@ class Opener:
         renew: gives the token and the certificate anew, for a session that has outlived them.
         check_way: raises ConnectError while what the connections go through, a tunnel, is away: that nobody listens on
             this side of it says nothing about the worker.
-        grace_seconds: the time for which the worker shall keep a session whose connection breaks.
+        grace_seconds: how long the worker should keep a session whose connection breaks.
         """
         self.url, self.token = url, token
         self.grace_seconds = grace_seconds

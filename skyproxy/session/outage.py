@@ -46,7 +46,7 @@ class Outage:
                 self._timer.start()
 
     def end(self) -> None:
-        """Count one that is back, or given up."""
+        """Count a connection that is back, or abandoned."""
         with self._lock:
             self._broken -= 1
             if self._broken or self._timer is None:

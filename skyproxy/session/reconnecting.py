@@ -46,8 +46,10 @@ class Reopen(Protocol):
     """Opens one more connection of a session; `received` counts the answers that came on the one before."""
 
     def __call__(self, role: str, received: int) -> tuple[Transport, Welcome]:
-        """Raises:
-        ConnectError: it did not come about.
+        """Open the connection.
+
+        Raises:
+            ConnectError: it did not come about.
         """
 
 

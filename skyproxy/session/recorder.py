@@ -281,7 +281,7 @@ class Recorder:
             self._lock.release()
 
     def reset_batch_limit(self) -> None:
-        """The worker has nothing to do: it shall start soon."""
+        """Make the next batch small: the worker has nothing to do, and should start soon."""
         self.limit = self._first_limit
 
     def send_some(self) -> None:
@@ -453,8 +453,10 @@ class Recorder:
         return list(self._sent)
 
     def check(self) -> None:
-        """Raises:
-        SessionLostError: the session is over.
+        """Check that the session goes on.
+
+        Raises:
+            SessionLostError: the session is over.
         """
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended
@@ -465,7 +467,7 @@ class Recorder:
         self._wake()
 
     def abandon(self, error: SessionLostError) -> None:
-        """After a fork, in the child: a fresh lock, for a thread that does not exist here may hold the old one."""
+        """Use a fresh lock, in the child of a fork: a thread that does not exist here may hold the old one."""
         self._lock = threading.RLock()
         self._ended = error
 

@@ -50,7 +50,7 @@ class Requests:
         known_signature, signature, structures: see `Signatures`.
         failure: see `FailureReports.error`.
         recordings: captured graphs, by number: commands, and the lines that recorded them.
-        cancelling: gives up what the worker has not begun.
+        cancelling: cancels what the worker has not begun.
         cancels_on_interrupt: whether an interrupt that ends a wait does so.
         backlogs: what the worker has still to do.
     """
@@ -105,8 +105,10 @@ class Requests:
         return self._uploads.offers.saved_bytes
 
     def check(self) -> None:
-        """Raises:
-        SessionLostError: the session is over.
+        """Check that the session goes on.
+
+        Raises:
+            SessionLostError: the session is over.
         """
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended

@@ -124,8 +124,10 @@ class Successor:
 
 
 def check_fits(before: Welcome, now: Welcome) -> None:
-    """Raises:
-    ConfigurationError: a worker cannot go on with a session of another one.
+    """Check that a worker can go on with the session.
+
+    Raises:
+        ConfigurationError: a worker cannot go on with a session of another one.
     """
     if not now.limits.get("snapshots"):
         raise ConfigurationError("the other worker keeps no snapshots. Start it with --snapshots FOLDER.")

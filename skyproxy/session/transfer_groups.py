@@ -103,7 +103,7 @@ def current_group() -> Group | None:
 def grouped_upload(text: str, expected_bytes: int, shown: bool) -> Iterator[Group]:
     """Uploads that this thread begins inside the block do not wait for one another; all are waited for at its end.
 
-    Where the block ends by an exception, Ctrl-C included, those that are not through are given up.
+    Where the block ends by an exception, Ctrl-C included, those that are not complete are cancelled.
 
     Args:
         text: for the progress bar.

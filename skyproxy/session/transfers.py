@@ -163,7 +163,7 @@ class Uploads:
     ) -> None:
         """Sends the bytes as one transfer and waits until they were read; inside `together`, its end waits.
 
-        On Ctrl-C the transfer is given up: the worker is told, and the value that waits for it is poisoned.
+        On Ctrl-C the transfer is cancelled: the worker is told, and the value that waits for it is poisoned.
 
         Args:
             transfer: its number.

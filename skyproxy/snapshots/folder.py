@@ -90,7 +90,7 @@ class Draft:
         return digest
 
     def knows(self, digest: bytes) -> bool:
-        """Return whether a piece need not be written, for it is there; it belongs to this snapshot then."""
+        """Return whether a piece need not be written because it is there; it belongs to this snapshot then."""
         name = self._known.get(digest)
         if name is not None:
             self._used[digest] = name

@@ -95,7 +95,7 @@ class PackReader:
 
     Raises:
         OSError: it is not there.
-        SnapshotError: it is no pack.
+        SnapshotError: it is not a pack.
     """
 
     def __init__(self, store: Store, name: str) -> None:

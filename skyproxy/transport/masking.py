@@ -24,8 +24,8 @@ _NUMPY_FROM_BYTES = 16 << 10
 def load_numpy() -> ModuleType | None:
     """numpy, where it is installed.
 
-    Late, for the command line must start fast; optional, for only torch brings it along. A transport calls this when it
-    is made, because an import that Ctrl-C interrupts in the middle of a send would stay broken.
+    Late, because the command line must start fast; optional, because only torch brings it along. A transport calls
+    this when it is made, because an import that Ctrl-C interrupts in the middle of a send would stay broken.
     """
     try:
         import numpy

@@ -37,7 +37,7 @@ _OUTPUT_PIECE = 8192
 
 
 class CallInterrupt(BaseException):
-    """Raised inside a function that its caller has given up. Not an `Exception`, so that few functions catch it."""
+    """Raised inside a function that its caller has cancelled. Not an `Exception`, so that few functions catch it."""
 
 
 class FunctionCall:

@@ -48,8 +48,10 @@ class Listener(Protocol):
     """The connection on which a call's events go."""
 
     def send_event(self, call: str, event: Event) -> None:
-        """Raises:
-        SessionLostError: the connection is gone.
+        """Send an event to the caller.
+
+        Raises:
+            SessionLostError: the connection is gone.
         """
 
 
@@ -57,7 +59,7 @@ class Events:
     """The events of one call.
 
     Attributes:
-        lock: guards all of it, and its call. Re-entrant, for a destructor that prints may run anywhere. Taken as
+        lock: guards all of it, and its call. Re-entrant, because a destructor that prints may run anywhere. Taken as
             `with lock`, never by way of the condition, whose methods are Python: an interrupt of the call's thread
             that strikes in there would leave the lock held.
         changed: notified when there is room, or nobody listens any more, or the call has ended.

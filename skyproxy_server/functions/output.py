@@ -1,7 +1,7 @@
 """The routing of what a function prints: its own caller, whichever thread of it printed.
 
 `sys.stdout` and `sys.stderr` of a worker are stand-ins that ask a context variable. What a subprocess of a function
-writes goes to the worker's own output, for it writes to file descriptors that all calls share.
+writes goes to the worker's own output, because it writes to file descriptors that all calls share.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class OutputRouter(io.TextIOBase):
 
 
 def current_sink() -> Sink | None:
-    """Return where this thread prints; None outside of a call."""
+    """Return where this thread prints; None outside a call."""
     return _SINK.get()
 
 

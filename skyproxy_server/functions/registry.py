@@ -278,7 +278,7 @@ class Calls:
                 self.forget(call.identity)
 
     def session_ended(self, session: str) -> None:
-        """Its calls go on for a while; then those that nobody came back for are given up."""
+        """Its calls go on for a while; then those that nobody came back for are cancelled."""
         with self._lock:
             orphans = [call for call in self._calls.values() if call.session == session]
             # What its functions connection still has to say comes too late.

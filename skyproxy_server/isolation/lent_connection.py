@@ -102,7 +102,7 @@ class LentConnection:
         self._session.release()
 
     def _close(self, code_name: str, reason: str) -> None:
-        """Have the process say goodbye, and wait until the connection is over, but not for ever."""
+        """Have the process say goodbye, and wait until the connection is over, but not forever."""
         self._session.close_connections(code_name, reason)
         patience = 2 * self._settings.close_timeout_seconds
         # When its token ends, a client's functions end, too.

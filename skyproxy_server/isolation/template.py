@@ -123,7 +123,7 @@ def _run_in_child(look: Callable[[], dict[str, object]]) -> dict[str, object]:
 
 
 def _sweep(user: SessionUser) -> None:
-    """End all processes of a user, as only one of them can: whoever ends them one by one may come too late for ever."""
+    """End all processes of a user, as only one of them can: whoever ends them one by one may come too late forever."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)

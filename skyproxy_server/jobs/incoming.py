@@ -38,7 +38,7 @@ class IncomingJob:
         on_end: called when it is no longer on its way.
 
         Raises:
-            ProtocolError: that is no number of bytes.
+            ProtocolError: that is not a number of bytes.
             LimitExceededError: it is too many.
         """
         if type(payload_bytes) is not int or payload_bytes < 0:

@@ -257,7 +257,7 @@ class Jobs:
     # --- what the worker knows of them -------------------------------------------------------------------------------
 
     def counted(self, activity: Mapping[str, object]) -> dict[str, object]:
-        """Return a worker's report with its jobs: one that runs is no idleness."""
+        """Return a worker's report with its jobs: a worker with a running job is not idle."""
         with self._lock:
             running = len(self._running_keys())
         idle = activity.get("idle_seconds", 0.0)

@@ -106,7 +106,7 @@ class CopiesIn:
         self._header = bytearray()
 
     def begin(self, name: str, piece_count: int) -> None:
-        """Begin one, of up to so many pieces; one that was begun before is given up.
+        """Begin one, of up to so many pieces; an unfinished one is dropped.
 
         Raises:
             SnapshotError: it cannot be written.
@@ -125,7 +125,7 @@ class CopiesIn:
         """Take a piece; return its hash.
 
         Raises:
-            SnapshotError: it cannot be written; the snapshot is given up.
+            SnapshotError: it cannot be written; the snapshot is dropped.
         """
         if self._draft is None:
             raise ProtocolError("a piece is written behind the beginning of a snapshot")
@@ -142,7 +142,7 @@ class CopiesIn:
         """Take a part of the document, contents and names; with the last one, make the snapshot, and return its name.
 
         Raises:
-            SnapshotError: it is none, or cannot be written; it is given up.
+            SnapshotError: it is not a header, or cannot be written; the snapshot is dropped.
         """
         if self._draft is None:
             raise ProtocolError("a header is written behind the beginning of a snapshot")

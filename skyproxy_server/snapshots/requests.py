@@ -61,7 +61,7 @@ class SessionSnapshots:
 
         Args:
             state: the session.
-            name: what the snapshot shall be found by.
+            name: what the snapshot is to be found by.
             slots: the tensors to which it is limited; then other sessions may adopt them.
             names: what the client keeps with it.
 
@@ -185,7 +185,7 @@ class SessionSnapshots:
                 raise hangs(self._stall_seconds)
 
     def end(self) -> None:
-        """The session is over. What is begun is finished, for the copies are there; unless the volume hangs."""
+        """The session is over. What is begun is finished, because the copies are there; unless the volume hangs."""
         self._adoptable = None
         self.out.end()
         self.into.end()

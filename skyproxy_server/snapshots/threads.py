@@ -1,4 +1,4 @@
-"""Threads that wait for a disk, and keep nothing from ending: a volume may hang for ever."""
+"""Threads that wait for a disk, and keep nothing from ending: a volume may hang forever."""
 
 from __future__ import annotations
 

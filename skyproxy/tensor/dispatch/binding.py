@@ -175,7 +175,7 @@ class BoundCall:
     def _bind_host_tensor(self, a: torch.Tensor, is_written: bool) -> object:
         """A tensor of the CPU among remote ones: a value if it has no dimensions, as PyTorch allows on every device.
 
-        What the op writes is no value: the worker would change a copy.
+        What the op writes is not a value: the worker would change a copy.
         """
         self.has_values = True
         if self.info.name.startswith("aten::_foreach_addc") and a.device.type == "cpu" and a.dim() == 1:

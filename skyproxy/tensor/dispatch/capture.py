@@ -384,7 +384,7 @@ def is_capturing() -> bool:
 
 
 def check_reshaped(handles: list[Handle]) -> None:
-    """Refuse to change, inside a capture, what a tensor from outside of it looks like: each replay would do it again.
+    """Refuse to change, inside a capture, what a tensor from outside it looks like: each replay would do it again.
 
     Raises:
         CaptureError: the calling thread captures, and one of the tensors was not made in the capture.

@@ -73,7 +73,7 @@ def fake_tensor(meta: Meta, device: str = "cpu") -> torch.Tensor:
     Never a fake of an accelerator: where this machine lacks it, that ends the process.
 
     Args:
-        device: "cpu", or "meta" for a plain meta tensor, outside of the mode.
+        device: "cpu", or "meta" for a plain meta tensor, outside the mode.
     """
     if meta.layout is not torch.strided:
         raise NotImplementedError("sparse layouts are not faked")

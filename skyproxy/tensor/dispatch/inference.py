@@ -166,7 +166,7 @@ def _refuse(key: tuple[object, ...]) -> None:
 
 
 def expectation(entry: Entry, key: Iterable[object]) -> list[list[object]]:
-    """The operand of EXPECT: what the results shall look like, and the tensors that they were inferred from.
+    """The operand of EXPECT: what the results should look like, and the tensors that they were inferred from.
 
     Args:
         key: what `entry` is kept under, or the `Meta`s of the call's tensors.

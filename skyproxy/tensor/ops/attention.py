@@ -145,7 +145,7 @@ def attention(
 
 @implements("aten::scaled_dot_product_attention")
 def _undivided_attention(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """In inference mode the op arrives here undivided."""
+    """In inference mode the op arrives here undecomposed."""
     return attention(*args, **kwargs)
 
 

@@ -286,7 +286,7 @@ _KERNELS["gru_cell"] = _single_step(torch.ops.aten.gru_cell.default, _gru_cell, 
 
 @implements(*("aten::" + name for name in _KERNELS))
 def _undivided_layer(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """In inference mode the op arrives here undivided."""
+    """In inference mode the op arrives here undecomposed."""
     return _KERNELS[info.name.removeprefix("aten::")](*args, **kwargs)
 
 

@@ -43,7 +43,7 @@ _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 
 @implements("composite")
 def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """A composite that came undivided, as they do below autograd and in inference mode.
+    """Decompose a composite that arrived whole, as they do below autograd and in inference mode.
 
     By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
     """

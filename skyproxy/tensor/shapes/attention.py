@@ -27,7 +27,7 @@ def _flash_attention(
 
 @rule("scaled_dot_product_attention")
 def _whole_fused_attention(query: Meta, key: Meta, value: Meta, *args: object, **kwargs: object) -> RuleResult:
-    """Undivided, on CUDA: its fused kernels give the result the order of memory that the query has."""
+    """Undecomposed, on CUDA: its fused kernels give the result the query's order of memory."""
     sizes = [meta.size for meta in (query, key, value)]
     if any(len(size) != 4 for size in sizes) or len({size[0] for size in sizes}) > 1 or query.dtype not in FLOATS:
         return None

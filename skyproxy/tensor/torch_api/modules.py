@@ -155,7 +155,7 @@ def _move_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[i
     """The tensors that `fn` moves to another device, moved at once and before the module changes.
 
     So they travel back to back and behind one progress bar, and an interrupt leaves the module as it was. Small ones
-    that are uploaded are left out, for they wait for nothing.
+    that are uploaded are left out, because they wait for nothing.
     """
     tensors = {id(tensor): tensor for tensor in _travellers(module, recurse)}
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
