@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow
+from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, printed_lines
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
@@ -84,14 +85,9 @@ class ContainerFleet(NotSuspending):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        assert process.stdout is not None
-        try:
-            async for line in process.stdout:
-                yield line.decode(errors="replace").rstrip("\n")
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        async with contextlib.aclosing(printed_lines(process)) as lines:
+            async for line in lines:
+                yield line
 
     async def context(self, name: str) -> Context:
         """Return the way to find it again."""

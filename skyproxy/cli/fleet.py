@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -206,3 +207,25 @@ def not_found(name: str, *providers: str, unasked: Mapping[str, str] | None = No
     asked = "".join(f" {word}{_PLACES[kind]}" for word, kind in zip(["", *["or "] * len(providers)], providers))
     problems = "".join(f" What is {_PLACES[kind]} could not be asked: {why}." for kind, why in (unasked or {}).items())
     return NotFoundError(f"there is no worker {name!r}{asked}.{problems}{meant} See: skyproxy list")
+
+
+async def printed_lines(process: asyncio.subprocess.Process, given: bytes = b"") -> AsyncGenerator[str]:
+    """Yield the lines that a process writes to its output, until it ends. End it where the caller stops before.
+
+    Args:
+        process: its output is a pipe; its input too, where something is given.
+        given: what it reads first.
+    """
+    assert process.stdout is not None
+    try:
+        if given:
+            assert process.stdin is not None
+            process.stdin.write(given)
+            await process.stdin.drain()
+        async for line in process.stdout:
+            yield line.decode(errors="replace").rstrip("\n")
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, not_found
+from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, not_found, printed_lines
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible
@@ -58,21 +59,13 @@ class SshFleet(NotSuspending):
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            process.stdin.write(given)
-            await process.stdin.drain()
-            async for line in process.stdout:
-                yield line.decode(errors="replace").rstrip("\n")
-            if await process.wait() != 0:
-                told = (await process.stderr.read()).decode(errors="replace")
-                raise failure(worker.target, worker.python, process.returncode or 0, told)
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        async with contextlib.aclosing(printed_lines(process, given)) as lines:
+            async for line in lines:
+                yield line
+        if process.returncode:
+            assert process.stderr is not None
+            told = (await process.stderr.read()).decode(errors="replace")
+            raise failure(worker.target, worker.python, process.returncode, told)
 
     async def context(self, name: str) -> Context:
         """Return the way to find it again."""

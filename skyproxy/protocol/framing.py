@@ -295,16 +295,7 @@ def _check_containers(layout: _Layout, header: Buffer) -> None:
 def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
     try:
         _check_containers(layout, header)
-        values = msgpack.unpackb(
-            header,
-            max_array_len=_MAX_LENGTH,
-            max_map_len=_MAX_LENGTH,
-            ext_hook=read_extension,
-            # Timestamps cannot be switched off; as floats they at least bring no type of their own.
-            timestamp=1,
-            strict_map_key=False,
-            unicode_errors="surrogatepass",
-        )
+        values = unpack_plain(header, _MAX_LENGTH)
     except ProtocolError:
         raise
     except Exception as exc:  # msgpack's errors share no base class below Exception
@@ -324,7 +315,30 @@ def pack_complex(value: complex) -> bytes:
     return _COMPLEX.pack(value.real, value.imag)
 
 
-def read_extension(code: int, data: bytes) -> complex:
+def unpack_plain(data: Buffer, max_length: int) -> Any:
+    """Return the msgpack of a peer, or of a file, as plain values and complex numbers.
+
+    Args:
+        data: the bytes.
+        max_length: the most items of one list or table.
+
+    Raises:
+        ProtocolError: it has an extension that is not known.
+        Exception: it is not msgpack; its errors share no base class below this.
+    """
+    return msgpack.unpackb(
+        data,
+        max_array_len=max_length,
+        max_map_len=max_length,
+        ext_hook=_read_extension,
+        # Timestamps cannot be switched off; as floats they at least bring no type of their own.
+        timestamp=1,
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+    )
+
+
+def _read_extension(code: int, data: bytes) -> complex:
     """Return the complex that an extension stands for.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from skyproxy.errors import ProtocolError, SnapshotError
-from skyproxy.protocol.framing import COMPLEX_EXTENSION, pack_complex, read_extension
+from skyproxy.protocol.framing import COMPLEX_EXTENSION, pack_complex, unpack_plain
 
 Row = list[Any]
 """A list out of a document: of anything."""
@@ -54,15 +54,7 @@ def unpack(data: bytes) -> Table:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise refuse(f"its document has {len(data):,} bytes, and {MAX_DOCUMENT_BYTES:,} are allowed")
     try:
-        document = msgpack.unpackb(
-            data,
-            max_array_len=_MAX_LENGTH,
-            max_map_len=_MAX_LENGTH,
-            ext_hook=read_extension,
-            timestamp=1,
-            strict_map_key=False,
-            unicode_errors="surrogatepass",
-        )
+        document = unpack_plain(data, _MAX_LENGTH)
     except (ProtocolError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise refuse(f"its document is not msgpack that we understand ({error})") from error
     return table(document, "the document")
