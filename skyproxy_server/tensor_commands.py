@@ -16,9 +16,10 @@ from skyproxy.torch_codec import Description
 from skyproxy_server.devices import Devices
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, storage_key
+from skyproxy_server.incoming_transfer import IncomingTransfer, TransferCancelledError
 from skyproxy_server.layouts import check_packed, packed
 from skyproxy_server.reports import Reports
-from skyproxy_server.transfers import IncomingTransfer, TransferCancelledError, Transfers
+from skyproxy_server.transfers import Transfers
 from skyproxy_server.values import Values
 
 

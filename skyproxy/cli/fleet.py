@@ -209,7 +209,7 @@ def not_found(name: str, *providers: str, unasked: Mapping[str, str] | None = No
     return NotFoundError(f"there is no worker {name!r}{asked}.{problems}{meant} See: skyproxy list")
 
 
-async def printed_lines(process: asyncio.subprocess.Process, given: bytes = b"") -> AsyncGenerator[str]:
+async def printed_lines(process: asyncio.subprocess.Process, given: bytes = b"") -> AsyncGenerator[str, None]:
     """Yield the lines that a process writes to its output, until it ends. End it where the caller stops before.
 
     Args:

@@ -391,4 +391,4 @@ _RELATIONS: dict[type[Message], Callable[[Connection, Any], None]] = {
     Ack: _check_ack,
     Received: _check_received,
 }
-"""What must hold between a message and those before it; `VALUE_CHECKS` has what must hold of it alone."""
+"""Checks of a message against those before it; `VALUE_CHECKS` has those of a message by itself."""

@@ -1,4 +1,4 @@
-"""What must hold of the values of one message, whatever came before it."""
+"""Checks of the values of one message, whatever came before it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from skyproxy.torch_codec import byte_view
 from skyproxy.transport.packing import pack
 from skyproxy_server.blobs import BlobStore
 from skyproxy_server.cuda_staging import BUFFERS, Staging, own_streams
-from skyproxy_server.transfers import IncomingTransfer, Transfers
+from skyproxy_server.incoming_transfer import IncomingTransfer
+from skyproxy_server.transfers import Transfers
 
 CHUNK = 1000
 
