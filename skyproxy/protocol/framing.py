@@ -31,8 +31,6 @@ _MAX_CONTAINERS = 1_000_000
 _MAX_LENGTH = 4_000_000
 """Elements that one of them may announce: memory for them is taken before the first one comes."""
 _CONTAINERS = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
-_MAX_INT = 2**64 - 1
-_MIN_INT = -(2**63)
 
 
 class _Layout:
@@ -315,7 +313,7 @@ def pack_complex(value: complex) -> bytes:
     return _COMPLEX.pack(value.real, value.imag)
 
 
-def unpack_plain(data: Buffer, max_length: int) -> Any:
+def unpack_plain(data: Buffer, max_length: int) -> object:
     """Return the msgpack of a peer, or of a file, as plain values and complex numbers.
 
     Args:
@@ -326,7 +324,7 @@ def unpack_plain(data: Buffer, max_length: int) -> Any:
         ProtocolError: it has an extension that is not known.
         Exception: it is not msgpack; its errors share no base class below this.
     """
-    return msgpack.unpackb(
+    value: object = msgpack.unpackb(
         data,
         max_array_len=max_length,
         max_map_len=max_length,
@@ -336,6 +334,7 @@ def unpack_plain(data: Buffer, max_length: int) -> Any:
         strict_map_key=False,
         unicode_errors="surrogatepass",
     )
+    return value
 
 
 def _read_extension(code: int, data: bytes) -> complex:
