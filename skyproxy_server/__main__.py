@@ -32,8 +32,9 @@ from skyproxy_server.certificates import Certificate
 from skyproxy_server.inventory import DeviceRow, inventory
 from skyproxy_server.invitation import invite
 from skyproxy_server.isolation import options
+from skyproxy_server.isolation.session_starter import SessionBounds
 from skyproxy_server.isolation.spawner import TemplateSetup
-from skyproxy_server.isolation.supervisor import ProcessHost, SessionBounds
+from skyproxy_server.isolation.supervisor import ProcessHost
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend
 from skyproxy_server.jobs.choosing import choose_jobs
 from skyproxy_server.jobs.store import Jobs

@@ -9,11 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from skyproxy.errors import ConfigurationError, LimitExceededError
+from skyproxy.errors import LimitExceededError
 from skyproxy.protocol.messages import OPERATIONS, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
@@ -21,20 +20,16 @@ from skyproxy.transport.stream import remaining
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit, limits
 from skyproxy_server.admission import refuse_session
-from skyproxy_server.auth import FUNCTIONS, Identity, client_of
+from skyproxy_server.auth import Identity, client_of
 from skyproxy_server.blobs import BlobStore
-from skyproxy_server.control_channel import Channel, ChannelClosedError
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.isolation.call_search import CallSearch
-from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
+from skyproxy_server.isolation.cgroups import Cgroups
 from skyproxy_server.isolation.lent_connection import LentConnection
-from skyproxy_server.isolation.session_user import SessionUser
-from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
-from skyproxy_server.isolation.slots import Slots, mapped, new_memory
-from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
-from skyproxy_server.isolation.spawner import Template, TemplateSetup
-from skyproxy_server.isolation.supervised_session import FORK_SECONDS, REAP_SECONDS, Resume, SupervisedSession
-from skyproxy_server.isolation.uploads import UploadDesk
+from skyproxy_server.isolation.session_starter import SessionBounds, SessionStarter, Watchers
+from skyproxy_server.isolation.session_users import SessionUsers
+from skyproxy_server.isolation.spawner import TemplateSetup
+from skyproxy_server.isolation.supervised_session import REAP_SECONDS, Resume, SupervisedSession
 from skyproxy_server.lasting import SECRET_BYTES
 from skyproxy_server.status import MAX_SESSIONS
 
@@ -43,24 +38,6 @@ logger = logging.getLogger("skyproxy.server")
 _REPORT_SECONDS = 0.3
 _PREPARE_SECONDS = 5.0
 """The time that a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
-_CGROUP_BESIDE_BYTES = 256 << 20
-"""The bytes that a session's cgroup may have beyond the session's bound: the kernel's memory for it, and what it copies
-of the template's. The process itself is bounded exactly."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionBounds:
-    """Bounds on what one session may use.
-
-    Attributes:
-        memory_bytes: private memory in addition to what a new session has; 0: no bound of its own.
-        gpu_fraction: the part of each GPU's memory; 0: no bound of its own.
-        cpus: processors' time per time, with a cgroup only; 0: as much as there is.
-    """
-
-    memory_bytes: int = 0
-    gpu_fraction: float = 0.0
-    cpus: float = 0.0
 
 
 class ProcessHost:
@@ -81,23 +58,16 @@ class ProcessHost:
     def __init__(
         self,
         setup: TemplateSetup,
-        bounds: SessionBounds = SessionBounds(),
+        bounds: SessionBounds,
         settings: Settings = SETTINGS,
         blobs: BlobStore | None = None,
         cgroups: Cgroups | None = None,
         users: SessionUsers | None = None,
     ) -> None:
-        self._setup = setup
-        self._bounds = bounds
         self._settings = settings
         self._blobs = blobs
-        self._cgroups = cgroups
-        self._users = users
-        self._template = Template(setup)
-        if users is not None:
-            users.sweep = self._template.sweep
-        self._groups = SnapshotGroups(setup.snapshots)
-        self._forking = threading.Lock()
+        watchers = Watchers(self._remember, self._forget, self._on_message)
+        self._starter = SessionStarter(setup, bounds, blobs, cgroups, users, watchers)
         self._lock = threading.Lock()
         self._sessions: dict[str, SupervisedSession] = {}
         self._starting: list[Identity] = []
@@ -116,21 +86,13 @@ class ProcessHost:
             ConfigurationError: sessions cannot do what was asked for.
         """
         limits.adopt_orphans()
-        try:
-            with ExitStack() as trial:
-                user = trial.enter_context(self._users.trial()) if self._users is not None else None
-                found = self._template.start(stop, user)
-        except ChannelClosedError as error:
-            raise ConfigurationError(f"No session can be started: {error}. See the output above.") from error
-        if self._users is not None and not self._users.are_usable(found.get("user_obstacle", "")):
-            self._users = None
-        self._devices, self._software = found["devices"], found["software"]
+        self._devices, self._software = self._starter.start(stop)
         return self._devices
 
     @property
     def has_users(self) -> bool:
         """True if each session runs as a user of its own."""
-        return self._users is not None
+        return self._starter.has_users
 
     # --- what the listener asks for --------------------------------------------------------------------------------
 
@@ -149,7 +111,7 @@ class ProcessHost:
             self._starting.append(client)
             self._last_use = time.monotonic()
         try:
-            session = self._start_session(secrets.token_hex(16), client, self._resume(hello))
+            session = self._starter.start_session(secrets.token_hex(16), client, self._resume(hello))
         finally:
             with self._lock:
                 self._starting.remove(client)
@@ -220,7 +182,7 @@ class ProcessHost:
         Raises:
             LookupError: there is no such session, or this worker runs no functions.
         """
-        if not self._runs_functions(client_of(transport)):
+        if not self._starter.runs_functions(client_of(transport)):
             raise LookupError("no functions")
         return self._join(session_id, transport)
 
@@ -243,11 +205,11 @@ class ProcessHost:
         self, session: SupervisedSession, hello: Hello, transport: Transport, attempt: int = 0, received: int = 0
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
-        offers = {"functions": int(self._runs_functions(session.client)), "cancels": 1}
+        offers = {"functions": int(self._starter.runs_functions(session.client)), "cancels": 1}
         offers["isolates"] = offers["functions"]
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
-        if self._snapshots():
+        if self._starter.snapshots():
             offers["snapshots"] = 1
         if session.resume.grace_seconds:
             offers["grace_seconds"] = int(session.resume.grace_seconds)
@@ -257,22 +219,6 @@ class ProcessHost:
         return LentConnection(
             welcome, hello, session, transport, self._settings, attempt, on_detach=self._limit_detached
         )
-
-    def _snapshots(self) -> str:
-        """The place of snapshots that sessions can write to; empty for none."""
-        return self._setup.snapshots if self._users is None else self._groups.location()
-
-    def _with_group(self, user: SessionUser, client: Identity) -> SessionUser:
-        """Return a user who is in the group of its client's snapshots, too."""
-        try:
-            group = self._groups.group_of(client.name) if self._groups.location() else None
-        except OSError as error:
-            logger.warning("a session can keep no snapshots: %s", error)
-            return user
-        return user if group is None else replace(user, groups=(*user.groups, group))
-
-    def _runs_functions(self, client: Identity) -> bool:
-        return self._setup.functions and client.may(FUNCTIONS)
 
     def activity(self) -> Mapping[str, object]:
         """Return what this worker is and does, as its operator wants to know it. A session that does not answer is
@@ -301,7 +247,7 @@ class ProcessHost:
         return {
             "sessions": sum(session.is_open and session.detached_at is None for session in sessions),
             "processes": len(sessions),
-            "memory_bytes": sum(limits.resident_bytes(pid) for pid in (os.getpid(), self._template.pid, *pids)),
+            "memory_bytes": sum(limits.resident_bytes(pid) for pid in (os.getpid(), self._starter.template_pid, *pids)),
             "detached": self.detached(),
             "named": self.named_sessions(),
             "calls_running": calls,
@@ -323,7 +269,7 @@ class ProcessHost:
 
     def announce_leaving(self, seconds: float) -> int:
         """Tell the clients that the worker ends; return how many."""
-        told = self._attached() if self._snapshots() else []
+        told = self._attached() if self._starter.snapshots() else []
         for session in told:
             session.announce_leaving(seconds)
         return len(told)
@@ -358,79 +304,10 @@ class ProcessHost:
 
     # --- processes -------------------------------------------------------------------------------------------------
 
-    def _start_session(self, identity: str, client: Identity, resume: Resume) -> SupervisedSession:
-        with self._forking:
-            for last in (False, True):
-                try:
-                    return self._fork(identity, client, resume)
-                except SessionUsersUnavailableError as error:
-                    logger.warning("session %s could not be started: %s", identity[:8], error)
-                    break
-                except (ChannelClosedError, TimeoutError, OSError) as error:
-                    logger.warning("session %s could not be started: %s", identity[:8], error)
-                    if last or self._closing:
-                        break
-                    with suppress(ChannelClosedError, ConfigurationError):
-                        self._template.restart()
-        raise LimitExceededError("this worker cannot start a process for another session now; see its log")
-
-    def _fork(self, identity: str, client: Identity, resume: Resume) -> SupervisedSession:
-        with ExitStack() as theirs, ExitStack() as ours:
-            control, end = Channel.pair()
-            ours.callback(control.close)
-            theirs.enter_context(end)
-            uploads: tuple[Channel, UploadDesk] | None = None
-            memory = new_memory()
-            theirs.callback(os.close, memory)
-            descriptors = [end.fileno(), memory]
-            if self._blobs is not None:
-                channel, end = Channel.pair()
-                ours.callback(channel.close)
-                theirs.enter_context(end)
-                descriptors.append(end.fileno())
-                uploads = channel, UploadDesk(self._blobs, identity, client)
-            user: SessionUser | None = None
-            if self._users is not None:
-                user = self._users.claim(identity)
-                ours.callback(self._users.release, identity)
-                user = self._with_group(user, client)
-            memory_bytes = _least(self._bounds.memory_bytes, client.bounds.memory_bytes)
-            order = {
-                "session": identity,
-                "supervisor": os.getpid(),
-                "devices": self._devices,
-                "client": client.to_plain(),
-                "functions": self._runs_functions(client),
-                "snapshots": self._snapshots(),
-                "log_level": self._setup.log_level,
-                "memory_bytes": memory_bytes,
-                "gpu_fraction": self._bounds.gpu_fraction,
-                "blob_bytes": self._blobs.max_bytes if self._blobs is not None else 0,
-                "user": user.to_plain() if user is not None else None,
-            }
-            self._template.fork(order, descriptors)
-            slots = Slots(mapped(memory))
-            theirs.close()  # so that the channel ends where the process does not come up
-            first, _ = control.receive(FORK_SECONDS)
-            self._put_into_cgroup(identity, int(first["up"]), memory_bytes, ours)
-            session = SupervisedSession(
-                identity, client, int(first["up"]), control, slots, uploads, self._forget, self._on_message, resume
-            )
-            ours.pop_all()
-        self._template.worked()
+    def _remember(self, session: SupervisedSession) -> None:
         with self._lock:
-            self._sessions[identity] = session
-        return session
-
-    def _put_into_cgroup(self, identity: str, pid: int, memory_bytes: int, failing: ExitStack) -> None:
-        """Bound what a session's process and its children use together, before it has a byte of its client."""
-        if self._cgroups is None:
-            return
-        failing.callback(self._cgroups.remove, identity)
-        if memory_bytes:
-            # What is kept of its uploads counts there, too, and what it changes of the template's memory.
-            memory_bytes += _CGROUP_BESIDE_BYTES + (self._blobs.max_bytes if self._blobs is not None else 0)
-        self._cgroups.add(identity, pid, CgroupBounds(memory_bytes, self._bounds.cpus))
+            if not session.ended.is_set():  # else it is forgotten already, or about to be
+                self._sessions[session.identity] = session
 
     def _on_message(self, session: SupervisedSession, message: dict[str, object]) -> bool:
         if "over" in message:
@@ -455,7 +332,7 @@ class ProcessHost:
         """The sessions, those that are over included, whose calls a session's client may have."""
         with self._lock:
             sessions = list(self._sessions.values())
-        if not self._runs_functions(session.client):
+        if not self._starter.runs_functions(session.client):
             return []
         return [other for other in sessions if other is not session and other.client.name == session.client.name]
 
@@ -472,15 +349,12 @@ class ProcessHost:
             self._last_use = max(self._last_use, time.monotonic() - session.idle_seconds)
         audit.note(session.client, "session-end", session=session.identity[:8])
         self._kill_orphans()
-        if self._cgroups is not None:
-            self._cgroups.remove(session.identity)
-        if self._users is not None:
-            self._users.release(session.identity)
+        self._starter.clear(session.identity)
 
     def _kill_orphans(self) -> None:
         """End what sessions that are over have started and not ended: such processes are our children now."""
-        with self._forking, self._lock, self.spared() as is_spared:  # no process that stays is on its way to us
-            known = {self._template.pid, *(session.pid for session in self._sessions.values())}
+        with self._starter.forking, self._lock, self.spared() as is_spared:  # no process that stays is on its way to us
+            known = {self._starter.template_pid, *(session.pid for session in self._sessions.values())}
             for pid in set(limits.children_of_this_process()) - known:
                 if is_spared(pid):
                     continue
@@ -492,6 +366,7 @@ class ProcessHost:
     def close(self) -> None:
         """End all sessions and the template."""
         self._closing = True
+        self._starter.refuse_more()
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
@@ -499,21 +374,11 @@ class ProcessHost:
         deadline = time.monotonic() + REAP_SECONDS
         for session in sessions:
             session.ended.wait(remaining(deadline))
-        with self._forking:
-            self._template.end()
-        if self._users is not None:
-            self._users.close()
-        if self._cgroups is not None:
-            self._cgroups.close()
+        self._starter.close()
 
 
 def _is_nobody(pid: int) -> bool:
     return False
-
-
-def _least(first: int, second: int | None) -> int:
-    """The smaller of two bounds, of which 0 and None are none."""
-    return min((bound for bound in (first, second) if bound), default=0)
 
 
 def _usage(row: Mapping[str, object], reported: Sequence[int]) -> dict[str, int]:
