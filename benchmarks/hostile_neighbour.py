@@ -3,6 +3,7 @@
     python benchmarks/hostile_neighbour.py
     python benchmarks/hostile_neighbour.py --rounds 5 --waits 2000
     python benchmarks/hostile_neighbour.py --only stalled_upload
+    python benchmarks/hostile_neighbour.py --alike
 
 One worker with two tokens and a process for each session; the hostile token may run functions, too, and has eight
 sessions, 24 connections and 1 GiB of memory. Each round measures the honest client alone and then beside all means at
@@ -268,6 +269,7 @@ def main() -> int:
     parser.add_argument("--only", choices=MEANS, action="append", help="one of the means; repeatable")
     parser.add_argument("--each", action="store_true", help="also each of the means by itself")
     parser.add_argument("--settle-seconds", type=float, default=5.0, help="time before the waits that they have")
+    parser.add_argument("--alike", action="store_true", help="without priorities of sessions, to compare")
     parser.add_argument("--attack", choices=MEANS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -276,7 +278,10 @@ def main() -> int:
     names = arguments.only or list(MEANS)
     rows = [("all at once", names), *((name, [name]) for name in names if arguments.each)]
     right = True
-    with worker() as (url, honest, hostile), skyproxy.connect(url, token=honest) as node:
+    with (
+        worker(*["--no-session-priorities"] * arguments.alike) as (url, honest, hostile),
+        skyproxy.connect(url, token=honest) as node,
+    ):
         device = str(node.devices[0])
         expected = train(device)
         waits(node, 200)

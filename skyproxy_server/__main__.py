@@ -252,7 +252,9 @@ def _process_host(arguments: argparse.Namespace, blobs: BlobStore | None) -> Pro
     )
     bounds = SessionBounds(arguments.session_memory, arguments.session_gpu_fraction, arguments.session_cpus)
     users = options.session_users(arguments)
-    return ProcessHost(setup, bounds, SETTINGS, blobs, options.session_cgroups(arguments), users)
+    cgroups = options.session_cgroups(arguments)
+    priorities = options.session_priorities(arguments, cgroups)
+    return ProcessHost(setup, bounds, SETTINGS, blobs, cgroups, users, priorities)
 
 
 def _snapshots(arguments: argparse.Namespace) -> str | None:

@@ -152,6 +152,14 @@ def serve_command(
             help="Give each session with a process its own cgroup (default where the worker may make them).",
         ),
     ] = None,
+    session_priorities: Annotated[
+        bool,
+        typer.Option(
+            "--session-priorities/--no-session-priorities",
+            help="Let sessions with a process that have computed much give way to those that mostly wait, and to "
+            "other programs.",
+        ),
+    ] = True,
     session_users: Annotated[
         str | None,
         typer.Option(
@@ -227,6 +235,7 @@ def serve_command(
     if session_cgroups is not None:
         arguments.append("--session-cgroups" if session_cgroups else "--no-session-cgroups")
     switches = {
+        "--no-session-priorities": not session_priorities,
         "--insecure": insecure,
         "--embedded": embedded,
         "--ui": ui,

@@ -128,6 +128,26 @@ class Cgroups:
             _write(folder / "cpu.max", f"{quota} {_PERIOD_MICROSECONDS}")
         _write(folder / "cgroup.procs", str(pid))
 
+    def used_seconds(self, session: str) -> float:
+        """Return the processor time that all processes of a session have used, ended ones included.
+
+        Raises:
+            OSError: the session has no cgroup any more.
+        """
+        for line in (self._own / session / "cpu.stat").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "usage_usec":
+                return int(value) / 1e6
+        return 0.0
+
+    def set_niceness(self, session: str, niceness: int) -> None:
+        """Set a session's weight beside the others, as the niceness of a process is to others.
+
+        Raises:
+            OSError: the session has no cgroup any more.
+        """
+        _write(self._own / session / "cpu.weight.nice", str(niceness))
+
     def remove(self, session: str) -> None:
         """End what is left of a session, and its cgroup."""
         _remove(self._own / session)

@@ -8,6 +8,7 @@ import os
 
 from skyproxy.errors import ConfigurationError
 from skyproxy_server.isolation.cgroups import Cgroups, CgroupsUnavailableError, own_cgroup
+from skyproxy_server.isolation.priorities import CgroupMeans, Priorities, ProcessMeans
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
 
 logger = logging.getLogger("skyproxy.server")
@@ -35,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give each session with a process a cgroup of its own; the default where this worker may make them",
     )
 
+    parser.add_argument(
+        "--session-priorities",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let sessions that have computed much give way to those that mostly wait; they also give way to other "
+        "programs of this machine then",
+    )
     parser.add_argument(
         "--session-users",
         type=_session_users,
@@ -99,6 +107,13 @@ def session_users(arguments: argparse.Namespace) -> SessionUsers | None:
             raise ConfigurationError(f"Sessions cannot have users of their own: {why}.") from why
         logger.warning("sessions: the worker's own user, root, for all: %s", why)
         return None
+
+
+def session_priorities(arguments: argparse.Namespace, cgroups: Cgroups | None) -> Priorities | None:
+    """Make what gives sessions their priorities; None where the kernel shall treat them alike."""
+    if not arguments.session_priorities:
+        return None
+    return Priorities(CgroupMeans(cgroups) if cgroups is not None else ProcessMeans())
 
 
 def session_cgroups(arguments: argparse.Namespace) -> Cgroups | None:

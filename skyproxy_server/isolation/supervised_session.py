@@ -105,6 +105,7 @@ class SupervisedSession:
         self._grace: threading.Timer | None = None
         self._users = 1
         self._is_over_told = False
+        self._is_reaped = False
         self._watchdog: threading.Timer | None = None
         threading.Thread(target=self._watch, name=f"skyproxy-watch-{identity[:8]}", daemon=True).start()
 
@@ -289,6 +290,12 @@ class SupervisedSession:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
+    def while_unreaped(self, act: Callable[[int], None]) -> None:
+        """Call with the process id, unless it may belong to another process already."""
+        with self._lock:
+            if not self._is_reaped:
+                act(self.pid)
+
     def _watch(self) -> None:
         answers: dict[int, tuple[Channel, Callable[[], None]]] = {
             self._control.fileno(): (self._control, self._on_message)
@@ -359,7 +366,9 @@ class SupervisedSession:
         # Before the process is waited for: until then its number, which is its group's too, belongs to nobody else.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        with self._lock:
+            os.waitpid(self.pid, 0)  # at once, for it has ended
+            self._is_reaped = True
         with self._answered:
             self.ending = Ending.of(result, self._why)
             self.is_open, self.detached_at = False, None

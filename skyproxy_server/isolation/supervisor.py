@@ -26,6 +26,7 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.isolation.call_search import CallSearch
 from skyproxy_server.isolation.cgroups import Cgroups
 from skyproxy_server.isolation.lent_connection import LentConnection
+from skyproxy_server.isolation.priorities import Priorities
 from skyproxy_server.isolation.session_starter import SessionBounds, SessionStarter, Watchers
 from skyproxy_server.isolation.session_users import SessionUsers
 from skyproxy_server.isolation.spawner import TemplateSetup
@@ -50,6 +51,7 @@ class ProcessHost:
         blobs: where uploads are kept, in a backend of `isolation.uploads`; None keeps none.
         cgroups: where each session's cgroup is made, ours from now on; None makes none.
         users: whom sessions run as, one each; None: as the worker's own user.
+        priorities: makes sessions that compute give way to those that wait; None: the kernel treats all alike.
 
     Attributes:
         spared: gives, inside a `with` block, what tells children of ours that belong to no session.
@@ -63,9 +65,11 @@ class ProcessHost:
         blobs: BlobStore | None = None,
         cgroups: Cgroups | None = None,
         users: SessionUsers | None = None,
+        priorities: Priorities | None = None,
     ) -> None:
         self._settings = settings
         self._blobs = blobs
+        self._priorities = priorities
         watchers = Watchers(self._remember, self._forget, self._on_message)
         self._starter = SessionStarter(setup, bounds, blobs, cgroups, users, watchers)
         self._lock = threading.Lock()
@@ -308,6 +312,8 @@ class ProcessHost:
         with self._lock:
             if not session.ended.is_set():  # else it is forgotten already, or about to be
                 self._sessions[session.identity] = session
+                if self._priorities is not None:
+                    self._priorities.begin(session)
 
     def _on_message(self, session: SupervisedSession, message: dict[str, object]) -> bool:
         if "over" in message:
@@ -345,6 +351,8 @@ class ProcessHost:
         self._calls.forget(session)
         with self._lock:
             self._sessions.pop(session.identity, None)
+            if self._priorities is not None:
+                self._priorities.end(session)
             self._commands_of_the_past += session.commands
             self._last_use = max(self._last_use, time.monotonic() - session.idle_seconds)
         audit.note(session.client, "session-end", session=session.identity[:8])
@@ -367,6 +375,8 @@ class ProcessHost:
         """End all sessions and the template."""
         self._closing = True
         self._starter.refuse_more()
+        if self._priorities is not None:
+            self._priorities.close()
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
