@@ -48,7 +48,7 @@ class _Account:
 
 
 class FairShares:
-    """What every session used lately, and how nice it is.
+    """A table of what every session used lately, and how nice it is.
 
     Args:
         lowers: whether a niceness can be taken back. Where it cannot, it is given in a few steps, up to

@@ -47,7 +47,7 @@ class SessionBounds:
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """What is called for a session.
+    """Functions that are called for a session.
 
     Attributes:
         on_begin: once its process is there, before another one is forked.
