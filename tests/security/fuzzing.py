@@ -33,6 +33,8 @@ from tests.security.seeds import Seed, record_seeds
 
 CALL_SECONDS = 15
 """How long one call may take before it counts as one that holds the worker; machines in CI are slow and shared."""
+COMPILE_SECONDS = 240
+"""The same for a graph that a C++ compiler works on first."""
 _MEMORY_BYTES = 3 << 30
 """Address space of a child: what asks for more gets an error, not the machine's memory."""
 FINDINGS = ("death", "hang", "leak")
@@ -375,10 +377,9 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
             for size in (1, 3, 17, 150, 4000):
                 torch.full((size,), CANARY - (1 << 63), dtype=torch.int64)  # freed at once: the next call's memory
             sent.clear()
-            signal.alarm(CALL_SECONDS)
+            signal.alarm(COMPILE_SECONDS if name == "graph:inductor" else CALL_SECONDS)
             try:
-                known = seeds.get(name)
-                call, pool = make_near_call(name, seed, known) if known else make_call(name, seed)
+                call, pool = _make(name, seed, seeds)
                 outcome = run_call(executor, call, pool, sequence)
                 if any(isinstance(message, Failure) for message in sent):
                     outcome = "error"
@@ -389,6 +390,15 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
             signal.alarm(0)
             os.write(answers, f"{outcome}\n".encode())
     del neighbours
+
+
+def _make(name: str, seed: int, seeds: dict[str, list[Seed]]) -> tuple[Call, Pool]:
+    if name.startswith("graph:"):
+        from tests.security.graph_fuzzing import make_graph
+
+        return make_graph(name.removeprefix("graph:"), seed)
+    known = seeds.get(name)
+    return make_near_call(name, seed, known) if known else make_call(name, seed)
 
 
 def _read_line() -> bytes:
@@ -415,7 +425,7 @@ def fuzz(
     """Runs calls one by one in a child, and in another one after each death; each finding is told at once.
 
     Args:
-        calls: operators, each with the number of a call.
+        calls: operators, or graph: and a mode of `graph_fuzzing`, each with the number of a call.
         tell: is called with each finding.
         near: whether calls that are right are changed.
         guard: the library made of `guard_pages.c`, to be loaded by the child.

@@ -464,6 +464,13 @@ SHORT = (
 
 
 @pytest.mark.timeout(300)
+def test_hostile_graphs_end_no_worker_and_read_nothing_foreign() -> None:
+    report = fuzz(("graph:eager", seed) for seed in range(200))
+    assert report.findings == []
+    assert all(report.outcomes[outcome] >= 5 for outcome in ("result", "error", "protocol error"))
+
+
+@pytest.mark.timeout(300)
 def test_a_few_hundred_hostile_calls_end_no_worker_and_read_nothing_foreign() -> None:
     report = fuzz((name, seed) for name in SHORT for seed in range(12))
     assert report.findings == []
