@@ -26,8 +26,12 @@ class Holder(Protocol):
     def is_detached(self) -> bool:
         """True if its client has no connection now."""
 
+    @property
+    def is_deserted(self) -> bool:
+        """True if its client is not heard now, as one that was killed: detached, or about to be, with much queued."""
+
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
-        """End it, and tell its client why; return whether it is over, and uses its values no more."""
+        """End it, drop what is queued, and tell its client why; return whether it is over, and uses its values no more."""
 
 
 class NamedSessionChangedError(Exception):
@@ -127,7 +131,8 @@ class NamedSessions:
     def hold(self, holder: Holder, owner: str, name: str, *, take: bool) -> NamedSession:
         """Have `holder` use the session of this name, which is made where there is none.
 
-        A client without a connection holds nothing against others: it may be a program that has ended.
+        A client that is not heard holds nothing against others: it may be a program that has ended. What it had queued
+        is dropped, from one place in its order to the end.
 
         Raises:
             NamedSessionInUseError: another client holds it, and `take` is not set.
@@ -144,7 +149,7 @@ class NamedSessions:
                 now = self._clock()
                 session = self._sessions[owner, name] = NamedSession(name, owner, now, now)
             other = session.holder
-            if other is not None and not take and not other.is_detached:
+            if other is not None and not take and not other.is_deserted:
                 raise NamedSessionInUseError(self._clock() - session.since)
             session.tag = secrets.token_hex(16)
             self._set_holder(session, holder)
@@ -253,7 +258,7 @@ class NamedSessions:
                     "names": len(session.values),
                     "bytes": byte_count(tensor for value in session.values.values() for tensor in value.tensors),
                     "age_seconds": now - session.made_at,
-                    "held": session.holder is not None and not session.holder.is_detached,
+                    "held": session.holder is not None and not session.holder.is_deserted,
                     "expires_in_seconds": None if session.holder is not None else max(session.since + kept - now, 0.0),
                 }
                 for session in self._sessions.values()

@@ -59,6 +59,10 @@ _ROOM_SECONDS = 5.0
 """The time that a session without a connection has to free its memory for another one."""
 
 
+_WITHOUT_A_MARK = 1 << 62
+"""More than any mark's number: what is dropped up to this one is dropped for good."""
+
+
 class WorkerSession:
     """One client's session: its values, and the thread that executes.
 
@@ -115,6 +119,7 @@ class WorkerSession:
         self._began_at = time.monotonic()
         self._memory = MemoryGauge()
         self._bulk: Transport | None = None
+        self._has_lost_bulk = False
         self._bulk_running = threading.Lock()
         self._taking_bulk = threading.Lock()
         self._functions: FunctionsConnection | None = None
@@ -129,6 +134,15 @@ class WorkerSession:
     def is_detached(self) -> bool:
         """True if it has no operations connection now, and is kept for a while."""
         return self.lasting is not None and self.lasting.detached_at is not None
+
+    @property
+    def is_deserted(self) -> bool:
+        """True if its client is not heard now.
+
+        While operations run, nobody reads their connection, and so nobody sees its end behind all that is queued. The
+        bulk connection is always read: of a program that was killed, it is the one that ends at once.
+        """
+        return self.is_detached or self._has_lost_bulk
 
     @property
     def commands_done(self) -> int:
@@ -200,8 +214,10 @@ class WorkerSession:
         return self._leave.is_awaited and not self.is_detached
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
-        """End the session, and tell its client why; return whether it is over in time."""
+        """End the session, and tell its client why; what is not begun is dropped. Return whether it is over in time."""
         self._farewell = reason  # of whichever connection the client reads first
+        # Whoever waits for its end would wait for all that is queued, whose results nobody sees any more.
+        self._executor.state.cancellation.ask(_WITHOUT_A_MARK)
         self._transport.close("done", reason)
         return self._over.wait(timeout_seconds)
 
@@ -292,9 +308,11 @@ class WorkerSession:
         )
         sender.start()
         is_over = True
+        self._has_lost_bulk = False
         try:
             self._transfers.receive(transport, self._load)
         except SessionLostError:
+            self._has_lost_bulk = transport.connection.state is not State.ENDED  # without a goodbye
             is_over = self.lasting is None or transport.was_closed or transport.connection.state is State.ENDED
         except ProtocolError as error:
             logger.warning("bulk connection of session %s ended: %s", self.identity[:8], error)

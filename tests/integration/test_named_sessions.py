@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -254,3 +255,72 @@ def test_a_program_that_was_killed_holds_nothing(
             return None  # the worker has not noticed yet
 
     assert wait_for(again, "the worker notices").get("x").tolist() == [0, 1, 2, 3, 4]
+
+
+BUSY = """
+import os, sys, torch, skyproxy
+node = skyproxy.connect(sys.argv[1], session=sys.argv[2])
+count = torch.zeros((), device=node.devices[0])
+node.put("count", count)
+x = torch.full((1536, 1536), 1 / 1536, device=node.devices[0])
+assert x[0, 0].item() > 0
+for _ in range(int(sys.argv[3])):
+    x = x @ x
+    count.add_(1)
+print("queued", flush=True)
+sys.stdin.read()
+"""
+_QUEUED = 400
+"""Products that keep any CPU busy for much longer than a client needs to connect."""
+
+
+@contextlib.contextmanager
+def busy_program(served: tuple[str, str], name: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has queued much; what it counts under a name tells how much of that was executed."""
+    url, token = served
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY, url, name, str(_QUEUED)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(SKYPROXY_TOKEN=token, **extra),
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "queued\n"
+            yield program
+        finally:
+            program.kill()
+
+
+@pytest.mark.parametrize("reconnects", ["1", "0"])
+def test_what_a_killed_program_had_queued_is_dropped_for_the_next_client(
+    connect: Connect, served: tuple[str, str], request: pytest.FixtureRequest, reconnects: str
+) -> None:
+    with busy_program(served, request.node.name, SKYPROXY_RECONNECT=reconnects) as program:
+        with pytest.raises(SessionHeldError):
+            connect()
+        program.send_signal(signal.SIGKILL)
+
+    def again() -> skyproxy.Node | None:
+        try:
+            return connect()
+        except SessionHeldError:
+            return None  # the end of its connection is on its way
+
+    count = wait_for(again, "the worker notices").get("count")
+    done = count.item()
+    assert 0 <= done < _QUEUED, "the session was free only when all was done"
+    assert done == int(done)
+    assert count.item() == done, "what was queued still runs"
+
+
+def test_taking_over_drops_what_the_other_client_had_queued(
+    connect: Connect, served: tuple[str, str], request: pytest.FixtureRequest
+) -> None:
+    with busy_program(served, request.node.name) as program:
+        count = connect(take=True).get("count")
+        assert 0 <= count.item() < _QUEUED
+        assert program.poll() is None

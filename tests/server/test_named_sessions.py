@@ -20,7 +20,7 @@ class FakeHolder:
     """A session that may be taken away, or refuses to end."""
 
     def __init__(self, ends: bool = True) -> None:
-        self.is_detached = False
+        self.is_detached = self.is_deserted = False
         self.ends = ends
         self.reasons: list[str] = []
 
@@ -70,10 +70,11 @@ def test_who_takes_it_over_ends_the_one_that_used_it(store: NamedSessions) -> No
     assert session.holder is second
 
 
-def test_a_client_without_a_connection_holds_nothing(store: NamedSessions) -> None:
+def test_a_client_that_is_not_heard_holds_nothing(store: NamedSessions) -> None:
     first, second = FakeHolder(), FakeHolder()
     store.hold(first, "alice", "exp", take=False)
-    first.is_detached = True
+    first.is_deserted = True
+    assert [row["held"] for row in store.rows("alice")] == [False]
     assert store.hold(second, "alice", "exp", take=False).holder is second
     assert len(first.reasons) == 1
 
