@@ -31,7 +31,7 @@ class Holder(Protocol):
         """True if its client is not heard now, as one that was killed: detached, or about to be, with much queued."""
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
-        """End it, drop what is queued, and tell its client why; return whether it is over, and uses its values no more."""
+        """End it, drop what is queued, and tell its client why; return whether it is over, and its values are free."""
 
 
 class NamedSessionChangedError(Exception):

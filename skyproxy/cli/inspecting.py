@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -210,11 +211,15 @@ def top(
             return
         from rich.live import Live
 
-        with Live(_top_table(worker, before), console=console(), auto_refresh=False) as live:
+        shown, page = _top_table(worker, before), console()
+        if not page.is_terminal:  # a pipe or a file, into which `Live` writes at its end only
+            page.print(shown)
+        with Live(shown, console=page, auto_refresh=False) if page.is_terminal else nullcontext() as live:
             while True:
                 time.sleep(interval)
                 report, at = access.report(), time.monotonic()
-                live.update(_top_table(worker, _rates(before, report, at - then)), refresh=True)
+                shown = _top_table(worker, _rates(before, report, at - then))
+                live.update(shown, refresh=True) if live is not None else page.print(shown)
                 before, then = report, at
     finally:
         access.close()

@@ -19,7 +19,45 @@ EXTRAS = sorted(
     tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 )
 # What users install; the others are environments of the tests, and `make environment` installs them all.
-USERS_EXTRAS = ("aws", "kubernetes", "operator", "server", "torch")
+USERS_EXTRAS = ("aws", "fsspec", "kubernetes", "notebook", "operator", "server", "telemetry", "torch")
+TORCH = ("server", "torch")
+"""The extras that bring it; the others stand beside a torch of the user's own."""
+PURPOSES: dict[str, tuple[str, str]] = {
+    "aws": (
+        (
+            "import boto3, cryptography, skyproxy.providers\n"
+            "client = boto3.client('ec2', region_name='eu-west-1', aws_access_key_id='a', aws_secret_access_key='b')\n"
+            "print(client.meta.service_model.operation_model('RunInstances').name, skyproxy.providers.AWS)"
+        ),
+        "RunInstances <class 'skyproxy.providers.aws.AWS'>",
+    ),
+    "fsspec": (
+        (
+            "from skyproxy.snapshots.stores import open_store; store = open_store('memory://some/place')\n"
+            "store.prepare(); store.write('file', b'written'); print(store.read('file'))"
+        ),
+        "b'written'",
+    ),
+    "kubernetes": (
+        "from skyproxy.cli.main import app; app(['install', '--namespace', 'team', '--dry-run'])",
+        "kind: Deployment",
+    ),
+    "notebook": ("import ipykernel, nbclient; print('ready')", "ready"),
+    "operator": (
+        "import runpy, sys; sys.argv = ['x', '--help']; runpy.run_module('skyproxy_operator', run_name='__main__')",
+        "SKYPROXY_OPERATOR_",
+    ),
+    "server": ("from skyproxy.cli.identity import _self_signed; print(_self_signed())", "BEGIN CERTIFICATE"),
+    "telemetry": (
+        (
+            "from opentelemetry import trace; from skyproxy import telemetry\n"
+            "trace.set_tracer_provider(trace.NoOpTracerProvider()); print(telemetry.begin('x', worker='dev'))"
+        ),
+        "NonRecordingSpan",
+    ),
+    "torch": ("import torch, skyproxy; print(torch.arange(4.0, device='sky').sum().item())", "6.0"),
+}
+"""The main thing of each extra, as a program, and what that prints."""
 
 pytestmark = [pytest.mark.firstrun, pytest.mark.timeout(600)]
 
@@ -95,6 +133,25 @@ def test_the_command_line_works_with_any_extra(
     doctor = run(python, home, "-m", "skyproxy.cli.main", "doctor")
     assert "Traceback" not in doctor.stderr, doctor.stderr
     # Without torch nothing can run here, and doctor says so; with it, nothing is broken.
-    assert doctor.returncode == (0 if extra in ("torch", "server") else 1), doctor.stdout + doctor.stderr
+    assert doctor.returncode == (0 if extra in TORCH else 1), doctor.stdout + doctor.stderr
     listed = run(python, home, "-m", "skyproxy.cli.main", "list")
     assert listed.returncode == 0, listed.stderr
+
+
+@pytest.mark.parametrize("extra", USERS_EXTRAS)
+def test_an_extra_alone_does_what_it_is_for(environment: Environment, home: dict[str, str], extra: str) -> None:
+    program, printed = PURPOSES[extra]
+    done = run(environment(extra), home, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
+@pytest.mark.parametrize("extra", sorted(set(USERS_EXTRAS) - set(TORCH)))
+def test_an_extra_alone_says_that_torch_is_missing(environment: Environment, home: dict[str, str], extra: str) -> None:
+    """Not by a traceback of somebody else's module, and with what to type."""
+    doctor = run(environment(extra), home, "-m", "skyproxy.cli.main", "doctor")
+    assert doctor.returncode == 1
+    assert "pip install" in doctor.stdout + doctor.stderr
+    assert "torch" in doctor.stdout + doctor.stderr
+    used = run(environment(extra), home, "-c", "import skyproxy; skyproxy.connect('ws://127.0.0.1:1', token='x' * 40)")
+    assert "No module named 'torch'" in used.stderr
