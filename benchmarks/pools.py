@@ -6,8 +6,10 @@ run.
 
 All pools are warm and have two processes. A figure is the median time of one call from its start to its result; the
 ratios are to skyproxy's. A broadcast of 100 MiB stands beside two single calls with the same argument. `map` of many
-short calls is a rate. With `--start 16`, pools of so many processes are started, and their threads in this process
-counted. The last rows have a scheduler and workers in memory that do nothing: what is left is the scheduler's own time.
+short calls is a rate. With `--start 16`, pools of so many processes are started. With `--nodes 1 8 32`, the threads
+that pools of so many processes take in this process are counted, and a broadcast of 20 MiB to all of them stands beside
+one to a pool of one. The last rows have a scheduler and workers in memory that do nothing: what is left is the
+scheduler's own time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,12 +89,27 @@ def starts(count: int) -> dict[str, Callable[[], float]]:
     return {name: lambda call=call: seconds(call) for name, call in found.items()}  # type: ignore[misc]
 
 
-def threads_a_node(count: int) -> float:
-    """The threads that each process of a pool takes here."""
-    before = threading.active_count()
+def threads_of(count: int) -> float:
+    """The threads that there are here while a pool of so many processes has run a call on each."""
     with sky.Compute(provider=sky.Local(device="cpu"), nodes=count) as pool:
         pool.broadcast(nothing)
-        return (threading.active_count() - before) / count
+        return threading.active_count()
+
+
+def spread(count: int, rounds: int) -> dict[str, list[float]]:
+    """The times of broadcasts of 20 MiB, in turn: to so many processes, and to one."""
+    large = os.urandom(20 * MIB)
+    with ExitStack() as stack:
+        pools = {
+            name: stack.enter_context(sky.Compute(provider=sky.Local(device="cpu"), nodes=nodes))
+            for name, nodes in (("all", count), ("one", 1))
+        }
+        for pool in pools.values():
+            pool.broadcast(nothing, large)
+        return interleaved(
+            {name: lambda pool=pool: seconds(lambda: pool.broadcast(nothing, large)) for name, pool in pools.items()},  # type: ignore[misc]
+            rounds,
+        )
 
 
 def scheduler_us(nodes: int, count: int) -> float:
@@ -115,7 +132,7 @@ def scheduler_kib_a_node(nodes: int) -> float:
         tracemalloc.stop()
 
 
-def measure(rounds: int, count: int, large_bytes: int, start: int) -> list[Row]:
+def measure(rounds: int, count: int, large_bytes: int, start: int, nodes: Sequence[int]) -> list[Row]:
     """All figures."""
     rows: list[Row] = []
 
@@ -168,7 +185,11 @@ def measure(rounds: int, count: int, large_bytes: int, start: int) -> list[Row]:
         add(f"start of {start} processes", "s", own)
         for name, samples in took.items():
             add(f"start of {start} processes", "s", own, samples, name)
-        add(f"threads here a process, of {start}", "threads", [threads_a_node(start)])
+    for count_of_nodes in nodes:
+        add(f"threads here, with {count_of_nodes} processes", "threads", [threads_of(count_of_nodes)])
+        if count_of_nodes > 1:
+            took = spread(count_of_nodes, rounds)
+            add(f"20 MiB to {count_of_nodes} processes at once", "s", took["all"], took["one"], "to one")
     few, crowd = 10, 1000
     crowded = interleaved({str(n): lambda n=n: scheduler_us(n, max(40 * count, n)) for n in (few, crowd)}, rounds)  # type: ignore[misc]
     add(f"the scheduler, a call in a pool of {crowd}", "us", crowded[str(crowd)], crowded[str(few)], f"in one of {few}")
@@ -183,9 +204,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="calls a sample (default: %(default)s)")
     parser.add_argument("--mib", type=int, default=100, help="size of the large argument (default: %(default)s)")
     parser.add_argument("--start", type=int, default=0, help="start pools of so many processes, too")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="sizes of pools whose threads are counted")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds, arguments.count, arguments.mib * MIB, arguments.start)
+    rows = measure(arguments.rounds, arguments.count, arguments.mib * MIB, arguments.start, arguments.nodes)
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_json() for row in rows], indent=1))
 

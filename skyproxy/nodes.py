@@ -36,6 +36,7 @@ from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.dispatch.fake_tensors import prepare
 from skyproxy.transport.base import Transport
 from skyproxy.transport.links import is_link, read_url
+from skyproxy.transport.shared_threads import SharedThreads, shared_threads
 from skyproxy.transport.trust import client_context
 
 logger = logging.getLogger("skyproxy")
@@ -318,6 +319,7 @@ def connect(
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
     session: str | None = None,
     take: bool = False,
+    shares_threads: bool = False,
 ) -> Node:
     """Connects to a worker and numbers its devices.
 
@@ -342,6 +344,8 @@ def connect(
         session: a name for the session. What is put under a name in it (`node.put`) outlives this program: who connects
             with the same token and the same name finds it.
         take: whether to take the named session over if another client uses it; that client loses its session.
+        shares_threads: whether its connections share a few threads with all others that do, as those of a pool: for a
+            program with very many workers. By default they have up to ten of their own, which answer sooner.
 
     Raises:
         ConfigurationError: no token, or a url that cannot work; or the worker keeps no named sessions.
@@ -377,6 +381,7 @@ def connect(
         check_way=check_way,
         trust_worker=_is_own(url) or SETTINGS.trust_worker if trust_worker is None else trust_worker,
         explain_end=explain_end,
+        threads=shared_threads() if shares_threads else None,
     )
     if session is not None:
         try:
@@ -460,6 +465,7 @@ def _connect(
     check_way: Callable[[], object] | None = None,
     trust_worker: bool = False,
     explain_end: Callable[[], tuple[str, str] | None] | None = None,
+    threads: SharedThreads | None = None,
 ) -> Node:
     activate()
     tell_misspelt_variables()  # first: the variable with the token may be one of them
@@ -482,13 +488,14 @@ def _connect(
         renew=renew,
         check_way=check_way,
         grace_seconds=grace_seconds,
+        threads=threads,
     )
     operations, bulk, welcome = opener.open_session()
     _check_torch(welcome)
     resumes = bool(grace_seconds and welcome.secret)
     patience_seconds = min(grace_seconds, welcome.limits.get("grace_seconds", 0)) if resumes else 0
     reconnector = Reconnector(opener.reopen, url, patience_seconds, resumes=resumes)
-    session = Session(operations, bulk, welcome, SETTINGS, reconnector=reconnector)
+    session = Session(operations, bulk, welcome, SETTINGS, reconnector=reconnector, threads=threads)
     if explain_end is not None:
         session.explain_end = explain_end
         reconnector.explain_end = lambda: session.explain_end()

@@ -689,7 +689,7 @@ class WorkerHost:
         return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(session.calls is not None), "cancels": 1, "direct_calls": 1}
+        limits = {"functions": int(session.calls is not None), "cancels": 1, "direct_calls": 1, "payload_files": 1}
         if session.calls is not None and session.calls.can_isolate:
             limits["isolates"] = 1
         if self._snapshots is not None:

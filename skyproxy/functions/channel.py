@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -20,8 +19,10 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
 from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.session.housekeeping import AuxiliaryConnection
+from skyproxy.session.reading import Reading
 from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport
+from skyproxy.transport.shared_threads import Lane
 
 logger = logging.getLogger("skyproxy")
 
@@ -37,7 +38,8 @@ class Channel:
     """All calls of a session, and their connection.
 
     Three threads once it is open: one reads, one hands out what came (so that a slow `on_output` does not stop the
-    reading), one sends short messages (so that no caller waits behind a large payload).
+    reading), one sends short messages (so that no caller waits behind a large payload). Where the session shares
+    threads with others, those do all of this.
 
     Args:
         session: whose calls these are.
@@ -56,8 +58,9 @@ class Channel:
         self._forgotten_before = 0
         """The number of ended calls in the queue when it was looked at last."""
         self._lost_bytes = [0, 0]
-        self._to_deliver: queue.SimpleQueue[tuple[Call, ReceivedEvent] | None] = queue.SimpleQueue()
-        self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._heard: dict[str, Call] = {}
+        self._to_deliver = Lane(self._deliver, self._ack_what_was_heard, session.threads)
+        self._to_do = Lane(self._do, threads=session.threads)
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._opening = threading.Lock()
@@ -87,10 +90,16 @@ class Channel:
             code = payload.code
             # What is sent again brings everything: it was not there, or nobody knows how far it came.
             with_code = code is not None and (call.attempts > 0 or code.digest not in self._functions)
-            pieces = payload.pieces(with_code=with_code)
             if self._to_forget:
                 call.task["forget"] = self._take_forgotten(MAX_FORGOTTEN)
-            send_payload(transport.send, head, call.id, 0, pieces, self._settings.chunk_bytes)
+            call.task.pop("file", None)
+            if call.file is not None and not call.attempts:
+                with_code = True
+                call.task["file"] = call.file.path
+                transport.send(head(call.file.sizes, ()))
+            else:
+                pieces = payload.pieces(with_code=with_code)
+                send_payload(transport.send, head, call.id, 0, pieces, self._settings.chunk_bytes)
             if code is not None and with_code:
                 self._functions.add(
                     code.digest
@@ -186,7 +195,18 @@ class Channel:
             self.session.wait_until_awake()
             self._use(self._open_connection())
             self.session.often.append(self.settle)
-            for name, body in (("calls", self._read), ("output", self._deliver), ("acks", self._do)):
+            handlers = self._handlers()
+            reading = Reading(
+                self._link,
+                lambda message: handlers[type(message)](message),
+                self._on_unreadable,
+                self._stop.is_set,
+            )
+            if self.session.threads is not None:
+                reading.share(self.session.threads)
+                return
+            bodies = {"calls": reading.run, "output": self._to_deliver.run, "acks": self._to_do.run}
+            for name, body in bodies.items():
                 thread = threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -206,28 +226,23 @@ class Channel:
             # The session ended while this was being opened, and has closed only the one before.
             transport.close()
 
-    def _read(self) -> None:
-        handlers: dict[type[Message], Callable[[Any], None]] = {
-            CallEvent: self._on_event,
-            CallData: self._on_data,
-        }
-        while not self._stop.is_set():
-            assert self._transport is not None
-            try:
-                message = self._transport.recv()
-                handlers[type(message)](message)
-            except SessionLostError as error:
-                if not self._connect_again(error):
-                    return
-            except Exception as error:  # trying again would not help
-                reason = f"the connection for functions ended: {error}"
-                if not isinstance(error, ProtocolError):  # the thread's last line of defence: whoever waits must learn
-                    logger.exception("skyproxy: the thread that reads calls failed")
-                    reason = f"an internal error on the client: {error!r}"
-                self._fail_all(reason)
-                self._calls.clear()
-                if not self._connect_again(error):
-                    return
+    def _link(self) -> Transport:
+        assert self._transport is not None
+        return self._transport
+
+    def _handlers(self) -> dict[type[Message], Callable[[Any], None]]:
+        return {CallEvent: self._on_event, CallData: self._on_data}
+
+    def _on_unreadable(self, error: Exception) -> bool:
+        """Return whether there is a connection again, after this went wrong with the one before."""
+        if not isinstance(error, SessionLostError):  # trying again would not help
+            reason = f"the connection for functions ended: {error}"
+            if not isinstance(error, ProtocolError):  # the last line of defence: whoever waits must learn of it
+                logger.error("skyproxy: the thread that reads calls failed", exc_info=error)
+                reason = f"an internal error on the client: {error!r}"
+            self._fail_all(reason)
+            self._calls.clear()
+        return self._connect_again(error)
 
     def _connect_again(self, error: Exception) -> bool:
         """Return whether there is a connection again; every call is attached to it."""
@@ -323,29 +338,26 @@ class Channel:
         )
         self._to_deliver.put((call, ReceivedEvent("error", 0, {"exception": LookupError(text)})))
 
-    def _deliver(self) -> None:
-        heard: dict[str, Call] = {}
-        while (entry := self._to_deliver.get()) is not None:
-            call, came = entry
-            self._deliver_one(call, came)
-            if came.number:
-                call.delivered += 1
-            heard[call.id] = call
-            del call, entry, came  # else the last call would live until the next event
-            if self._to_deliver.empty():
-                # However little the worker lets wait, it is told that all of it was shown.
-                while heard:
-                    heard.popitem()[1].ack_output()
+    def _deliver(self, entry: tuple[Call, ReceivedEvent]) -> None:
+        call, came = entry
+        self._deliver_one(call, came)
+        if came.number:
+            call.delivered += 1
+        self._heard[call.id] = call
 
-    def _do(self) -> None:
-        while (job := self._to_do.get()) is not None:
-            try:
-                job()
-            except SessionLostError as error:
-                logger.debug("skyproxy: not sent on the functions connection: %s", error)
-            except Exception:
-                logger.exception("skyproxy: a job of the functions connection failed")
-            del job
+    def _ack_what_was_heard(self) -> None:
+        """However little the worker lets wait, it is told that all of it was shown."""
+        while self._heard:
+            self._heard.popitem()[1].ack_output()
+
+    @staticmethod
+    def _do(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except SessionLostError as error:
+            logger.debug("skyproxy: not sent on the functions connection: %s", error)
+        except Exception:
+            logger.exception("skyproxy: a job of the functions connection failed")
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

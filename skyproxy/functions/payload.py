@@ -18,6 +18,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 _SMALL_BYTES = 64 << 10
+LARGE_BYTES = 1 << 20
 _MAX_CALLS = 64
 """Of a group."""
 
@@ -116,6 +117,11 @@ class Payload:
     def is_small(self) -> bool:
         """True if keeping it until the end of its call costs next to nothing."""
         return sum(map(flat_size, self.pickled.pieces)) <= _SMALL_BYTES
+
+    @property
+    def is_large(self) -> bool:
+        """True if sending it takes a while."""
+        return sum(map(flat_size, self.pickled.pieces)) >= LARGE_BYTES
 
     @property
     def tensors(self) -> list[RemoteTensor]:

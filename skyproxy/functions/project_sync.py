@@ -28,6 +28,11 @@ class ProjectSync:
         self._folders: tuple[Folder, ...] = ()
         self._sent: dict[tuple[str, str], bytes] = {}
 
+    @property
+    def is_new(self) -> bool:
+        """True if the worker has been told nothing yet, and is to be."""
+        return self._settings.sync_project and not self._folders
+
     def update(self, *, hurry: bool = False) -> None:
         """See to it that functions which begin from now on find the program's modules as they are now.
 

@@ -18,6 +18,7 @@ from skyproxy.functions.adoption import Adopter
 from skyproxy.functions.call import Call, OnOutput
 from skyproxy.functions.channel import Channel
 from skyproxy.functions.payload import Payload
+from skyproxy.functions.payload_file import PayloadFile
 from skyproxy.functions.project_sync import ProjectSync
 from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.payloads.pickling import PICKLE, PLAIN
@@ -86,10 +87,12 @@ class Runner:
         debug: bool | None = None,
         quiet: bool = False,
         begun: list[Call] | None = None,
+        file: PayloadFile | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`.
 
         Args:
+            file: the payload, for a worker that can read it there.
             quiet: whether nobody asks when the function begins, and the worker need not say so.
             begun: gets the call before it is sent, for whoever is interrupted before this returns.
         """
@@ -111,7 +114,7 @@ class Runner:
         )
         try:
             call = self._begin(
-                payload, on_output, timeout, name, results, context, trusted, isolate, debug, quiet, begun
+                payload, on_output, timeout, name, results, context, trusted, isolate, debug, quiet, begun, file
             )
         except BaseException as error:
             telemetry.end(span, type(error).__name__)
@@ -139,6 +142,16 @@ class Runner:
         """Return whether the breakpoints of a call wait; `asked` is as for `isolates`."""
         return (self.session.settings.debug and not _is_ours(fn)) if asked is None else asked
 
+    @property
+    def reads_files(self) -> bool:
+        """True if the worker is on this machine and takes payloads from files; see `PayloadFile`."""
+        return self.shares_files and bool(self.session.welcome.limits.get("payload_files"))
+
+    @property
+    def is_new(self) -> bool:
+        """True if the worker has not been told of the program's modules."""
+        return self._project.is_new
+
     def _run_own(self, function: Callable[..., object], *args: object) -> object:
         """Run a function of this package on the worker, which needs nothing of the program for it."""
         return self._begin(Payload.of(function, args), None, None, None, "value", None, self.trusted).result()
@@ -156,9 +169,11 @@ class Runner:
         debug: bool | None = False,
         quiet: bool = False,
         begun: list[Call] | None = None,
+        file: PayloadFile | None = None,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
+        call.file = file if self.reads_files else None
         call.task = {
             "name": call.name,
             "results": results,

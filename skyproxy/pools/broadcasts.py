@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.job import closed_error
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.restarting import Restarting, remove_checkpoints
+from skyproxy.pools.sending import begin_on_all
 from skyproxy.pools.slots import Slot, Slots
 from skyproxy.pools.tasks import as_task
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
+    from skyproxy.functions.payload_file import PayloadFile
     from skyproxy.nodes import Node
 
 
@@ -92,6 +95,11 @@ class Broadcasts:
                 f"{call.name} is a method of one actor, and `@` runs on every rank. Use `>>`; for an actor on each "
                 "rank, Model.on_all(pool)(...).broadcast(Model.method, ...)."
             )
+        if call.options.max_restarts and call.options.remote:
+            raise ConfigurationError(
+                f"{call.name}: tensors that stay on the workers are gone when a rank that died is started again. "
+                "Leave out remote(), or with_restarts()."
+            )
         payload = Payload.of(self._group.task(as_task(call.function)), call.args, call.kwargs)
         count = len(self._slots)
         if payload.session is not None and count > 1:
@@ -130,44 +138,81 @@ class Broadcasts:
         return left
 
     def _run(self, call: PendingCompute[object], payload: Payload, future: PoolFuture[list[object]]) -> None:
-        calls: dict[int, Call] = {}
-        outputs: list[TaskOutput] = []
         with self._lock:
             slots = list(self._slots)
             for slot in slots:
                 slot.broadcasts += 1
+        if call.options.max_restarts:
+            Restarting(
+                lambda beside: self._begin(call, payload, slots, beside),
+                future,
+                call.options.max_restarts,
+                lambda checkpoints: self._on_end(slots, checkpoints),
+            ).start()
+            return
         try:
-            crew = self._group.crew([slot.rank for slot in slots])
-            alone = len(crew.members) == 1
-            for rank, node in crew.members.items():
-                output = TaskOutput(None if alone else rank)
-                outputs.append(output)
-                calls[rank] = node.submit_payload(
-                    payload,
-                    on_output=output.write,
-                    name=call.name,
-                    results="remote" if call.options.remote else "value",
-                    isolate=bool(call.options.isolate),
-                    context=crew.context(rank),
-                )
+            gathered = self._begin(call, payload, slots, {})
         except BaseException as error:
-            for begun in calls.values():
-                begun.cancel()
-            self._on_end(slots, outputs)
+            self._on_end(slots)
             future.fail(error)
             if not isinstance(error, Exception):
                 raise
             return
-        gathered = crew.gather(calls, call.options.timeout_seconds, call.name)
-        gathered.add_done_callback(lambda _: self._on_end(slots, outputs))
+        gathered.add_done_callback(lambda _: self._on_end(slots))
         future.follow(gathered)
 
-    def _on_end(self, slots: Sequence[Slot], outputs: Sequence[TaskOutput]) -> None:
-        for output in outputs:
-            output.finish()
+    def _begin(
+        self, call: PendingCompute[object], payload: Payload, slots: Sequence[Slot], beside: Mapping[str, object]
+    ) -> Future[list[object]]:
+        """Begin a call on all ranks, with this beside it; the future of their results."""
+        if self._closed:
+            raise closed_error()
+        calls: dict[int, Call] = {}
+        outputs: dict[int, TaskOutput] = {}
+
+        def finish_outputs() -> None:
+            for output in outputs.values():
+                output.finish()
+
+        try:
+            crew = self._group.crew([slot.rank for slot in slots])
+            members = crew.members
+            outputs.update({rank: TaskOutput(None if len(members) == 1 else rank) for rank in members})
+
+            def begin(rank: int, file: PayloadFile | None) -> Call:
+                return members[rank].submit_payload(
+                    payload,
+                    on_output=outputs[rank].write,
+                    name=call.name,
+                    results="remote" if call.options.remote else "value",
+                    isolate=bool(call.options.isolate),
+                    context={**crew.context(rank), **beside},
+                    file=file,
+                )
+
+            begin_on_all(members, payload, begin, calls)
+        except BaseException:
+            for begun in calls.values():
+                begun.cancel()
+            finish_outputs()
+            raise
+        gathered = crew.gather(calls, call.options.timeout_seconds, call.name)
+        gathered.add_done_callback(lambda _: finish_outputs())
+        return gathered
+
+    def _on_end(self, slots: Sequence[Slot], checkpoints: str = "") -> None:
+        if checkpoints:
+            self._remove(checkpoints)
         with self._lock:
             for slot in slots:
                 slot.broadcast_ended()
             self._is_running = False
             if self._waiting:
                 self._wake()
+
+    def _remove(self, checkpoints: str) -> None:
+        """Remove the folder for checkpoints on every machine, without waiting for that."""
+        remove_checkpoints(checkpoints)
+        for node in self._group.members.values():
+            with contextlib.suppress(SkyproxyError):  # a process that is gone; another one of the machine does it
+                node.submit(remove_checkpoints, checkpoints, results="value")

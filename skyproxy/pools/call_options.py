@@ -59,6 +59,7 @@ class CallOptions:
         remote: whether tensors in the result stay on the worker.
         retry: when it is made once more; the pool's rule by default.
         isolate: whether it runs in a process of its own; as the settings say by default.
+        max_restarts: how often all ranks of a broadcast begin again where one of them has failed.
     """
 
     timeout_seconds: float | None = None
@@ -66,6 +67,7 @@ class CallOptions:
     remote: bool = False
     retry: Retry | None = None
     isolate: bool | None = None
+    max_restarts: int = 0
 
     @property
     def rank(self) -> int | None:
@@ -108,6 +110,26 @@ def checked_rank(rank: object) -> On:
     if rank == "head":
         return "head"
     raise ConfigurationError(f"on={rank!r} is not a rank. Use 0 or more, or 'head'.")
+
+
+def checked_restarts(count: object) -> int:
+    """`count`, if it is a number of restarts.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if type(count) is not int or count < 0:
+        raise ConfigurationError(f"max_restarts={count!r}: use 0 or more.")
+    return count
+
+
+def refuse_restarts(call: CallSpec) -> None:
+    """Raise ConfigurationError where a call on one process has restarts, which calls on all ranks have."""
+    if call.options.max_restarts:
+        raise ConfigurationError(
+            f"{call.name} has max_restarts, for `@`: all ranks begin again. For a call on one process, use "
+            "with_retry()."
+        )
 
 
 def is_stream(function: Callable[..., object]) -> bool:

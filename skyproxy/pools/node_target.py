@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.payload import Payload
-from skyproxy.pools.call_options import CallSpec
+from skyproxy.pools.call_options import CallSpec, refuse_restarts
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.tasks import as_task
 
@@ -55,6 +55,7 @@ class NodeTarget:
 
     def _start(self, call: CallSpec) -> Any:
         options = call.options
+        refuse_restarts(call)
         if options.rank not in (None, 0):
             raise ConfigurationError(f"{call.name} is to run on rank {options.rank}, and a node has rank 0 only.")
         # As a payload: the function's own arguments may have the names of options.

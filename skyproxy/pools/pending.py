@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, is_stream
+from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, checked_restarts, is_stream
 from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
 from skyproxy.pools.traps import NotAValue
@@ -100,6 +100,19 @@ class PendingCompute(NotAValue, Generic[T_co]):
             ```
         """
         return self._with_options(retry=Retry.parse(retry) or Retry(0))
+
+    def with_restarts(self, max_restarts: int) -> PendingCompute[T_co]:
+        """The call for `@`, begun again on all ranks where one of them fails, so often at most.
+
+        A rank whose process died gets a new one first. What `skyproxy.checkpoint_dir()` names is the same folder each
+        time; `skyproxy.restart_count()` says how often it was begun again.
+
+        Example:
+            ```python
+            print(square(3).with_restarts(2) @ pool)
+            ```
+        """
+        return self._with_options(max_restarts=checked_restarts(max_restarts))
 
     def on(self, rank: On) -> PendingCompute[T_co]:
         """The call, on one rank: its number, or "head".

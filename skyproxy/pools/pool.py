@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.actor_calls import ActorCalls, ActorOptions
-from skyproxy.pools.actor_place import new_place
+from skyproxy.pools.actor_calls import ActorCalls
 from skyproxy.pools.call_options import Retry
 from skyproxy.pools.growth import Nodes
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
+from skyproxy.pools.pool_actors import PoolActors
 from skyproxy.pools.pool_calls import OnNode, PoolCalls
 from skyproxy.pools.pool_jobs import PoolJobs
 from skyproxy.pools.progress_view import ProgressView
@@ -43,7 +43,7 @@ logger = logging.getLogger("skyproxy")
 _DEFAULT_TIMEOUT_SECONDS = 900.0
 
 
-class Compute(PoolCalls, PoolJobs):
+class Compute(PoolCalls, PoolActors, PoolJobs):
     """Workers, from the moment when somebody asks for them until they are gone. `ComputePool` is another name for it.
 
     `with Compute(...) as pool` gives the pool itself: `f(x) >> pool`, `f(x) @ pool`, `pool.map(f, xs)`.
@@ -280,9 +280,6 @@ class Compute(PoolCalls, PoolJobs):
     def _take_in(self, node: Node) -> None:
         POOL_OF_NODE[node] = self
 
-    def _has_actors(self, rank: int) -> bool:
-        return any(calls.place.rank == rank and calls.is_open for calls in list(self._actors))
-
     def close(self) -> None:
         """Cancels what still runs and takes the workers away, unless they are to be kept. Idempotent.
 
@@ -463,34 +460,6 @@ class Compute(PoolCalls, PoolJobs):
         return f"<Compute {spec.name}: {self.limits or spec.nodes} nodes, {self.world_size} processes>"
 
     # --- places -------------------------------------------------------------------------------------------------------
-
-    def add_actor(
-        self,
-        kind: type,
-        options: ActorOptions,
-        rank: int | None,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> ActorCalls:
-        """Return the queue of a new actor, whose first call makes it: the first step of `kind.on(pool)(*args,
-        **kwargs)`.
-        """
-        group, scheduler = self._running_workers().group, self._running_scheduler()
-        while True:
-            if not group.members:
-                group.wait_for_rank(self.spec.timeout_seconds)
-            loads = dict.fromkeys(group.members, 0)
-            for calls in list(self._actors):
-                if calls.is_open and calls.place.rank in loads:
-                    loads[calls.place.rank] += 1
-            if not loads:
-                continue
-            place = new_place(group, kind, rank, loads, (args, kwargs), options.max_restarts)
-            calls = ActorCalls(place, options)
-            with scheduler.locked():  # from here on, the actor keeps its process from being taken away
-                if place.rank in group.members or rank is not None:
-                    self._actors.add(calls)
-                    return calls
 
     def on_node(self, node: Node) -> OnNode:
         """The pool as a place for calls that are to run on one of its nodes.

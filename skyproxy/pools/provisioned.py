@@ -84,7 +84,7 @@ class _WorkerDecorator(Protocol):
     def __call__(self, target: Callable[Concatenate[Any, P], T], /) -> Callable[P, T]: ...
 
 
-_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry"})
+_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry", "max_restarts"})
 _WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
 
 
@@ -96,7 +96,12 @@ def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Itera
 def compute(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
 @overload
 def compute(
-    *, timeout: float | None = None, on: On = None, remote: bool = False, retry: Retry | int | None = None
+    *,
+    timeout: float | None = None,
+    on: On = None,
+    remote: bool = False,
+    retry: Retry | int | None = None,
+    max_restarts: int = 0,
 ) -> Decorator: ...
 @overload
 def compute(**options: object) -> _WorkerDecorator: ...

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank
+from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, checked_restarts
 from skyproxy.pools.pending import PendingCompute
 
 P = ParamSpec("P")
@@ -127,6 +127,7 @@ def function(
     remote: bool = False,
     retry: Retry | int | None = None,
     isolate: bool | None = None,
+    max_restarts: int = 0,
 ) -> Decorator: ...
 def function(
     target: Callable[..., object] | None = None,
@@ -137,6 +138,7 @@ def function(
     remote: bool = False,
     retry: Retry | int | None = None,
     isolate: bool | None = None,
+    max_restarts: int = 0,
 ) -> object:
     """A decorator, bare or with options: calls of the function run on a pool.
 
@@ -147,6 +149,7 @@ def function(
         remote: whether tensors in results stay on the worker.
         retry: when a call is made once more: a number of times for lost workers, or a `Retry`.
         isolate: whether each call runs in a process of its own on its worker, see `Node.submit`.
+        max_restarts: how often a call on all ranks begins again, on all of them, where one has failed.
 
     Example:
         ```python
@@ -159,7 +162,9 @@ def function(
             print(square(3) >> pool)
         ```
     """
-    options = CallOptions(timeout, checked_rank(on), remote, Retry.parse(retry), isolate)
+    options = CallOptions(
+        timeout, checked_rank(on), remote, Retry.parse(retry), isolate, checked_restarts(max_restarts)
+    )
 
     def decorate(target: Callable[..., object]) -> RemoteFunction[..., object]:
         if isinstance(target, RemoteFunction):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
 from skyproxy.pools.broadcasts import Broadcasts
-from skyproxy.pools.call_options import CallOptions, Retry
+from skyproxy.pools.call_options import CallOptions, Retry, refuse_restarts
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.job import Job, StreamItems, closed_error, lost_rank, whoever_calls
 from skyproxy.pools.output_view import TaskOutput
@@ -148,6 +148,7 @@ class Scheduler:
         """A call of an actor's method, which waits in the actor's own queue."""
         if actor.place.group is not self._group:
             raise ConfigurationError(f"{call.name} is a method of the {actor.place}, which lives in another pool.")
+        refuse_restarts(call)
         future: PoolFuture[object] = actor.submit(call)
         return future
 
@@ -155,6 +156,7 @@ class Scheduler:
         from skyproxy.functions import Payload
 
         options = call.options
+        refuse_restarts(call)
         rank = self._rank_of(options)
         if rank is not None and rank not in self._slots:
             raise ConfigurationError(f"{call.name} is to run on rank {rank}, and this pool has {self._ranks()}.")

@@ -132,6 +132,7 @@ async def connect_worker(spec: WorkerSpec, endpoint: Endpoint) -> Node:
             explain_end=endpoint.explain_end,
             renew=endpoint.renew,
             source=f"rank {endpoint.rank} of {spec.name}",
+            shares_threads=True,
         )
     )
     try:

@@ -21,6 +21,7 @@ from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, Peer, count_a
 from skyproxy.session.forking import ForkServer, can_fork
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
+from skyproxy.transport.shared_threads import shared_threads
 
 logger = logging.getLogger("skyproxy")
 
@@ -163,7 +164,13 @@ class LocalWorkers:
     async def _start_rank(self, rank: int, report: Report) -> None:
         python = {} if self._environment is None else {"python": self._environment.python}
         worker = LocalWorker(
-            self._device, SETTINGS, environment=self._variables(rank), wait=False, server=self._server, **python
+            self._device,
+            SETTINGS,
+            environment=self._variables(rank),
+            wait=False,
+            server=self._server,
+            threads=shared_threads(),
+            **python,
         )
         self._workers[rank] = worker
         await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
@@ -32,15 +33,25 @@ def checkpoint_dir() -> Path:
     """
     call = current_call()
     place = call.values.get("checkpoint_dir") if call is not None else None
-    place = place or os.environ.get(CHECKPOINT_VARIABLE)
-    if not place:
+    if place:
+        folder = checkpoint_folder(str(place))
+    elif place := os.environ.get(CHECKPOINT_VARIABLE):
+        folder = Path(place)
+    else:
         raise ConfigurationError(
             "this is no job, and no call that is started again: there is no folder for checkpoints. Use "
             "node.submit_job(...), skyproxy run --detach, or call.with_restarts(...) @ pool"
         )
-    folder = Path(str(place))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+def checkpoint_folder(name: str) -> Path:
+    """Return the folder for the checkpoints of a call, which all processes of this machine share.
+
+    It lies where the worker keeps its jobs, if that was said: on a volume, it outlives the machine.
+    """
+    return Path(os.environ.get("SKYPROXY_JOBS") or tempfile.gettempdir()) / name
 
 
 def restart_count() -> int:

@@ -44,7 +44,7 @@ class AuxiliaryConnection(Protocol):
 
 
 class Housekeeping:
-    """Flushes, pings and keep-alives of one session, on a thread of its own.
+    """Flushes, pings and keep-alives of one session, on a thread of its own or on one that sessions share.
 
     Attributes:
         auxiliary: connections that others opened for the session; counted there, and kept alive.
@@ -90,6 +90,7 @@ class Housekeeping:
         self._silence = Liveness(settings.silence_seconds, max(self._interval, 1.0), self.last_heard)
         self._stalled = StalledOperations()
         self._stop = threading.Event()
+        self._idle_seconds = 0.001
         self._asked_at = (0, 0.0)
         self._asking: deque[Waiter] = deque(maxlen=64)
         self._round_trips_seconds: deque[float] = deque(maxlen=2)
@@ -136,24 +137,33 @@ class Housekeeping:
 
         Never waits for the worker itself, nor for a thread that does.
         """
-        idle = 0.001
-        while not self._stop.wait(idle):
-            idle = 0.001 if self._recorder.unsent else min(idle * 2, 0.05)
-            try:
-                self._flush_stale()
-                now = time.monotonic()
-                self._ping(now)
-                self._keep_alive(now)
-                self._look_for_signs(now)
-                for look in self.often:
-                    look()
-                self.tick()
-            except LinkDownError:
-                logger.debug("skyproxy: no ping, for the connection is broken")
-            except SessionLostError as error:
-                self._end(str(error))
-            except Exception:  # the recorder reports a failed flush, at the next wait
-                logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
+        while not self._stop.wait(self._idle_seconds):
+            self._look()
+
+    def look_again(self) -> float | None:
+        """Do once what `run` does again and again; return the seconds until the next time, None once it is stopped."""
+        if self._stop.is_set():
+            return None
+        self._look()
+        return self._idle_seconds
+
+    def _look(self) -> None:
+        self._idle_seconds = 0.001 if self._recorder.unsent else min(self._idle_seconds * 2, 0.05)
+        try:
+            self._flush_stale()
+            now = time.monotonic()
+            self._ping(now)
+            self._keep_alive(now)
+            self._look_for_signs(now)
+            for look in self.often:
+                look()
+            self.tick()
+        except LinkDownError:
+            logger.debug("skyproxy: no ping, for the connection is broken")
+        except SessionLostError as error:
+            self._end(str(error))
+        except Exception:  # the recorder reports a failed flush, at the next wait
+            logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
 
     def _outage(self) -> Outage | None:
         """Return what tells of broken connections, where such are made anew now."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import sysconfig
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,7 @@ from skyproxy.errors import WorkerStartError, visible
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.session.forking import ForkServer, WorkerProcess
 from skyproxy.settings import Settings
+from skyproxy.transport.shared_threads import SharedThreads
 
 _SHOWN_OUTPUT_BYTES = 4000
 _SHOWN_LINES = 20
@@ -64,6 +67,7 @@ class LocalWorker:
         wait: bool = True,
         snapshots_folder: str | None = None,
         server: ForkServer | None = None,
+        threads: SharedThreads | None = None,
     ) -> None:
         """Starts the process and waits until it listens.
 
@@ -77,6 +81,7 @@ class LocalWorker:
             snapshots_folder: where it keeps snapshots; made when the first one is. By default one of its own, where
                 neither a command nor the environment says otherwise.
             server: forks it; as long as it can, else the process is started in the ordinary way.
+            threads: wait for its end, among much else; by default a thread of its own does.
 
         Raises:
             WorkerStartError: it ended, or did not listen in time; with the end of its output.
@@ -104,10 +109,10 @@ class LocalWorker:
         # A thread reads them, because sockets are all that every system can wait for.
         self._reader = threading.Thread(target=self._read_first_line, name="skyproxy-worker-port", daemon=True)
         self._reader.start()
-        self._watcher = threading.Thread(
-            target=_end_group, args=(self._process, mark), name="skyproxy-worker", daemon=True
-        )
-        self._watcher.start()
+        self._has_ended = threading.Event()
+        clean_up = partial(_end_group, self._process, mark, self._has_ended)
+        if threads is None or not ProcessEnd.tell(threads, self._process.pid, clean_up):
+            threading.Thread(target=clean_up, name="skyproxy-worker", daemon=True).start()
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(self.token.encode() + b"\n")
@@ -229,7 +234,7 @@ class LocalWorker:
                 self._process.wait(_END_TIMEOUT_SECONDS)
                 break
             self._process.kill()
-        self._watcher.join(_END_TIMEOUT_SECONDS)
+        self._has_ended.wait(_END_TIMEOUT_SECONDS)
         # Only after it has ended: somebody may be waiting for its first line, and holds the stream's lock until then.
         _close(self._process.stdout)
         self.output()
@@ -249,7 +254,43 @@ def _explain_exit(status: int) -> str:
     return f"{what} ({advice})" if advice else what
 
 
-def _end_group(leader: WorkerProcess, mark: str) -> None:
+class ProcessEnd:
+    """The end of a process, as what shared threads wait for."""
+
+    def __init__(self, threads: SharedThreads, handle: int, then: Callable[[], object]) -> None:
+        self._threads = threads
+        self._handle = handle
+        self._then = then
+
+    @classmethod
+    def tell(cls, threads: SharedThreads, process_id: int, then: Callable[[], object]) -> bool:
+        """Have a helper call a function when a process has ended; False where the system cannot tell."""
+        try:
+            handle = os.pidfd_open(process_id)
+        except (AttributeError, OSError):  # no such question here, or it was reaped already
+            return False
+        threads.watch(cls(threads, handle, then))
+        return True
+
+    def fileno(self) -> int:
+        """As `Receiver.fileno`."""
+        return self._handle
+
+    def receive(self) -> bool:
+        """As `Receiver.receive`."""
+        poller = select.poll()  # `select` would refuse large descriptors
+        poller.register(self._handle, select.POLLIN)
+        if poller.poll(0):
+            raise EOFError
+        return False
+
+    def broken(self) -> None:
+        """As `Receiver.broken`."""
+        os.close(self._handle)
+        self._threads.submit(self._then)
+
+
+def _end_group(leader: WorkerProcess, mark: str, has_ended: threading.Event) -> None:
     """Waits for a worker's end, and ends what functions had started in it: nobody else would.
 
     At once, for forked processes keep its connections open, and its peers know it by those.
@@ -258,7 +299,10 @@ def _end_group(leader: WorkerProcess, mark: str) -> None:
         leader.wait()
         if hasattr(os, "killpg"):
             os.killpg(leader.pid, signal.SIGKILL)
-    end_marked(mark)  # daemons have left the group
+    try:
+        end_marked(mark)  # daemons have left the group
+    finally:
+        has_ended.set()
 
 
 def _close(stream: IO[bytes] | None) -> None:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from skyproxy.protocol.digests import Map, content_digest, content_proof
+from skyproxy.protocol.messages import Welcome
+from skyproxy.settings import Settings
 
 _MISSES = 3
 """Questions about one size that were answered with no, in a row, before that size is not asked about any more."""
@@ -64,6 +66,15 @@ class UploadDedup:
         self._kept: Counter[int] = Counter()
         self._misses: Counter[int] = Counter()
         self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def agreed(cls, welcome: Welcome, settings: Settings) -> UploadDedup:
+        """Return what a worker that welcomed us and our settings come to together."""
+        return cls(
+            settings.min_blob_bytes,
+            keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
+            had_blobs=welcome.limits.get("blobs", 0) > 0,
+        )
 
     def plan(self, byte_count: int, together: bool) -> UploadMode:
         """Decide what to do about an upload that begins.

@@ -14,6 +14,7 @@ from skyproxy.session.protection import NewSession
 from skyproxy.settings import Settings
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
+from skyproxy.transport.shared_threads import SharedThreads
 from skyproxy.transport.trust import client_context
 
 Renew = Callable[[], tuple[str, str | None]]
@@ -44,6 +45,7 @@ class Opener:
         renew: Renew | None = None,
         check_way: CheckWay | None = None,
         grace_seconds: int = 0,
+        threads: SharedThreads | None = None,
     ) -> None:
         """Args:
         url, token: the worker.
@@ -56,6 +58,7 @@ class Opener:
         check_way: raises ConnectError while what the connections go through, a tunnel, is away: that nobody listens on
             this side of it says nothing about the worker.
         grace_seconds: how long the worker should keep a session whose connection breaks.
+        threads: those of several sessions, in place of some for this alone.
         """
         self.url, self.token = url, token
         self.grace_seconds = grace_seconds
@@ -66,6 +69,7 @@ class Opener:
         self._insecure = insecure
         self._renew = renew
         self._check_way = check_way
+        self.threads = threads
 
     def open_session(self, *, may_renew: bool = False) -> NewSession:
         """Open a session, which is this opener's from now on.
@@ -191,4 +195,5 @@ class Opener:
             ssl_context=ssl_context,
             server_name=self._server_name,
             insecure=self._insecure,
+            threads=self.threads,
         )

@@ -269,6 +269,12 @@ class Reconnecting(Transport):
             except SessionLostError as error:
                 self._replace(link, error)
 
+    def recv_ready(self) -> Message | None:
+        return self._link.recv_ready()
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
     def _replace(self, link: Transport, error: SessionLostError) -> None:
         """Put another link in the place of one that broke.
 
@@ -407,9 +413,18 @@ class ReconnectingOperations(Reconnecting):
 
     def recv(self, timeout_seconds: float | None = None) -> Message:
         message = super().recv(timeout_seconds)
+        self._count(message)
+        return message
+
+    def recv_ready(self) -> Message | None:
+        message = super().recv_ready()
+        if message is not None:
+            self._count(message)
+        return message
+
+    def _count(self, message: Message) -> None:
         if self._reconnector.resumes and type(message) in ANSWERS:
             self._confirm(sum(map(len, getattr(message, "buffers", ()))))
-        return message
 
     def _confirm(self, byte_count: int) -> None:
         """Tell the worker, now and then, which answers it need not keep."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError, SessionLostError
@@ -36,6 +36,7 @@ from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.leaving import Leave
 from skyproxy.session.offers import UploadDedup
 from skyproxy.session.protection import Bring, NewSession, OpenAnew, Protection
+from skyproxy.session.reading import Reading
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
@@ -43,6 +44,7 @@ from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
+from skyproxy.transport.shared_threads import SharedThreads
 
 logger = logging.getLogger("skyproxy.session")
 
@@ -75,6 +77,7 @@ class Session(Requests):
         settings: Settings,
         on_end: Callable[[], None] = lambda: None,
         reconnector: Reconnector | None = None,
+        threads: SharedThreads | None = None,
     ) -> None:
         """Args:
         operations, bulk: its connections.
@@ -82,8 +85,10 @@ class Session(Requests):
         settings: limits and intervals.
         on_end: called when the session is over.
         reconnector: makes the connections anew when they break; None: the session ends with the first that does.
+        threads: those of several sessions, in place of some for this alone.
         """
         self.welcome = welcome
+        self.threads = threads
         self._reconnector = reconnector
         is_lasting = reconnector is not None and reconnector.resumes
         if reconnector is not None:
@@ -96,7 +101,7 @@ class Session(Requests):
         self._on_end = on_end
         self.at_end: list[Callable[[SessionLostError], object]] = []
         self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
-        offers = _offers_for(welcome, settings)
+        offers = UploadDedup.agreed(welcome, settings)
         super().__init__(
             settings,
             Recorder(self._send_batch, self._count_unacked, settings, self._wait_for_outcome),
@@ -121,19 +126,10 @@ class Session(Requests):
         self._closing = False
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)
-        self._threads = [
-            threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True)
-            for name, body in (
-                ("replies", self._read_operations),
-                ("bulk", self._read_bulk),
-                ("uploads", self._uploads.run),
-                ("housekeeping", self._housekeeping.run),
-            )
-        ]
+        self._threads: list[threading.Thread] = []
         self._process = os.getpid()
         _sessions.add(self)
-        for thread in self._threads:
-            thread.start()
+        self._begin()
 
     # --- its state ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +181,30 @@ class Session(Requests):
 
     # --- the connections ---------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """Start the threads, or have those that sessions share do the work."""
+        replies = self._reading(self._operations, self._handlers())
+        bulk = self._reading(self._bulk, self._bulk_handlers())
+        if self.threads is not None:
+            self._uploads.start_with(self.threads)
+            replies.share(self.threads)
+            bulk.share(self.threads)
+            self.threads.repeat(self._housekeeping.look_again)
+            return
+        bodies = (replies.run, bulk.run, self._uploads.run, self._housekeeping.run)
+        for name, body in zip(("replies", "bulk", "uploads", "housekeeping"), bodies, strict=True):
+            self._threads.append(threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True))
+            self._threads[-1].start()
+
+    def _reading(self, transport: Transport, handlers: Mapping[type[Message], Callable[[Any], None]]) -> Reading:
+        housekeeping = self._housekeeping
+
+        def take(message: Message) -> None:
+            housekeeping.last_heard = time.monotonic()
+            handlers[type(message)](message)
+
+        return Reading(lambda: transport, take, self._on_unreadable, lambda: self._ended is not None)
+
     def _send_batch(self, batch: Batch | NamedBatch | Repeat) -> None:
         started_ns = time.time_ns() if self._trace is not None else 0
         if self.protection is not None:
@@ -205,17 +225,16 @@ class Session(Requests):
         connection = self._operations.connection
         return connection.last_sequence - connection.acked_sequence, connection.unacked_bytes
 
-    def _read_operations(self) -> None:
-        handlers: dict[type[Message], Callable[[Any], None]] = {
+    def _handlers(self) -> dict[type[Message], Callable[[Any], None]]:
+        return {
             Ack: lambda message: self.recorder.ack(message.sequence),
             Reply: self._on_reply,
             Failure: self._on_failure,
             Warned: self._on_warned,
         }
-        self._read(self._operations, handlers)
 
-    def _read_bulk(self) -> None:
-        handlers: dict[type[Message], Callable[[Any], None]] = {
+    def _bulk_handlers(self) -> dict[type[Message], Callable[[Any], None]]:
+        return {
             Chunk: self._downloads.on_chunk,
             PackedChunk: self._downloads.on_packed_chunk,
             CancelTransfer: self._downloads.on_cancel,
@@ -225,7 +244,6 @@ class Session(Requests):
             Ping: lambda message: self._bulk.post(Pong(message.number)),
             Pong: self._housekeeping.on_pong,
         }
-        self._read(self._bulk, handlers)
 
     def _on_bulk_back(self, link: Transport) -> None:
         self._uploads.go_on(link, self._downloads.landed_bytes())
@@ -236,7 +254,7 @@ class Session(Requests):
         assert protection is not None
         assert start is not None
         self._downloads.begin_anew()
-        offers, recoveries = _offers_for(fresh.welcome, self.settings), protection.recoveries
+        offers, recoveries = UploadDedup.agreed(fresh.welcome, self.settings), protection.recoveries
 
         def needed() -> list[object]:
             found = protection.log.jobs_after(start)
@@ -248,17 +266,13 @@ class Session(Requests):
         self.cancelling.send_again(fresh.link.post)
         protection.note_part()
 
-    def _read(self, transport: Transport, handlers: dict[type[Message], Callable[[Any], None]]) -> None:
-        try:
-            while True:
-                message = transport.recv()
-                self._housekeeping.last_heard = time.monotonic()
-                handlers[type(message)](message)
-        except (SessionLostError, ProtocolError) as error:
+    def _on_unreadable(self, error: Exception) -> bool:
+        if isinstance(error, SessionLostError | ProtocolError):
             self._end(str(error))
-        except Exception as error:  # the thread's last line of defence: whoever waits must learn of it
-            logger.exception("skyproxy: a reading thread failed")
+        else:  # the last line of defence: whoever waits must learn of it
+            logger.error("skyproxy: a reading thread failed", exc_info=error)
             self._end(f"an internal error on the client: {error!r}")
+        return False
 
     def _ask_load(self) -> Waiter:
         return self._housekeeping.ask_load()
@@ -474,14 +488,6 @@ class Session(Requests):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self.settings.close_timeout_seconds)
-
-
-def _offers_for(welcome: Welcome, settings: Settings) -> UploadDedup:
-    return UploadDedup(
-        settings.min_blob_bytes,
-        keeps=settings.remember_uploads and welcome.limits.get("blob_bytes", 0) > 0,
-        had_blobs=welcome.limits.get("blobs", 0) > 0,
-    )
 
 
 def _after_fork_in_child() -> None:

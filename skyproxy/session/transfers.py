@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from skyproxy.errors import ProtocolError, SessionLostError
@@ -28,6 +29,7 @@ from skyproxy.session.transfer_groups import current_group
 from skyproxy.session.waiters import Waiter
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter
+from skyproxy.transport.shared_threads import SharedThreads
 
 _RETAINED_BYTES = 32 << 20
 """Bytes of uploads that were written, of which the worker has not told yet that they came: copies, so that the program
@@ -157,6 +159,25 @@ class Uploads:
         self._asked: dict[int, _Job] = {}
         self._ended: SessionLostError | None = None
         self._lock = threading.RLock()
+        self._start: Callable[[], None] | None = None
+
+    def start_with(self, threads: SharedThreads) -> None:
+        """Have `run` begin with the first upload, on a thread that is made then: most sessions of pools have none."""
+        begun = threading.Lock()
+
+        def start() -> None:
+            if begun.acquire(blocking=False):
+                self._start = None
+                threading.Thread(target=self.run, name="skyproxy-uploads", daemon=True).start()
+
+        # By a helper, which no Ctrl-C interrupts halfway.
+        self._start = partial(threads.submit, start)
+
+    def _put(self, item: _Job | Known | Challenge | _Restart) -> None:
+        self._jobs.put(item)
+        start = self._start
+        if start is not None:
+            start()
 
     def send(
         self, transfer: int, view: memoryview, width: int, keep_alive: object, announce: Callable[[], object]
@@ -185,7 +206,7 @@ class Uploads:
             announce()
             if log is not None:
                 log.uploaded(transfer, kept)
-            self._jobs.put(job)
+            self._put(job)
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
             if group is None:
@@ -199,7 +220,7 @@ class Uploads:
         """Sends no more of a transfer, and tells the worker."""
         # It may be announced and not queued, or already on its way: either way the worker must not wait for it.
         job.cancelled = True
-        self._jobs.put(job)
+        self._put(job)
 
     def run(self) -> None:
         """The writing thread."""
@@ -306,7 +327,7 @@ class Uploads:
             offers: what that worker is asked about.
             jobs: gives the uploads that it needs, of those that were begun.
         """
-        self._jobs.put(_Restart(link, offers, jobs))
+        self._put(_Restart(link, offers, jobs))
 
     def _restart(self, restart: _Restart) -> None:
         self.offers.end()
@@ -343,7 +364,7 @@ class Uploads:
             job.sent_bytes = job.total
             self._settle(job)
         elif was_asked:
-            self._jobs.put(job)
+            self._put(job)
 
     def _forget(self, job: _Job) -> None:
         with self._lock:
@@ -396,7 +417,7 @@ class Uploads:
         """
         if self._jobs.qsize() > _MOST_JOBS:
             raise ProtocolError(f"more than {_MOST_JOBS} answers about uploads wait to be read")
-        self._jobs.put(message)
+        self._put(message)
 
     def _ask(self, job: _Job) -> bool:
         """Says what precedes the chunks; whether that is a question, whose answer decides."""
@@ -437,6 +458,8 @@ class Uploads:
     def end(self, error: SessionLostError) -> None:
         """Fails what waits and ends the thread."""
         self._ended = error
+        if self._start is not None:
+            self.offers.end()  # nothing was ever sent, and `run` does not do it
         self._jobs.put(None)
         with self._lock:
             while True:

@@ -48,6 +48,21 @@ class Transport(Protocol):
             ProtocolError: the peer broke the rules; the connection was closed with that reason.
         """
 
+    def recv_ready(self) -> Message | None:
+        """The next message if it has come, else None; never waits. Belongs to the thread that receives.
+
+        Raises:
+            SessionLostError: ask `recv`: it says what has become of the connection, and sees to that.
+        """
+        try:
+            return self.recv(0.0)
+        except TimeoutError:
+            return None
+
+    def fileno(self) -> int:
+        """The descriptor of its socket; -1 once that is closed, or where there is none."""
+        return -1
+
     def post(self, message: Message) -> None:
         """Leaves a short message, other than a batch, to be sent soon; never blocks. A broken connection drops it."""
 

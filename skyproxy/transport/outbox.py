@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from operator import call
 from queue import SimpleQueue
 from threading import get_ident
@@ -19,6 +20,7 @@ from threading import get_ident
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Buffer, Message
+from skyproxy.transport.shared_threads import SharedThreads
 from skyproxy.transport.stream import Stream
 
 _MAIN_THREAD = threading.main_thread().ident
@@ -66,7 +68,13 @@ class Outbox:
             this memory, and knows how much was written, knows whether a frame of theirs would be understood now.
     """
 
-    def __init__(self, stream: Stream, connection: Connection, name: str) -> None:
+    def __init__(self, stream: Stream, connection: Connection, name: str, threads: SharedThreads | None = None) -> None:
+        """Args:
+        stream: where the frames go.
+        connection: says which message may be sent now.
+        name: of the outbox's thread.
+        threads: do its work in place of a thread of its own.
+        """
         self.bytes_sent = 0
         self.error: OSError | None = None
         self.bounds = memoryview(bytearray(16)).cast("Q")
@@ -78,6 +86,9 @@ class Outbox:
         self._lock = threading.RLock()
         self._busy = False
         self._orders: SimpleQueue[bool] = SimpleQueue()
+        self._shares = threads is not None
+        # Has the thread look for what is to be written: one call in C, as `send` needs it.
+        self._ask = partial(self._orders.put, True) if threads is None else partial(threads.submit, self._write)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -92,7 +103,7 @@ class Outbox:
             OSError: the connection is gone.
         """
         if get_ident() == _MAIN_THREAD:
-            if self._thread is None:
+            if self._thread is None and not self._shares:
                 self.start()
             if not self._stream.interruptible:
                 frame.done = threading.Lock()
@@ -120,7 +131,7 @@ class Outbox:
                 try:
                     # Either we were interrupted, or we may not write ourselves: the thread goes on.
                     if self._frames and not self._busy:
-                        self._orders.put(True)
+                        self._ask()
                 finally:
                     self._lock.release()
         if frame.done is not None and not nested:
@@ -168,16 +179,16 @@ class Outbox:
 
     def post(self, frame: Frame) -> None:
         """Leaves a frame of no message to the outbox's thread; never blocks."""
-        if self._thread is None:
+        if self._thread is None and not self._shares:
             self.start()
         self._frames.append(frame)
-        self._orders.put(True)
+        self._ask()
 
     def nudge(self) -> None:
         """Has the outbox's thread look for what is to be written."""
-        if self._thread is None:
+        if self._thread is None and not self._shares:
             self.start()
-        self._orders.put(True)
+        self._ask()
 
     @property
     def waiting_frames(self) -> int:
@@ -242,7 +253,7 @@ class Outbox:
     def start(self) -> None:
         """Starts the outbox's thread, if it does not run."""
         with self._starting:
-            if self._thread is None:
+            if self._thread is None and not self._shares:
                 thread = threading.Thread(target=self._drain, name=self._name, daemon=True)
                 # The attribute first: otherwise an interrupt after the start would make a second thread, and lose one.
                 self._thread = thread
@@ -250,14 +261,17 @@ class Outbox:
 
     def _drain(self) -> None:
         while self._orders.get():
-            with self._lock:
-                if self.error is not None:
-                    continue
-                try:
-                    self._flush()
-                    self._stream.pump()
-                except OSError as exc:
-                    self._fail(exc)
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            if self.error is not None:
+                return
+            try:
+                self._flush()
+                self._stream.pump()
+            except OSError as exc:
+                self._fail(exc)
 
     def stop(self, timeout_seconds: float) -> None:
         """Gives up what is unwritten and ends the outbox's thread.

@@ -55,6 +55,10 @@ class Stream(Protocol):
     def close(self) -> None:
         """Gives the socket back; only after `shutdown`, when no thread uses it."""
 
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 after `close`."""
+        return -1
+
 
 class PlainStream(Stream):
     """A stream without encryption."""

@@ -22,6 +22,7 @@ from skyproxy.protocol.messages import CLIENT, Goodbye, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.addresses import Address, check_confidential, parse_url
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
+from skyproxy.transport.shared_threads import SharedThreads
 from skyproxy.transport.stream import PlainStream, Stream, remaining, write_all
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.trust import WrongCertificateError
@@ -39,6 +40,7 @@ def connect_websocket(
     ssl_context: ssl.SSLContext | None = None,
     server_name: str | None = None,
     insecure: bool = False,
+    threads: SharedThreads | None = None,
 ) -> tuple[WebSocketTransport, Welcome]:
     """Opens a connection to a worker and makes the whole handshake.
 
@@ -50,6 +52,7 @@ def connect_websocket(
         ssl_context: trust for `wss`; by default the system's certificate authorities.
         server_name: the name that the certificate must have, where it is not the url's host: behind a tunnel.
         insecure: whether `ws` may go to other machines.
+        threads: those of several connections, in place of one for this alone.
 
     Returns:
         The open transport and the worker's welcome.
@@ -70,7 +73,7 @@ def connect_websocket(
     try:
         stream = _secure(sock, address, ssl_context, deadline, server_name or address.host)
         received = _upgrade(stream, address, token, deadline)
-        transport = WebSocketTransport(stream, CLIENT, settings, received)
+        transport = WebSocketTransport(stream, CLIENT, settings, received, threads=threads)
         return transport, _greet(transport, hello, address, deadline)
     except BaseException:
         if transport is not None:

@@ -19,6 +19,7 @@ from skyproxy.transport import websocket_frames as ws
 from skyproxy.transport.base import PayloadSink, Transport
 from skyproxy.transport.masking import address, load_numpy, mask, mask_parts
 from skyproxy.transport.outbox import Frame, Outbox
+from skyproxy.transport.shared_threads import SharedThreads
 from skyproxy.transport.stream import Stream, remaining
 from skyproxy.transport.tls import TlsStream
 
@@ -51,6 +52,7 @@ class WebSocketTransport(Transport):
         settings: Settings = SETTINGS,
         received: bytes = b"",
         connection: Connection | None = None,
+        threads: SharedThreads | None = None,
     ) -> None:
         """Args:
         stream: the connected stream; it belongs to the transport from now on.
@@ -58,13 +60,14 @@ class WebSocketTransport(Transport):
         settings: limits.
         received: what came in after the upgrade already.
         connection: how far the connection has come, where somebody else began it.
+        threads: write what its senders may not write themselves; by default a thread of its own does.
         """
         self._connection = Connection(role) if connection is None else connection
         self._stream = stream
         self._settings = settings
         self._masks = role == CLIENT
         self._peer = "worker" if role == CLIENT else "client"
-        self._outbox = Outbox(stream, self._connection, f"skyproxy-{role}-outbox")
+        self._outbox = Outbox(stream, self._connection, f"skyproxy-{role}-outbox", threads)
         self._reader = ws.MessageReader(
             self._connection,
             masked=not self._masks,
@@ -74,6 +77,7 @@ class WebSocketTransport(Transport):
         )
         self._steps = self._reader.steps()
         self._target: memoryview | None = None
+        self._left: Exception | Goodbye | None = None
         # Held by whoever reads; re-entrant, because the reader itself closes a connection whose peer breaks the rules.
         self._reading = threading.RLock()
         self._closing = threading.Lock()
@@ -171,10 +175,13 @@ class WebSocketTransport(Transport):
 
     def recv(self, timeout_seconds: float | None = None) -> Message:
         with self._reading:
-            if self._closed or self._ended is not None:
+            left, self._left = self._left, None
+            if self._closed or (self._ended is not None and left is None):
                 raise self._loss_error()
             try:
-                message = self._next_message(timeout_seconds)
+                if isinstance(left, Exception):
+                    raise left
+                message = left or self._next_message(timeout_seconds)
             except ProtocolError as exc:
                 self._ended = f"it violated the protocol: {exc}"
                 self._end("protocol", str(exc))
@@ -193,6 +200,25 @@ class WebSocketTransport(Transport):
                 self._end("done", "")
                 raise self._loss_error()
             return message
+
+    def recv_ready(self) -> Message | None:
+        # Whoever closes the connection holds the lock while it waits for the peer.
+        if self._closed or self._left is not None or not self._reading.acquire(blocking=False):
+            raise self._loss_error()
+        try:
+            message = self._next_message(0.0)
+            if type(message) is Goodbye:
+                self._left = message
+        except (ProtocolError, OSError) as exc:
+            self._left = exc
+        finally:
+            self._reading.release()
+        if self._left is not None:  # what follows waits for the peer
+            raise self._loss_error()
+        return message
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
     def _next_message(self, timeout_seconds: float | None) -> Message | None:
         """The next message; None when it did not come in time.

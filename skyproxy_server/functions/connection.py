@@ -18,7 +18,8 @@ from skyproxy_server import audit
 from skyproxy_server.auth import client_of
 from skyproxy_server.functions.events import Event
 from skyproxy_server.functions.known_functions import DIGEST_BYTES
-from skyproxy_server.functions.registry import Calls
+from skyproxy_server.functions.payload_file import is_payload_file, read_payload_file
+from skyproxy_server.functions.registry import NEVER_BEGUN, Calls
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -85,6 +86,8 @@ class FunctionsConnection:
         fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
         fits = fits and _names_function(task, len(message.sizes)) and _has_known_options(task)
         fits = fits and (self._bind is not None or not task.get("bound"))
+        file = task.pop("file", None)
+        fits = fits and (file is None or (is_payload_file(file) and not message.buffers))
         fits = fits and type(task.get("isolate", False)) is bool and type(task.get("debug")) in (float, NoneType)
         if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
@@ -94,6 +97,14 @@ class FunctionsConnection:
         assembly = Assembly(message.sizes, message.buffers, allocate, self._settings.max_payload_bytes)
         self._coming[message.call] = message, assembly
         audit.note(client_of(self._transport), "call", session=self._session[:8], function=task["name"])
+        if file is not None:
+            try:
+                read_payload_file(file, assembly, message.call, message.sizes)
+            except OSError as error:
+                logger.debug("the payload of call %.8s is to be sent: %s", message.call, error)
+                del self._coming[message.call]
+                self._transport.send(CallEvent(message.call, 0, "unknown", {"reason": NEVER_BEGUN}, []))
+                return
         self._begin_if_complete(message.call)
 
     def _on_data(self, data: CallData) -> None:

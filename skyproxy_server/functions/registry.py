@@ -30,7 +30,7 @@ logger = logging.getLogger("skyproxy.server")
 _LONGEST_NAME = 64
 _REMEMBERED = 100_000
 """Names of calls that are gone, so that none is ever begun twice; and of sessions, which begin none."""
-_NEVER_BEGUN = "never begun"
+NEVER_BEGUN = "never begun"
 _GONE = "gone"
 _NO_FUNCTION = "no function"
 
@@ -174,11 +174,11 @@ class Calls:
         """Do the same for calls of this process only."""
         call = self._get(identity)
         if call is None:
-            reason = _GONE if identity in self._gone else _NEVER_BEGUN
+            reason = _GONE if identity in self._gone else NEVER_BEGUN
             return CallEvent(identity, 0, "unknown", {"reason": reason}, [])
         call.events.attach(listener, number)
         # Its arguments came with the operations, but its payload was lost.
-        return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": _NEVER_BEGUN}, [])
+        return None if call.has_payload else CallEvent(identity, 0, "unknown", {"reason": NEVER_BEGUN}, [])
 
     def detach(self, listener: RemoteListener) -> None:
         """A connection is gone. Its calls go on."""

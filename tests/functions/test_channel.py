@@ -28,7 +28,7 @@ class Link:
 
 
 def test_a_connection_that_opens_while_its_session_ends_is_closed() -> None:
-    session = SimpleNamespace(settings=Settings(), at_end=[], auxiliary=[], often=[], lost=None)
+    session = SimpleNamespace(settings=Settings(), at_end=[], auxiliary=[], often=[], lost=None, threads=None)
     session.check = session.wait_until_awake = lambda: None
     link = Link()
 

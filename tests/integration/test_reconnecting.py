@@ -40,7 +40,7 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SETTINGS", LASTING)
 
 
-Connect = Callable[[ChaosProxy], skyproxy.Node]
+Connect = Callable[..., skyproxy.Node]
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def connect(sky: str, served: tuple[int, str], lasting: None) -> Iterator[Connec
     """Connects through a proxy; the devices of other tests come first and keep their numbers."""
     made: list[skyproxy.Node] = []
 
-    def through(proxy: ChaosProxy) -> skyproxy.Node:
-        made.append(skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=served[1]))
+    def through(proxy: ChaosProxy, **options: bool) -> skyproxy.Node:
+        made.append(skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=served[1], **options))
         return made[-1]
 
     yield through
@@ -57,9 +57,9 @@ def connect(sky: str, served: tuple[int, str], lasting: None) -> Iterator[Connec
         node.close()
 
 
-def check_training(connect: Connect, port: int, seed: int, steps: int) -> None:
+def check_training(connect: Connect, port: int, seed: int, steps: int, **options: bool) -> None:
     with chaos_proxy(port, seed) as proxy:
-        node = connect(proxy)
+        node = connect(proxy, **options)
         expected = train(node.devices[0], steps)
         proxy.cut_after(1, 200_000, cuts=20)
         proxy.cut()
@@ -71,6 +71,10 @@ def check_training(connect: Connect, port: int, seed: int, steps: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_training_over_a_connection_that_breaks_is_exact(connect: Connect, served: tuple[int, str], seed: int) -> None:
     check_training(connect, served[0], seed, steps=12)
+
+
+def test_training_on_threads_that_sessions_share_is_exact(connect: Connect, served: tuple[int, str]) -> None:
+    check_training(connect, served[0], 3, steps=12, shares_threads=True)
 
 
 @pytest.mark.slow
@@ -228,9 +232,10 @@ def test_a_worker_that_was_killed_ends_the_session_at_once(sky: str, lasting: No
                 x.sum().item()
 
 
-def test_nothing_is_left_behind(connect: Connect, served: tuple[int, str]) -> None:
+@pytest.mark.parametrize("shares_threads", [False, True], ids=["own threads", "shared threads"])
+def test_nothing_is_left_behind(connect: Connect, served: tuple[int, str], shares_threads: bool) -> None:
     with chaos_proxy(served[0]) as proxy:
-        node = connect(proxy)
+        node = connect(proxy, shares_threads=shares_threads)
         x = torch.ones(3, device=node.devices[0])
 
         def cut_and_use() -> None:

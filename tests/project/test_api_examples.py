@@ -57,7 +57,7 @@ NOT_FOR_USERS = {
         *(
             "Compute.provision",
             "Compute.enter_client_hooks",
-            "Compute.add_actor",
+            "PoolActors.add_actor",
             "PoolCalls.run_torchrun",
             "PoolCalls.script_endpoints",
             "Compute.want_nodes",

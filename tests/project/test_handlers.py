@@ -25,9 +25,9 @@ from skyproxy.protocol.messages import (
 ROOT = Path(__file__).resolve().parents[2]
 
 READERS = {
-    (CLIENT, OPERATIONS): [("skyproxy/session/session.py", "_read_operations")],
-    (CLIENT, BULK): [("skyproxy/session/session.py", "_read_bulk")],
-    (CLIENT, FUNCTIONS): [("skyproxy/functions/channel.py", "_read")],
+    (CLIENT, OPERATIONS): [("skyproxy/session/session.py", "_handlers")],
+    (CLIENT, BULK): [("skyproxy/session/session.py", "_bulk_handlers")],
+    (CLIENT, FUNCTIONS): [("skyproxy/functions/channel.py", "_handlers")],
     (CLIENT, JOBS): [("skyproxy/jobs/link.py", "order")],
     (WORKER, OPERATIONS): [("skyproxy_server/named_batches.py", "resolve")],
     (WORKER, BULK): [("skyproxy_server/transfers.py", "receive")],

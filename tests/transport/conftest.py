@@ -12,6 +12,7 @@ import pytest
 
 from skyproxy.protocol.messages import CLIENT, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.settings import Settings
+from skyproxy.transport.shared_threads import shared_threads
 from skyproxy.transport.stream import PlainStream, Stream
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
@@ -62,6 +63,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
         settings: Settings = FAST,
         handshake: bool = True,
         buffer_bytes: int = 0,
+        shares_threads: bool = False,
     ) -> Pair:
         sockets = tcp_pair(buffer_bytes)
         streams: tuple[Stream, Stream]
@@ -69,7 +71,8 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
             streams = tls_streams(request.getfixturevalue("tls_contexts"), *sockets)
         else:
             streams = PlainStream(sockets[0]), PlainStream(sockets[1])
-        client = WebSocketTransport(streams[0], CLIENT, settings)
+        threads = shared_threads() if shares_threads else None
+        client = WebSocketTransport(streams[0], CLIENT, settings, threads=threads)
         worker = WebSocketTransport(streams[1], WORKER, settings)
         made.extend((client, worker))
         if handshake:

@@ -101,9 +101,10 @@ def payload(number: int) -> bytes:
 
 # An interrupt may strike in a callback of the garbage collector, PyTorch's compiler has one; Python then reports it so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("shares_threads", [False, True], ids=["own threads", "shared threads"])
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_no_batch_is_lost_torn_or_repeated(make_pair, storm: Storm, tls: bool) -> None:
-    client, worker = make_pair(tls=tls, buffer_bytes=8192, settings=PATIENT)
+def test_no_batch_is_lost_torn_or_repeated(make_pair, storm: Storm, tls: bool, shares_threads: bool) -> None:
+    client, worker = make_pair(tls=tls, buffer_bytes=8192, settings=PATIENT, shares_threads=shares_threads)
     expected = iter(range(1, 10**9))
 
     def check(message: Message) -> None:
