@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import skyproxy
+from skyproxy import nodes
 from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.runtime import debug_rooms
 from skyproxy.runtime.debug_rooms import Line
@@ -159,3 +162,44 @@ def test_where_it_cannot_wait_the_way_is_named(node: skyproxy.Node, options: dic
         pytest.skip("processes of functions need Linux")
     with pytest.raises(RuntimeError, match=r"debug=True, or set SKYPROXY_DEBUG=1 .* `skyproxy debug` attaches"):
         node.submit(add_up, 3, **options).result(WAIT_SECONDS)
+
+
+def add_up_on_each(count: int) -> tuple[int, int]:
+    rank = skyproxy.instance_info().rank
+    total = 100 * rank
+    breakpoint()
+    return rank, total + count
+
+
+@pytest.mark.usefixtures("rooms")
+def test_ranks_of_a_pool_wait_each_by_itself_and_say_which_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(nodes.SETTINGS, debug=True))
+    with skyproxy.Compute(name="looked-at", provider=skyproxy.Local(device="cpu"), nodes=2) as pool:
+        future = skyproxy.function(add_up_on_each)(1).submit_to_all(pool)
+        lines = [attached_to_rank(rank) for rank in range(2)]
+        for rank in (1, 0):  # in any order: none waits for another
+            line, row = lines[rank]
+            assert (row["function"], row["rank"], row["world_size"]) == ("add_up_on_each", rank, 2)
+            assert row["pool"].startswith("looked-at")
+            until_prompt(line)
+            line.send({"line": "p 'total is', total"})
+            assert f"('total is', {100 * rank})" in until_prompt(line)
+            line.send({"line": f"!total = {7 + rank}"})
+            until_prompt(line)
+            line.send({"line": "c"})
+        assert future.result(WAIT_SECONDS) == [(0, 8), (1, 9)]
+        for line, _ in lines:
+            line.close()
+
+
+def attached_to_rank(rank: int) -> tuple[Line, dict[str, Any]]:
+    """A connection as `skyproxy debug` makes it, to the call that waits on a rank."""
+    done, end = threading.Event(), time.monotonic() + WAIT_SECONDS
+    while not done.wait(0.01) and time.monotonic() < end:
+        for line in debug_rooms.programs():
+            for row in debug_rooms.waiting(line):
+                if row["rank"] == rank:
+                    line.send({"attach": row["id"]})
+                    return line, row
+            line.close()
+    raise AssertionError(f"rank {rank} did not wait")
