@@ -54,6 +54,7 @@ class LastingTransport(Transport):
         self._attempt = 0
         self._detached_at: float | None = None
         self._is_over = False
+        self._repeated_bytes = 0
         link.connection.keep_answers()
 
     @property
@@ -102,6 +103,7 @@ class LastingTransport(Transport):
                 return False
             for message in link.connection.continue_from(self._link.connection, received):
                 link.repeat(message)
+            self._repeated_bytes = link.connection.kept_bytes
             if self._last_ack is not None:
                 link.repeat(self._last_ack)
             self._link = link
@@ -194,7 +196,9 @@ class LastingTransport(Transport):
             if connection.kept_bytes <= self._max_kept_bytes:
                 return
             if self._detached_at is None:
-                self._give_up(connection)
+                # One that has just come back has been told as much as may be kept, and could not yet say that it came.
+                if connection.kept_bytes > self._max_kept_bytes + self._repeated_bytes:
+                    self._give_up(connection)
                 return
         self._wait_for_link(link, SessionLostError("the session was not taken up again"))
 

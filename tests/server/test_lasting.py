@@ -239,3 +239,26 @@ def test_a_session_without_a_connection_can_be_ended(kept: Kept) -> None:
     assert kept.detached.wait(SOON_SECONDS)
     kept.session.expire()
     assert ended.wait(SOON_SECONDS)
+
+
+def test_a_client_that_comes_back_to_many_answers_may_come_back_again() -> None:
+    """It is told as much as may be kept, and could not yet say that any of it came."""
+    kept = Kept(max_kept_bytes=1000)
+    kept.client.cut()
+    said = threading.Event()
+
+    def speak() -> None:
+        for number in (1, 2, 3):
+            kept.session.send(reply(number, 600))
+        said.set()
+
+    kept.later(speak)
+    while kept.session.connection.answers < 2:
+        assert kept.threads[0].is_alive()
+    client = kept.come_back(received=0)
+    assert said.wait(SOON_SECONDS)
+    assert numbers(client, 3) == [1, 2, 3]
+    assert kept.session.secret  # it may come back
+    kept.session.send(reply(4, 600))
+    assert not kept.session.secret  # it says nothing for too long
+    kept.close()
