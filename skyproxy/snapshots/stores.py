@@ -8,18 +8,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import secrets
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
 
+T = TypeVar("T")
 _URL_MARK = "://"
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 0.2
+"""Before the second attempt at a store elsewhere; twice as long before the third."""
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""What another attempt would meet again."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -238,7 +246,8 @@ def write_at(file: int, content: memoryview | bytes, offset: int) -> None:
 
 
 class FsspecStore:
-    """A place that fsspec reaches. Large files are written to this machine's temporary folder first.
+    """A place that fsspec reaches. Large files are written to this machine's temporary folder first. What fails there
+    is tried again, and what was written is looked at: a connection may break in the middle.
 
     Args:
         address: such as "s3://bucket/folder".
@@ -277,35 +286,47 @@ class FsspecStore:
     def _names(self, kind: str) -> list[str]:
         with self._name_place():
             try:
-                self._system.invalidate_cache()
-                rows = self._system.ls(self._path, detail=True)
+                rows = self._attempt(self._fresh_rows)
             except FileNotFoundError:
                 return []
             return [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == kind]
 
+    def _fresh_rows(self) -> list[dict[str, Any]]:
+        self._system.invalidate_cache()
+        rows: list[dict[str, Any]] = self._system.ls(self._path, detail=True)
+        return rows
+
     def prepare(self) -> None:
         with self._name_place():
-            self._system.makedirs(self._path, exist_ok=True)
+            self._attempt(lambda: self._system.makedirs(self._path, exist_ok=True))
 
     def read(self, name: str) -> bytes:
         with self._name_place():
-            return bytes(self._system.cat_file(self._join(name)))
+            return bytes(self._attempt(lambda: self._system.cat_file(self._join(name))))
 
     def write(self, name: str, content: bytes) -> None:
-        with self._name_place():
+        def put() -> None:
             self._system.pipe_file(self._join(name), content)
+            self._check_size(name, len(content))
+
+        with self._name_place():
+            self._attempt(put)
 
     def open(self, name: str) -> Source:
         with self._name_place():
-            return _Remote(self, self._system, self._join(name))
+            return self._attempt(lambda: _Remote(self, self._system, self._join(name)))
 
     def draft(self, name: str) -> Path:
         return Path(tempfile.gettempdir()) / f".skyproxy-{secrets.token_hex(8)}-{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
+        def put() -> None:
+            self._system.put_file(str(draft), self._join(name))
+            self._check_size(name, draft.stat().st_size)
+
         try:
             with self._name_place():
-                self._system.put_file(str(draft), self._join(name))
+                self._attempt(put)
         finally:
             draft.unlink(missing_ok=True)
 
@@ -314,11 +335,35 @@ class FsspecStore:
 
     def remove(self, name: str) -> None:
         with self._name_place(), contextlib.suppress(FileNotFoundError):
-            self._system.rm_file(self._join(name))
+            self._attempt(lambda: self._system.rm_file(self._join(name)))
 
     def remove_place(self) -> None:
         with contextlib.suppress(Exception):  # an object store has no folders
             self._system.rmdir(self._path)
+
+    def _check_size(self, name: str, byte_count: int) -> None:
+        """Raises:
+        OSError: a file that was just written is not whole.
+        """
+        self._system.invalidate_cache()
+        there = self._system.size(self._join(name))
+        if there != byte_count:
+            raise OSError(errno.EIO, f"{name} has {there} bytes there, and {byte_count} were written")
+
+    def _attempt(self, act: Callable[[], T]) -> T:
+        """Do something that may fail for a moment, a few times.
+
+        Raises:
+            Exception: what the last attempt raised, or one that no other attempt would mend.
+        """
+        for pause in (_PAUSE_SECONDS * 2**number for number in range(_ATTEMPTS - 1)):
+            try:
+                return act()
+            except _FINAL:
+                raise
+            except Exception:
+                time.sleep(pause * random.uniform(0.5, 1.5))
+        return act()
 
     def _join(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}"
@@ -353,7 +398,7 @@ class _Remote:
         if end <= offset:
             return 0
         with self._store._name_place():
-            content = self._system.cat_file(self._path, start=offset, end=end)
+            content = self._store._attempt(lambda: self._system.cat_file(self._path, start=offset, end=end))
         count = min(len(content), len(target))
         target[:count] = content[:count]
         return count

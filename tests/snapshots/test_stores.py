@@ -13,16 +13,24 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.snapshots import stores
 from skyproxy.snapshots.stores import FsspecStore, LocalStore, Store, is_address, open_store, read_whole
 from tests.server.snapshots.sessions import ADD_, Session, restored
 
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="pipes and links")
 
 
-@pytest.fixture(params=["folder", "address"])
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture(params=["folder", "address of a folder", "address"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "folder":
         yield open_store(tmp_path / "a")
+    elif request.param == "address of a folder":
+        yield open_store(f"file://{tmp_path}/a")
     else:
         yield open_store(f"memory://stores/{tmp_path.name}")
         MemoryFileSystem.store.clear()
@@ -102,8 +110,59 @@ def test_a_pipe_or_a_link_in_place_of_a_file_is_refused_at_once(tmp_path: Path) 
             store.read(name)
 
 
-def test_a_session_goes_on_from_an_address(tmp_path: Path) -> None:
-    address = f"memory://worker/{tmp_path.name}"
+@pytest.mark.parametrize("method", ["cat_file", "pipe_file", "ls", "size"])
+def test_what_fails_for_a_moment_is_tried_again(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures = open_store(f"memory://stores/{tmp_path.name}"), [RuntimeError("throttled"), OSError("reset")]
+    store.prepare()
+    function = getattr(MemoryFileSystem, method)
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(MemoryFileSystem, method, fail)
+    store.write("a", b"content")
+    assert (store.files(), store.read("a"), read_whole(store.open("a"))) == (["a"], b"content", b"content")
+    assert not failures
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_is_half_written_is_written_again_or_refused(
+    is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"memory://stores/{tmp_path.name}")
+    store.prepare()
+    left, pipe, put = [1], MemoryFileSystem.pipe_file, MemoryFileSystem.put_file
+
+    def pipe_half(self: Any, path: str, value: bytes, **keywords: Any) -> None:
+        pipe(self, path, value[: len(value) // 2] if left and left.pop() else value, **keywords)
+
+    def put_half(self: Any, source: str, path: str, **keywords: Any) -> None:
+        put(self, source, path, **keywords)
+        pipe_half(self, path, Path(source).read_bytes())
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_half)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_half)
+
+    def write(content: bytes) -> None:
+        if not is_large:
+            store.write("a", content)
+            return
+        draft = store.draft("a")
+        draft.write_bytes(content)
+        store.publish(draft, "a")
+
+    write(b"x" * 1000)
+    assert store.read("a") == b"x" * 1000
+    left += [1] * 100
+    with pytest.raises(OSError, match="a has 500 bytes there, and 1000 were written"):
+        write(b"y" * 1000)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "local"])
+def test_a_session_goes_on_from_an_address(tmp_path: Path, scheme: str) -> None:
+    address = f"memory://worker/{tmp_path.name}" if scheme == "memory" else f"{scheme}://{tmp_path}/worker"
     with Session(address) as session:
         session.put(s1=torch.rand(2 << 20), s2=torch.rand(5))
         session.slots[3] = session.slots[2][1:4]
