@@ -10,7 +10,7 @@ from typing import Any
 from skyproxy.errors import ConnectError, SkyproxyError
 from skyproxy.protocol.messages import FUNCTIONS, OPERATIONS, Hello, Welcome
 from skyproxy.protocol.versions import SUPPORTED
-from skyproxy.session.protection import NewSession
+from skyproxy.session.restoring import NewSession
 from skyproxy.settings import Settings
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport

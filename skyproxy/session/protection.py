@@ -8,19 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from skyproxy.errors import ConfigurationError, ProtocolError, RemoteError, SessionLostError, visible
+from skyproxy.errors import ConfigurationError, SessionLostError, visible
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Warned, Welcome
+from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
 from skyproxy.session.reconnecting import Fresh
 from skyproxy.session.recorder import Recorder
-from skyproxy.session.restoring import WorkerEndedError, ask_first
+from skyproxy.session.restoring import NewSession, Progress, WorkerEndedError, load_newest
 from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
+from skyproxy.session.worker_warnings import ToldWarnings
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")
@@ -29,21 +30,9 @@ _RETRY_SECONDS = 1.0
 """The time after which a snapshot that was refused is asked for again."""
 _LOG_SHARE = 0.75
 """The part of the log's bound from which a snapshot is due."""
-_FRUITLESS_RECOVERIES = 5
-"""Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
-_TOLD_WARNINGS = 4096
-"""Warnings that are remembered, so that none is shown twice."""
 _PARTS = 3
 """Parts that another worker is given: the operations, the bulk connection, and the uploads that it needs."""
 _LOOK_SECONDS = 0.005
-
-
-class NewSession(NamedTuple):
-    """The connections of a session that was opened to go on with another's work."""
-
-    operations: Transport
-    bulk: Transport
-    welcome: Welcome
 
 
 OpenAnew = Callable[[str, threading.Event], NewSession]
@@ -92,6 +81,7 @@ class Protection:
         stall_seconds: how long recording waits, at the bound of the log, for a worker that does not answer.
         is_passing: whether it ends when the session has a worker again, for only a suspension needs it.
         suspension: whether the session is without a worker now, and needs none.
+        told: the warnings that the program has heard of.
     """
 
     def __init__(
@@ -132,8 +122,7 @@ class Protection:
         self._retry_at = 0.0
         self._wanted = False
         self._unrepeatable_names: dict[int, str] = {}
-        self._fruitless = 0
-        self._reached = 0
+        self._progress = Progress()
         self._is_off = False
         self.is_moving = self.is_passing = False
         self.suspension = Suspension(recorder, waiters)
@@ -144,7 +133,7 @@ class Protection:
         self.patience_seconds = self.stall_seconds = math.inf
         self._is_settled = threading.Event()  # no other worker is taking over now
         self._is_settled.set()
-        self._told: dict[int, None] = {}
+        self.told = ToldWarnings()
         self._part_lock = threading.Lock()
         self._on_moved: Callable[[], object] = lambda: None
 
@@ -312,16 +301,6 @@ class Protection:
         """Wait until a worker that is taking over has done so; nothing else would be left of the session."""
         self._is_settled.wait()
 
-    def is_news(self, warned: Warned) -> bool:
-        """Return whether a warning is told for the first time: operations that are executed again warn again."""
-        key = hash(repr((warned.category, warned.message, warned.place)))
-        if key in self._told:
-            return False
-        if len(self._told) >= _TOLD_WARNINGS:
-            self._told.pop(next(iter(self._told)))
-        self._told[key] = None
-        return True
-
     # --- moving ------------------------------------------------------------------------------------------------------
 
     def move(self, opened: NewSession, on_moved: Callable[[], object], bring: Bring) -> None:
@@ -344,7 +323,10 @@ class Protection:
             taken = self.snapshot()
             bring(self.name, str(taken["snapshot"]), int(taken["sequence"]))
             try:
-                self._prepared = opened, self._load(opened, "the session was not moved")
+                self._prepared = (
+                    opened,
+                    load_newest(opened, self.name, self.log, self._usable_starts(), "the session was not moved"),
+                )
             except SessionLostError as problem:
                 raise ConfigurationError(f"{problem}. It goes on where it was.") from problem
             self._parts = 0
@@ -400,7 +382,7 @@ class Protection:
         self.suspension.wait()
         if self._is_off:
             raise SessionLostError("the session was closed")
-        self._fruitless = 0
+        self._progress.begin_anew()
 
     def _take_prepared(self) -> tuple[Fresh, Fresh] | None:
         """Return the connections of the worker that the session moves to, where all it needs is still logged."""
@@ -439,12 +421,13 @@ class Protection:
 
     def _recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
         if not self.suspension.is_on:
-            self._look_for_progress(reason)
+            recorder = self._recorder
+            self._progress.note_end(recorder.batches - len(recorder.sent_batches()), reason)
         while not stop.is_set():
             self._check_log(reason)
             opened = self._open_anew(reason, stop)
             try:
-                start = self._load(opened, reason)
+                start = load_newest(opened, self.name, self.log, self._usable_starts(), reason)
             except SessionLostError as lost:
                 opened.operations.close()
                 opened.bulk.close()
@@ -465,20 +448,6 @@ class Protection:
             return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
         raise SessionLostError("the session was closed")
 
-    def _look_for_progress(self, reason: str) -> None:
-        """Give up where one worker after the other ends over the same operations.
-
-        Raises:
-            SessionLostError: they do.
-        """
-        recorder = self._recorder
-        reached, self._reached = self._reached, recorder.batches - len(recorder.sent_batches())
-        self._fruitless = self._fruitless + 1 if self._reached == reached else 0
-        if self._fruitless >= _FRUITLESS_RECOVERIES:
-            raise SessionLostError(
-                f"{reason}; and so did {self._fruitless} workers before it, over the same operations"
-            )
-
     def _check_log(self, reason: str) -> None:
         starts = self._usable_starts()
         if not starts:
@@ -494,34 +463,6 @@ class Protection:
         missing = {item.sequence for item in (pending, complete) if item is not None and item.unanswered & unanswered}
         return [start for start in self.log.starts() if start not in missing]
 
-    def _load(self, opened: NewSession, reason: str) -> int:
-        """Restore the newest snapshot in a new session; return the batch that began it.
-
-        Raises:
-            SessionLostError: none can be restored; its cause says so where the new worker has ended as well.
-        """
-        link, starts = opened.operations, self._usable_starts()
-        try:
-            rows = ask_first(link, Sequence(1), "list_snapshots", [self.name])
-            there = {row["sequence"]: str(row["snapshot"]) for row in rows if row["sequence"] in starts}
-            start = next((start for start in starts if start in there), None)
-            if start is None:
-                raise SessionLostError(f"{reason}; and another worker has no snapshot of this session")
-            hole = self.log.hole_after(start)
-            if hole is not None:
-                raise SessionLostError(_unrepeatable_text(reason, hole))
-            value = ask_first(link, Sequence(2), "load_snapshot", [self.name, there[start]])
-            if value["sequence"] != start:
-                raise SessionLostError(f"{reason}; and another worker restored another snapshot: {value!r:.200}")
-            link.connection.jump_to(Sequence(start))
-        except RemoteError as error:
-            raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
-        except (KeyError, TypeError) as error:
-            raise SessionLostError(f"{reason}; and another worker lists impossible snapshots: {error!r}") from error
-        except (WorkerEndedError, ProtocolError) as error:
-            raise SessionLostError(f"{reason}; and then: {error}") from WorkerEndedError(str(error))
-        return start
-
     def replay(self, start: int, before: Connection, link: Transport) -> None:
         """Send what is logged behind the snapshot, and take note of it on the new connection."""
         kept = before.kept_batches()
@@ -531,10 +472,6 @@ class Protection:
             link.connection.on_send(same, size)
             link.repeat(same)
         self.note_part()
-
-
-def _unrepeatable_text(reason: str, hole: Hole) -> str:
-    return f"{reason}; and since the last snapshot {hole.reason}, which cannot be done again"
 
 
 def _short(reason: str) -> str:

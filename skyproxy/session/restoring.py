@@ -1,17 +1,20 @@
-"""Questions to a worker that is to go on with another one's session, before anybody else reads the connection."""
+"""A worker that is to go on with another one's session: what it is asked before anybody else reads the connection."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from skyproxy.errors import RemoteError, SessionLostError, visible
+from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Batch, Failure, Reply, Sequence
+from skyproxy.protocol.messages import Batch, Failure, Reply, Sequence, Welcome
+from skyproxy.session.batch_log import BatchLog
 from skyproxy.transport.base import Transport
 
 _ANSWER_SECONDS = 600.0
 """The longest wait for a worker to load a snapshot."""
+_FRUITLESS_RECOVERIES = 5
+"""Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
 
 
 class WorkerEndedError(SessionLostError):
@@ -41,3 +44,72 @@ def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[ob
             return message.value
         if isinstance(message, Failure):
             raise RemoteError(visible(message.error.get("message") or "it failed"))
+
+
+class NewSession(NamedTuple):
+    """The connections of a session that was opened to go on with another's work."""
+
+    operations: Transport
+    bulk: Transport
+    welcome: Welcome
+
+
+def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int], reason: str) -> int:
+    """Restore the newest snapshot in a new session; return the batch that began it.
+
+    Args:
+        opened: the session, which is empty.
+        name: the name of the snapshots.
+        log: what was sent since them.
+        starts: the batches that began snapshots from which it can go on, the newest first.
+        reason: why the worker before is left, for people.
+
+    Raises:
+        SessionLostError: none can be restored; its cause says so where the new worker has ended as well.
+    """
+    link = opened.operations
+    try:
+        rows = ask_first(link, Sequence(1), "list_snapshots", [name])
+        there = {row["sequence"]: str(row["snapshot"]) for row in rows if row["sequence"] in starts}
+        start = next((start for start in starts if start in there), None)
+        if start is None:
+            raise SessionLostError(f"{reason}; and another worker has no snapshot of this session")
+        hole = log.hole_after(start)
+        if hole is not None:
+            raise SessionLostError(f"{reason}; and since the last snapshot {hole.reason}, which cannot be done again")
+        value = ask_first(link, Sequence(2), "load_snapshot", [name, there[start]])
+        if value["sequence"] != start:
+            raise SessionLostError(f"{reason}; and another worker restored another snapshot: {value!r:.200}")
+        link.connection.jump_to(Sequence(start))
+    except RemoteError as error:
+        raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise SessionLostError(f"{reason}; and another worker lists impossible snapshots: {error!r}") from error
+    except (WorkerEndedError, ProtocolError) as error:
+        raise SessionLostError(f"{reason}; and then: {error}") from WorkerEndedError(str(error))
+    return start
+
+
+class Progress:
+    """How far workers came, one after the other: where several end over the same operations, those are to blame."""
+
+    def __init__(self) -> None:
+        self._fruitless = 0
+        self._reached = 0
+
+    def begin_anew(self) -> None:
+        """Forget the workers that ended without progress."""
+        self._fruitless = 0
+
+    def note_end(self, reached: int, reason: str) -> None:
+        """Take note that a worker ended after so many batches.
+
+        Raises:
+            SessionLostError: so did several before it, and none came further.
+        """
+        before, self._reached = self._reached, reached
+        self._fruitless = self._fruitless + 1 if reached == before else 0
+        if self._fruitless >= _FRUITLESS_RECOVERIES:
+            raise SessionLostError(
+                f"{reason}; and so did {self._fruitless} workers before it, over the same operations"
+            )

@@ -35,11 +35,12 @@ from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.leaving import Leave
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.protection import Bring, NewSession, OpenAnew, Protection
+from skyproxy.session.protection import Bring, OpenAnew, Protection
 from skyproxy.session.reading import Reading
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
+from skyproxy.session.restoring import NewSession
 from skyproxy.session.transfers import Uploads
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
@@ -292,7 +293,7 @@ class Session(Requests):
             waiter.fail(error)
 
     def _on_warned(self, warned: Warned) -> None:
-        if self.protection is None or self.protection.is_news(warned):
+        if self.protection is None or self.protection.told.is_news(warned):
             self._failures.on_warned(warned)
 
     # --- protection --------------------------------------------------------------------------------------------------

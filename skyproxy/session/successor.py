@@ -17,7 +17,7 @@ from skyproxy.errors import (
 from skyproxy.protocol.messages import Welcome
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import Opener
-from skyproxy.session.protection import NewSession
+from skyproxy.session.restoring import NewSession
 from skyproxy.session.session import Session
 from skyproxy.transport.links import is_link
 from skyproxy.transport.trust import client_context

@@ -8,10 +8,14 @@ from collections import deque
 from types import CodeType
 from typing import Any
 
+from skyproxy.protocol.messages import Warned
+
 _KEPT = 1000
 _MOST_SHOWN = 10_000
 """Python notes each text that it has shown, and a worker has endless ones."""
 _MOST_CHARACTERS = 4000
+_TOLD_WARNINGS = 4096
+"""Warnings of a protected session that are remembered, so that none is shown twice."""
 _CATEGORIES: dict[str, type[Warning]] = {
     kind.__name__: kind
     for kind in (UserWarning, DeprecationWarning, FutureWarning, PendingDeprecationWarning, RuntimeWarning)
@@ -63,3 +67,20 @@ class WorkerWarnings:
             if names.get("__file__") == filename:
                 return str(names.get("__name__")), names.setdefault("__warningregistry__", {})
         return filename.removesuffix(".py"), self._registries.setdefault(filename, {})
+
+
+class ToldWarnings:
+    """Warnings that a protected session was told: operations that are executed again warn again."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, None] = {}
+
+    def is_news(self, warned: Warned) -> bool:
+        """Return whether a warning is told for the first time, and remember it."""
+        key = hash(repr((warned.category, warned.message, warned.place)))
+        if key in self._told:
+            return False
+        if len(self._told) >= _TOLD_WARNINGS:
+            self._told.pop(next(iter(self._told)))
+        self._told[key] = None
+        return True

@@ -14,7 +14,7 @@ import torch
 
 import skyproxy
 from skyproxy.errors import CancelledOperationError, RemoteError
-from skyproxy.session.protection import NewSession
+from skyproxy.session.restoring import NewSession
 from tests.integration import protected_programs as programs
 from tests.integration.programs import wait_for, worker
 from tests.integration.protected_programs import Served

@@ -28,11 +28,12 @@ from skyproxy.protocol.messages import (
     Warned,
     Welcome,
 )
-from skyproxy.session import protection as protection_module
+from skyproxy.session import worker_warnings
 from skyproxy.session.batch_log import BatchLog
-from skyproxy.session.protection import NewSession, Protection
+from skyproxy.session.protection import Protection
 from skyproxy.session.reconnecting import ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
+from skyproxy.session.restoring import NewSession
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
@@ -272,7 +273,7 @@ class ProtectedSession(RuleBasedStateMachine):
         self.worker.is_dead = True
         for _ in range(min(lost, len(self.worker.answers))):
             self.worker.answers.pop()
-        self.protection._fruitless = 0  # that one gives up in the end is another test
+        self.protection._progress.begin_anew()  # that one gives up in the end is another test
         self._read()
 
     def teardown(self) -> None:
@@ -425,20 +426,20 @@ def test_an_upload_that_is_larger_than_the_log_may_be_is_mended_by_a_snapshot(bo
 
 
 def test_a_warning_that_comes_again_is_no_news(bounded: ProtectedSession) -> None:
-    protection = bounded.protection
+    told = bounded.protection.told
     place: dict[str, int] = {"sequence": 7, "position": 3}
     first = Warned("UserWarning", "careful", place)
-    assert [protection.is_news(first), protection.is_news(first)] == [True, False]
+    assert [told.is_news(first), told.is_news(first)] == [True, False]
     others = [
         Warned("UserWarning", "careful", {**place, "sequence": 8}),
         Warned("UserWarning", "careful", {**place, "graph": 1}),
         Warned("UserWarning", "very careful", place),
         Warned("UserWarning", "careful", None),  # type: ignore[arg-type]  # a worker may send anything
     ]
-    assert all(map(protection.is_news, others))
-    for number in range(protection_module._TOLD_WARNINGS + 1):
-        protection.is_news(Warned("UserWarning", "careful", {"sequence": number, "position": 0}))
-    assert len(protection._told) <= protection_module._TOLD_WARNINGS
+    assert all(map(told.is_news, others))
+    for number in range(worker_warnings._TOLD_WARNINGS + 1):
+        told.is_news(Warned("UserWarning", "careful", {"sequence": number, "position": 0}))
+    assert len(told._told) <= worker_warnings._TOLD_WARNINGS
 
 
 # --- a worker that does not answer -----------------------------------------------------------------------------------
