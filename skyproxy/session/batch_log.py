@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from skyproxy.protocol import commands, framing
-from skyproxy.protocol.messages import Buffer, Message
+from skyproxy.protocol.messages import Batch, Buffer, Message, Sequence
 
 _ENTRY_BYTES = 160
 """The memory of an entry beside the bytes of its batch."""
@@ -20,7 +20,6 @@ _UNREPEATABLE = {
     "adopt_results": "a function's results became tensors",
     "end_cancellation": "operations were cancelled",
     "hold_named": "the session was given a name",
-    "adopt_named": "a value was taken from a name",
     "adopt_snapshot": "saved values were restored",
 }
 """Controls whose effect depends on more than what the log has, and what to call them."""
@@ -154,10 +153,21 @@ class BatchLog:
         with self._lock:
             if sequence in self._begun:
                 self._begun.remove(sequence)
+                self._blank(sequence)
             if self._durable is None and not self._begun:
                 self._batches = None
                 self._holes.clear()
                 self._drop_uploads(self._uploads_until(None))
+
+    def _blank(self, sequence: int) -> None:
+        """Leave of a batch that asked for a snapshot in vain nothing but its number: another worker might take that
+        snapshot, which nobody asks for any more, and give up an older one for it.
+        """
+        batches = self._batches
+        for index, entry in enumerate(list(batches or ())):
+            if batches is not None and entry.sequence == sequence and entry.frame:
+                frame = b"".join(framing.encode(Batch(Sequence(sequence), []), self._max_frame_bytes))
+                batches[index] = entry._replace(frame=frame)
 
     def commit(self, sequence: int) -> None:
         """Drop what is not needed any more: the snapshot that this batch began is durable."""

@@ -23,6 +23,7 @@ from skyproxy.snapshots.documents import (
     Table,
     data,
     entry,
+    flag,
     pack,
     real,
     refuse,
@@ -100,7 +101,15 @@ class Draft:
         """Return whether a piece was put into it."""
         return digest in self._used
 
-    def finish(self, document: Table, contents: list[list[bytes]], total_bytes: int, names: bytes = b"") -> str:
+    def finish(
+        self,
+        document: Table,
+        contents: list[list[bytes]],
+        total_bytes: int,
+        names: bytes = b"",
+        *,
+        clears: bool = True,
+    ) -> str:
         """Make the snapshot; return its name.
 
         Args:
@@ -108,6 +117,7 @@ class Draft:
             contents: for each storage, its pieces.
             total_bytes: the size of all storages.
             names: what a client keeps with it: see `saved`.
+            clears: whether older ones go, which is for `clear_away` otherwise.
 
         Raises:
             OSError: there is no space.
@@ -125,7 +135,10 @@ class Draft:
             "made_at": time.time(),
             "names": names,
         }
-        return self._folder.add(pack(header))
+        number = self._folder.add(pack(header))
+        if clears:
+            self._folder.clear_away()
+        return number
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -212,7 +225,6 @@ class SnapshotFolder:
         self._check_claim()
         number = (self.numbers() or [0])[0] + 1
         self.store.write(_header_name(number), MAGIC + hashlib.sha256(body).digest() + body)
-        self.clear_away()
         return str(number)
 
     def clear_away(self) -> None:
@@ -376,10 +388,15 @@ class SnapshotFolder:
 
 
 def _session_of(document: Table) -> dict[str, object]:
-    """Return the name of the named session that a snapshot has, as a part of its row."""
+    """Return what a snapshot has of a named session, as a part of its row."""
     if "named" not in document:
         return {}
-    return {"session": text(entry(table(document["named"], "its named session"), "name"), "the name of a session", 200)}
+    named = table(document["named"], "its named session")
+    return {
+        "session": text(entry(named, "name"), "the name of a session", 200),
+        "names": len(rows(entry(named, "values"), "its named values")),
+        "held": flag(named.get("held", False), "whether a program uses it"),
+    }
 
 
 def _header_name(number: int) -> str:

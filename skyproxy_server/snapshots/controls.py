@@ -44,37 +44,44 @@ def adopt_snapshot(session: SessionState, pairs: list[list[int]]) -> None:
 
 def read_snapshot(session: SessionState, name: str, number: str = "", offset: int = 0) -> dict[str, object]:
     """Return a part of a snapshot's document, for a client that copies it; "snapshot", "total_bytes", "part"."""
-    return _snapshots(session).out.header(name, number, offset)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).out.header(name, number, offset)
 
 
 def read_snapshot_piece(session: SessionState, digest: bytes) -> bytes:
     """Return some bytes of its tensors."""
-    return _snapshots(session).out.piece(digest)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).out.piece(digest)
 
 
 def begin_snapshot(session: SessionState, name: str, piece_count: int) -> None:
     """Begin to take a snapshot that a client copies here."""
-    _snapshots(session).into.begin(name, piece_count)
+    with session.idle():  # waiting for the disk computes nothing
+        _snapshots(session).into.begin(name, piece_count)
 
 
 def write_snapshot_piece(session: SessionState, content: bytes) -> bytes:
     """Take some bytes of its tensors."""
-    return _snapshots(session).into.piece(content)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).into.piece(content)
 
 
 def write_snapshot(session: SessionState, part: bytes, is_last: bool) -> str:
     """Take a part of its document; with the last part, the name that it has here."""
-    return _snapshots(session).into.header(part, is_last)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).into.header(part, is_last)
 
 
 def list_snapshots(session: SessionState, name: str = "") -> list[dict[str, object]]:
     """Return a row for each snapshot of this token."""
-    return _snapshots(session).rows(name)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).rows(name)
 
 
 def delete_snapshot(session: SessionState, name: str, number: str = "") -> bool:
     """Delete a snapshot, or all of a name; return whether there was one."""
-    return _snapshots(session).delete(name, number)
+    with session.idle():  # waiting for the disk computes nothing
+        return _snapshots(session).delete(name, number)
 
 
 def install() -> None:

@@ -24,6 +24,7 @@ from skyproxy.snapshots.documents import (
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Draft, Opened, SnapshotFolder
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
+from skyproxy_server.snapshots.volume import VolumeThread
 
 _MOST_PIECES = 500_000
 """2 TiB, and a header of a pack that is still below the bound of its format."""
@@ -42,10 +43,12 @@ class CopiesOut:
 
     Args:
         folder: finds the folder of a name.
+        volume: the thread that reads, which alone changes anything here.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, volume: VolumeThread) -> None:
         self._folder = folder
+        self._volume = volume
         self._opened: Opened | None = None
         self._key = ("", "")
         self._header = b""
@@ -54,8 +57,11 @@ class CopiesOut:
         """Open a snapshot, and return a part of its document and contents: "snapshot", "total_bytes", "part".
 
         Raises:
-            SnapshotError: there is none, or it is not whole.
+            SnapshotError: there is none, or it is not whole, or the volume hangs.
         """
+        return self._volume.run("reading a snapshot", lambda: self._header_part(name, number, offset))
+
+    def _header_part(self, name: str, number: str, offset: int) -> dict[str, object]:
         if type(offset) is not int or offset < 0:
             raise ProtocolError(f"no part begins at {offset!r:.40}")
         if offset == 0 or self._key != (name, number):
@@ -72,8 +78,11 @@ class CopiesOut:
         """Return a piece of the snapshot that was opened.
 
         Raises:
-            SnapshotError: it is not there, or not what it should be.
+            SnapshotError: it is not there, or not what it should be, or the volume hangs.
         """
+        return self._volume.run("reading a snapshot", lambda: self._piece(digest))
+
+    def _piece(self, digest: bytes) -> bytes:
         if self._opened is None:
             raise ProtocolError("a piece is read of a snapshot whose header was read before")
         try:
@@ -82,7 +91,7 @@ class CopiesOut:
             raise _unreadable(self._key[0], error) from error
 
     def end(self) -> None:
-        """Close the files."""
+        """Close the files. On the thread that reads."""
         opened, self._opened, self._header = self._opened, None, b""
         if opened is not None:
             opened.close()
@@ -95,10 +104,12 @@ class CopiesIn:
         folder: finds the folder of a name.
         claimed: the names that are this session's.
         hashing: hashes and writes.
+        volume: the thread that writes, which alone changes anything here.
     """
 
-    def __init__(self, folder: Folder, claimed: set[str], hashing: Executor) -> None:
+    def __init__(self, folder: Folder, claimed: set[str], hashing: Executor, volume: VolumeThread) -> None:
         self._folder = folder
+        self._volume = volume
         self._claimed = claimed
         self._hashing = hashing
         self._draft: Draft | None = None
@@ -109,8 +120,11 @@ class CopiesIn:
         """Begin one, of up to so many pieces; an unfinished one is dropped.
 
         Raises:
-            SnapshotError: it cannot be written.
+            SnapshotError: it cannot be written, or the volume hangs.
         """
+        self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, piece_count))
+
+    def _begin(self, name: str, piece_count: int) -> None:
         whole(piece_count, "the number of pieces", _MOST_PIECES)
         self.end()
         folder = self._folder(name)
@@ -125,8 +139,11 @@ class CopiesIn:
         """Take a piece; return its hash.
 
         Raises:
-            SnapshotError: it cannot be written; the snapshot is dropped.
+            SnapshotError: it cannot be written; the snapshot is dropped. Or the volume hangs.
         """
+        return self._volume.run("writing a copy of a snapshot", lambda: self._take_piece(content))
+
+    def _take_piece(self, content: bytes) -> bytes:
         if self._draft is None:
             raise ProtocolError("a piece is written behind the beginning of a snapshot")
         if not len(data(content, "a piece", PIECE_BYTES)) > 0:
@@ -142,8 +159,11 @@ class CopiesIn:
         """Take a part of the document, contents and names; with the last one, make the snapshot, and return its name.
 
         Raises:
-            SnapshotError: it is not a header, or cannot be written; the snapshot is dropped.
+            SnapshotError: it is not a header, or cannot be written; the snapshot is dropped. Or the volume hangs.
         """
+        return self._volume.run("writing a copy of a snapshot", lambda: self._take_header(part, is_last))
+
+    def _take_header(self, part: bytes, is_last: bool) -> str:
         if self._draft is None:
             raise ProtocolError("a header is written behind the beginning of a snapshot")
         self._header += data(part, "a part of a header", PIECE_BYTES)
@@ -165,7 +185,7 @@ class CopiesIn:
         return made
 
     def end(self) -> None:
-        """Give up what is not finished."""
+        """Give up what is not finished. On the thread that writes."""
         draft, self._draft = self._draft, None
         self._header = bytearray()
         if draft is not None:

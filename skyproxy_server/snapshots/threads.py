@@ -20,9 +20,11 @@ class DiskThreads(Executor):
     Args:
         count: how many there are.
         name: what they are called.
+        on_done: called by the thread that has done something.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, on_done: Callable[[], object] = lambda: None) -> None:
+        self._on_done = on_done
         self._count = count
         self._name = name
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
@@ -52,6 +54,7 @@ class DiskThreads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            self._on_done()
             del future, work  # they hold the bytes of a session
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -23,6 +23,7 @@ from skyproxy.snapshots.packs import PIECE_BYTES, pieces_of
 from skyproxy.torch_codec import byte_view
 from skyproxy_server.reports import Deferred
 from skyproxy_server.snapshots.capture import Captured
+from skyproxy_server.snapshots.volume import hangs
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -34,18 +35,6 @@ _Filled = tuple[torch.Tensor, list[tuple[int, int]]]
 """A buffer, and where in it the pieces begin and end."""
 _Started = tuple[torch.Tensor, "list[Future[bytes]]"]
 """A buffer, and its pieces on their way."""
-
-
-class VolumeHangsError(SnapshotError):
-    """The volume has taken nothing for too long."""
-
-
-def hangs(seconds: float) -> VolumeHangsError:
-    """Return the error for a volume that has taken nothing for so long."""
-    return VolumeHangsError(
-        f"the worker's volume has taken nothing for {seconds:g} s (SKYPROXY_SNAPSHOT_STALL_SECONDS). The session goes "
-        "on, and the snapshots before are untouched; none is taken until the volume answers again"
-    )
 
 
 class CopyBuffers:
@@ -213,7 +202,11 @@ class WritingJob:
             for buffer, _ in copies:
                 self._buffers.give_back(buffer)
         self._buffers.let_go()
-        self._answer(found, None if error is None else self._name_error(error))
+        was_told = self._answer(found, None if error is None else self._name_error(error))
+        if error is None and was_told:
+            # Who was told that the volume hangs counts on the ones before, although this one is there after all.
+            with suppress(OSError):
+                self._folder.clear_away()
         self._done.set()
 
     def _put(self, draft: Draft, copy: _Filled) -> _Started:
@@ -229,22 +222,24 @@ class WritingJob:
         self._moved_at = time.monotonic()
         return [piece.result() for piece in pieces]
 
-    def _answer(self, found: object, error: Exception | None) -> None:
-        """Tell the client, unless it was told that the volume hangs."""
+    def _answer(self, found: object, error: Exception | None) -> bool:
+        """Tell the client, unless it was told that the volume hangs; return whether it is told now."""
         if not self._answering.acquire(blocking=False):
-            return
+            return False
         with suppress(SessionLostError):  # the session ended meanwhile; the snapshot is there
             if error is None:
                 self.answer.give(found)
             else:
                 self.answer.fail(error)
+            return True
+        return False
 
     def _finish(self, draft: Draft, digests: list[bytes]) -> dict[str, object]:
         if len(digests) != self._piece_count:
             raise SnapshotError("not all of the session could be copied. The snapshots before are untouched; try again")
         rest = iter(digests)
         contents = [[next(rest) for _ in pieces_of(size)] for size in self._sizes]
-        number = draft.finish(self._document, contents, sum(self._sizes), self._names)
+        number = draft.finish(self._document, contents, sum(self._sizes), self._names, clears=False)
         return {
             "snapshot": number,
             "sequence": self._document["sequence"],

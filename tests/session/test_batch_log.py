@@ -69,3 +69,13 @@ def test_an_upload_is_kept_until_a_snapshot_has_it(log: BatchLog) -> None:
     assert (log.jobs_after(5), log.jobs_after(7)) == (["job"], [])
     log.commit(7)
     assert log.byte_count < 1000
+
+
+def test_a_snapshot_that_was_refused_is_not_asked_for_again(log: BatchLog) -> None:
+    """Another worker might take it, and give up for it the older one, from which alone the session can go on."""
+    log.begin(6)
+    log.add(6, Batch(Sequence(6), [commands.CALL, 9, "save_snapshot", ["s"]]))
+    add(log, 7)
+    log.fail(6)
+    assert [(number, message) for number, message, _ in log.since(5, 7)][0] == (6, Batch(Sequence(6), []))
+    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]

@@ -16,7 +16,8 @@ from skyproxy.session.failures import remote_error
 from skyproxy.snapshots import direct_files
 from skyproxy.snapshots.stores import LocalStore
 from skyproxy_server.snapshots.threads import DiskThreads
-from skyproxy_server.snapshots.writing import CopyBuffers, VolumeHangsError
+from skyproxy_server.snapshots.volume import VolumeHangsError
+from skyproxy_server.snapshots.writing import CopyBuffers
 from tests.server.snapshots.sessions import CALL, Session
 
 STALL_SECONDS = 0.2
@@ -125,6 +126,34 @@ def test_the_last_step_may_hang_as_well(tmp_path: Path, monkeypatch: pytest.Monk
         assert "taken nothing" in answered(session, before + 1).error["message"]
         let_go(volume, session)
         assert [row["snapshot"] for row in session.call("list_snapshots", "s")] == ["1"]  # it became one after all
+
+
+def test_what_was_written_after_all_takes_nothing_from_the_ones_that_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, write = Volume(), LocalStore.write
+
+    def hang(self: LocalStore, name: str, content: bytes) -> None:
+        if name.startswith("snapshot"):
+            volume.hang()
+        write(self, name, content)
+
+    with Session(tmp_path, snapshot_stall_seconds=STALL_SECONDS) as session:
+        session.put(s1=torch.rand(10))
+        assert session.call("save_snapshot", "s")["snapshot"] == "1"
+        for _ in range(2):
+            volume.goes_on.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(LocalStore, "write", hang)
+                before = len(session.sent)
+                save(session)
+                assert "taken nothing" in answered(session, before + 1).error["message"]
+                volume.goes_on.set()
+                assert all(job.wait(WAIT_SECONDS) for job in session.snapshots._jobs)
+        assert [row["snapshot"] for row in session.call("list_snapshots", "s")] == ["3", "2", "1"]
+        session.snapshots._stall_seconds = WAIT_SECONDS
+        assert session.call("save_snapshot", "s")["snapshot"] == "4"
+        assert [row["snapshot"] for row in session.call("list_snapshots", "s")] == ["4", "3"]
 
 
 def test_copies_wait_for_a_volume_that_takes_something() -> None:
