@@ -148,11 +148,6 @@ def protect(
 def _protect(node: Node, policy: Protected, new_worker: NewWorker | None) -> None:
     session, opener = node._session, node._opener
     session.check()
-    if node.session_name is not None:
-        raise ConfigurationError(
-            f"the session {node.session_name!r} has a name, and what is put under a name stays on its worker: it "
-            "cannot be protected. Connect without session=..., or save what must last."
-        )
     if session.protection is not None:
         raise ConfigurationError("this session is protected already. End that first: protected.stop()")
     if opener is None or not session.welcome.limits.get("snapshots"):

@@ -143,6 +143,8 @@ class Settings:
     """Sessions without a connection that one worker keeps; when one more breaks, the oldest of them ends."""
     named_session_seconds: float = 86400.0
     """The time for which a worker keeps a named session that nobody uses."""
+    saved_session_days: float = 30.0
+    """The days for which a worker's volume keeps a named session that was saved and that nobody has come back to."""
     max_named_sessions: int = 64
     """Named sessions of one worker."""
     max_names: int = 1024

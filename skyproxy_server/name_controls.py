@@ -16,6 +16,7 @@ from skyproxy_server.named_sessions import (
     NamedSession,
     NamedSessionChangedError,
     NamedSessionInUseError,
+    NamedSessionMovedError,
     NamedSessions,
     NamedValue,
     NamedValueRequests,
@@ -23,6 +24,7 @@ from skyproxy_server.named_sessions import (
 from skyproxy_server.session_state import SessionState
 
 _MOST_CHARACTERS = 200
+_MOST_ADDRESS_CHARACTERS = 2000
 _NONE_HERE = (
     "this worker has a process for each session, and keeps nothing of one that ends. Named sessions need a worker that "
     "was started with --sessions-in-process"
@@ -49,7 +51,9 @@ def _text(name: object) -> str:
 
 
 def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object]:
-    """Use the named session; "held_seconds" where another client has it, "refused" where this worker has none."""
+    """Use the named session; "held_seconds" where another client has it, "moved" where another worker does, "refused"
+    where this worker has none.
+    """
     if session.names is None:
         return {"refused": _NONE_HERE}
     names = session.names
@@ -57,22 +61,33 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
         raise ProtocolError("this session already has a name")
     try:
         with session.idle():  # who has it may be executing, under other modes of PyTorch
-            names.held = _restore_saved(session, names, _text(name))
+            names.held = _restore_saved(session, names, _text(name), takes=bool(take))
             if names.held is None:
                 names.held = names.store.hold(names.holder, names.owner, name, take=bool(take))
     except NamedSessionInUseError as error:
         return {"held_seconds": error.seconds}
+    except NamedSessionMovedError as error:
+        return {"moved": error.where}
     return {}
 
 
-def _restore_saved(session: SessionState, names: NamedValueRequests, name: str) -> NamedSession | None:
-    """Return what a worker before this one has saved of a named session, brought back; None where nothing was."""
+def _restore_saved(session: SessionState, names: NamedValueRequests, name: str, *, takes: bool) -> NamedSession | None:
+    """Return what a worker before this one has saved of a named session, brought back; None where nothing was.
+
+    Raises:
+        NamedSessionInUseError: it is of a program that may go on from there, and is not to be taken.
+    """
     if session.snapshots is None or names.store.has(names.owner, name):
         return None
-    found = session.snapshots.read_named(session, name)
-    if found is None:
+    row = session.snapshots.saved_session(name)
+    if row is None:
         return None
-    saved, place = found
+    if row.is_held and not takes:
+        if names.store.has_moved(names.owner, name):
+            return None
+        raise NamedSessionInUseError(row.age_seconds)
+    place = row.place
+    saved = session.snapshots.read_named(session, place)
     saved.tag = secrets.token_hex(16)  # whoever used it then has lost it
     try:
         names.store.bring_back(names.holder, saved)
@@ -154,9 +169,27 @@ def forget_named(session: SessionState, key: str) -> bool:
 
 
 def named_sessions(session: SessionState) -> list[dict[str, object]]:
-    """The named sessions of this client's token."""
+    """The named sessions of this client's token: those in memory, and what was saved of others."""
     names = _names(session)
-    return names.store.rows(names.owner)
+    rows = names.store.rows(names.owner)
+    if session.snapshots is None:
+        return rows
+    with session.idle():  # waiting for the disk computes nothing
+        saved = session.snapshots.saved_sessions()
+    known = {row["name"] for row in rows}
+    return rows + [
+        {
+            "name": one.name,
+            "names": one.names,
+            "bytes": one.byte_count,
+            "age_seconds": one.age_seconds,
+            "held": one.is_held,
+            "saved": True,
+            "expires_in_seconds": one.expires_in_seconds,
+        }
+        for one in saved
+        if one.name not in known
+    ]
 
 
 def end_named(session: SessionState, name: str) -> bool:
@@ -164,13 +197,20 @@ def end_named(session: SessionState, name: str) -> bool:
     names = _names(session)
     _text(name)
     with session.idle():
-        place = session.snapshots.place_of_named(name) if session.snapshots is not None else ""
-        was_saved = bool(place and session.snapshots is not None and session.snapshots.delete(place, ""))
+        was_saved = session.snapshots is not None and session.snapshots.delete_saved(name)
         return names.store.end(names.owner, name) or was_saved
+
+
+def leave_named(session: SessionState, name: str, used_by: str, where: str) -> bool:
+    """Forget a named session that goes on at another worker, at an address; whether it was that of `used_by`."""
+    names = _names(session)
+    if type(used_by) is not str or type(where) is not str or len(where) > _MOST_ADDRESS_CHARACTERS:
+        raise ProtocolError("a session leaves for an address")
+    return names.store.leave(names.owner, _text(name), used_by, where)
 
 
 def install() -> None:
     """Make these controls known."""
     functions: list[Callable[..., object]] = [hold_named, put_named, named_value, adopt_named, list_named, forget_named]
-    functions += [named_sessions, end_named]
+    functions += [named_sessions, end_named, leave_named]
     CONTROLS.update({function.__name__: function for function in functions})

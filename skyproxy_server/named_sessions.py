@@ -23,6 +23,10 @@ class Holder(Protocol):
     """A session that uses a named one."""
 
     @property
+    def identity(self) -> str:
+        """Its own name, which no other session of the worker has."""
+
+    @property
     def is_detached(self) -> bool:
         """True if its client has no connection now."""
 
@@ -30,12 +34,28 @@ class Holder(Protocol):
     def is_deserted(self) -> bool:
         """True if its client is not heard now, as one that was killed: detached, or about to be, with much queued."""
 
+    @property
+    def is_leaving(self) -> bool:
+        """True if its client knows that the worker ends, and gives it up after the next snapshot."""
+
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End it, drop what is queued, and tell its client why; return whether it is over, and its values are free."""
 
 
 class NamedSessionChangedError(Exception):
     """Another client has used the session since."""
+
+
+class NamedSessionMovedError(Exception):
+    """The session goes on at another worker.
+
+    Attributes:
+        where: the address of that one, as its client gave it.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__("the session has moved to another worker")
+        self.where = where
 
 
 class NamedSessionInUseError(Exception):
@@ -75,6 +95,7 @@ class NamedSession:
         holder: who uses it now.
         values: by their names.
         tag: marks who uses it, or did so last: a snapshot with another mark is older than what is here.
+        used_by: the identity of the session that uses it, or did so last.
     """
 
     name: str
@@ -87,6 +108,7 @@ class NamedSession:
     timer: threading.Timer | None = None
     count: int = 0
     tag: str = ""
+    used_by: str = ""
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor of this session; never given twice, so that a client knows a tensor again by it."""
@@ -124,6 +146,7 @@ class NamedSessions:
         self._settings = settings
         self._clock = clock
         self._sessions: dict[tuple[str, str], NamedSession] = {}
+        self._moved: dict[tuple[str, str], str] = {}
         self._lock = threading.RLock()
 
     # --- who holds one -----------------------------------------------------------------------------------------------
@@ -136,11 +159,14 @@ class NamedSessions:
 
         Raises:
             NamedSessionInUseError: another client holds it, and `take` is not set.
+            NamedSessionMovedError: it goes on at another worker, and `take` is not set.
             LimitExceededError: there are too many, or the one that holds it does not come to an end now.
         """
         with self._lock:
             session = self._sessions.get((owner, name))
             if session is None:
+                if not take and (owner, name) in self._moved:
+                    raise NamedSessionMovedError(self._moved[owner, name])
                 if len(self._sessions) >= self._settings.max_named_sessions:
                     raise LimitExceededError(
                         f"this worker already keeps {len(self._sessions)} named sessions, its limit. End one: skyproxy "
@@ -152,6 +178,7 @@ class NamedSessions:
             if other is not None and not take and not other.is_deserted:
                 raise NamedSessionInUseError(self._clock() - session.since)
             session.tag = secrets.token_hex(16)
+            self._moved.pop((owner, name), None)
             self._set_holder(session, holder)
         if other is not None:
             reason = f"another client took the session {name!r} over; what was put under a name there is kept"
@@ -202,12 +229,15 @@ class NamedSessions:
             if there is not None and there.timer is not None:
                 there.timer.cancel()
             self._sessions[key] = session
+            self._moved.pop(key, None)
             self._set_holder(session, holder)
         if there is not None and there.holder is not None:
             there.holder.take_away("it goes on from its snapshot", TAKE_SECONDS)
 
     def _set_holder(self, session: NamedSession, holder: Holder | None) -> None:
         session.holder, session.since = holder, self._clock()
+        if holder is not None:
+            session.used_by = holder.identity
         if session.timer is not None:
             session.timer.cancel()
             session.timer = None
@@ -224,6 +254,32 @@ class NamedSessions:
                     self._set_holder(session, None)
                 elif session.holder is holder:
                     del self._sessions[session.owner, session.name]
+
+    def leave(self, owner: str, name: str, used_by: str, where: str) -> bool:
+        """Forget a session that goes on at another worker; return False if it is not the one that is meant.
+
+        Args:
+            owner, name: which.
+            used_by: the session that used it here.
+            where: the address of the other worker, for whoever asks for it here.
+        """
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            if session is None or session.used_by != used_by:
+                return False
+            del self._sessions[owner, name]
+            if session.timer is not None:
+                session.timer.cancel()
+            session.values.clear()
+            while len(self._moved) >= self._settings.max_named_sessions:
+                self._moved.pop(next(iter(self._moved)))
+            self._moved[owner, name] = where
+            return True
+
+    def has_moved(self, owner: str, name: str) -> bool:
+        """Return whether a session went on at another worker, and was not heard of since."""
+        with self._lock:
+            return (owner, name) in self._moved
 
     def _expire(self, session: NamedSession) -> None:
         with self._lock:

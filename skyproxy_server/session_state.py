@@ -27,6 +27,7 @@ from skyproxy_server.verification import Verification
 if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
     from skyproxy_server.named_sessions import NamedSession, NamedValueRequests
+    from skyproxy_server.saved_sessions import SavedSession
 
 
 class SnapshotsOut(Protocol):
@@ -74,11 +75,17 @@ class SnapshotRequests(Protocol):
     def open_values(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Read the tensors of a snapshot beside what the session holds; tell the client of them."""
 
-    def read_named(self, state: SessionState, name: str) -> tuple[NamedSession, str] | None:
-        """Read what was saved of a named session, and the name of its snapshots."""
+    def saved_sessions(self) -> list[SavedSession]:
+        """Return what is saved of named sessions, the newest of each name."""
 
-    def place_of_named(self, name: str) -> str:
-        """Return the name of the newest snapshots of a named session; empty where there are none."""
+    def saved_session(self, name: str) -> SavedSession | None:
+        """Return what is saved of one named session; None where nothing is."""
+
+    def delete_saved(self, name: str) -> bool:
+        """Delete all that is saved of a named session; return whether there was anything."""
+
+    def read_named(self, state: SessionState, place: str) -> NamedSession:
+        """Read a named session that was saved."""
 
     def adopt_values(self, pairs: list[list[int]]) -> None:
         """Make tensors that were read the session's own."""

@@ -64,7 +64,7 @@ def list_sessions(
             "names": row["names"],
             "size": bytes_text(row["bytes"]),
             "age": age_text(row["age_seconds"]),
-            "used": "yes" if row["held"] else "no",
+            "used": _use_of(row),
             "expires": "" if row["expires_in_seconds"] is None else f"in {age_text(row['expires_in_seconds'])}",
         }
         for row in rows
@@ -85,6 +85,12 @@ def end(
     if not _ask(on, provider, address_of(namespace, context, kubeconfig), "end_named", session):
         raise NotFoundError(f"there is no session {session!r} of your token. See: skyproxy sessions list")
     note(f"The session {session} has ended; its memory is free.")
+
+
+def _use_of(row: dict[str, Any]) -> str:
+    if row.get("saved"):
+        return "perhaps (saved)" if row["held"] else "no (saved)"
+    return "yes" if row["held"] else "no"
 
 
 def _ask(on: str | None, provider: ProviderName | None, address: ClusterAddress, control: str, *arguments: str) -> Any:

@@ -87,6 +87,11 @@ class NodeNames:
         answer = self._session.call("hold_named", checked_name(name), take)
         if "refused" in answer:
             raise ConfigurationError(visible(answer["refused"]))
+        if "moved" in answer:
+            raise SessionHeldError(
+                f"the session {name!r} has moved to {visible(answer['moved'])}: "
+                "skyproxy.connect(that address, session=...) finds it there. take=True begins a new one here."
+            )
         if "held_seconds" in answer:
             raise SessionHeldError(
                 f"the session {name!r} has been in use by another client for {float(answer['held_seconds']):.0f} s. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import secrets
 import ssl
@@ -14,11 +15,13 @@ from skyproxy.errors import ConfigurationError, SessionLostError, SkyproxyError
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import CheckWay, Opener, Renew
-from skyproxy.session.protection import NewSession
+from skyproxy.session.restoring import NewSession
 from skyproxy.session.session import Session
 from skyproxy.session.successor import Successor, WayBack, check_fits
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
+
+logger = logging.getLogger("skyproxy.session")
 
 
 class NodeMoves:
@@ -27,7 +30,7 @@ class NodeMoves:
     Attributes:
         url: where its worker listens.
         software: versions there.
-        session_name: the name of its session, if it has one.
+        session_name: the name of its session, if it has one; it goes with it.
         wake: starts its worker again where that was suspended, and gives the way to it; None where that is not ours to
             do.
         context_name: the saved context that it was opened by; empty for none.
@@ -70,7 +73,8 @@ class NodeMoves:
 
         Both workers must keep snapshots, and that one must run the same torch and have the same devices. Where they do
         not see the same folder of snapshots, this program carries the session's bytes from the one to the other. The
-        worker before is told that the session is over; an embedded one ends.
+        worker before is told that the session is over; an embedded one ends. The name of the session, and what is put
+        under names in it, go with it; who asks the worker before for it is told where it is.
 
         Args:
             url: "ws://host:port", "wss://host:port" or a "sky://" link.
@@ -122,8 +126,6 @@ class NodeMoves:
         session.wait_until_awake()
         if opener is None or not session.welcome.limits.get("snapshots"):
             raise ConfigurationError(f"the worker at {self.url} keeps no snapshots. Start it with --snapshots FOLDER.")
-        if self.session_name is not None:
-            raise ConfigurationError(f"the session {self.session_name!r} has a name, which stays on its worker.")
         target = opener.copy()
         target.use(url, token, check_way)
         target.trust(ssl_context, server_name, insecure=insecure)
@@ -152,6 +154,8 @@ class NodeMoves:
             if not is_protected:
                 session.unprotect()
         carrier.clear_away()
+        if self.session_name is not None and worker is None:
+            carrier.leave_name(self.session_name, before.welcome.session)
         if worker is None:
             before.end_session(answers)
         else:
@@ -191,6 +195,25 @@ class _Carrier:
         if self._carried:
             with contextlib.suppress(SkyproxyError, OSError), WorkerCopies(self._before) as here:
                 here.delete(self._carried)
+
+    def leave_name(self, name: str, session: str) -> None:
+        """Have the worker before forget a named session, and tell where it is now; as far as it can be reached."""
+        from skyproxy.session.snapshot_copies import WorkerCopies
+
+        if self._target.url == self._before.url:
+            return
+        try:
+            with WorkerCopies(self._before) as here:
+                here.leave_name(name, session, self._target.url)
+        except (SkyproxyError, OSError) as problem:
+            logger.warning(
+                "skyproxy: the session %r goes on at %s, and %s may still have what was under its names: %s. End it "
+                "there: skyproxy sessions end",
+                name,
+                self._target.url,
+                self._before.url,
+                problem,
+            )
 
 
 def _refuse_moving(reason: str, stop: threading.Event) -> NewSession:

@@ -16,7 +16,7 @@ from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, Skypro
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Failure, Reply, RequestId, Sequence
 from skyproxy.session.opening import Opener
-from skyproxy.session.protection import NewSession
+from skyproxy.session.restoring import NewSession
 from skyproxy.snapshots.documents import (
     MAX_DOCUMENT_BYTES,
     Table,
@@ -237,6 +237,15 @@ class WorkerCopies:
         """The batches of the snapshots of a name that lie there."""
         rows = self._ask("list_snapshots", name)
         return {row["sequence"] for row in rows if type(row) is dict and type(row.get("sequence")) is int}
+
+    def leave_name(self, name: str, session: str, where: str) -> None:
+        """Have the worker forget a named session, which goes on at another address.
+
+        Raises:
+            SnapshotError: the worker refused.
+            SessionLostError: it is gone.
+        """
+        self._ask("leave_named", name, session, where)
 
     def delete(self, name: str) -> None:
         """Delete all snapshots of a name, as far as that can be done."""

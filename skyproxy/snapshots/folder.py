@@ -135,10 +135,10 @@ class Draft:
             "made_at": time.time(),
             "names": names,
         }
-        number = self._folder.add(pack(header))
+        made = self._folder.add(pack(header))
         if clears:
             self._folder.clear_away()
-        return number
+        return made
 
     def abandon(self) -> None:
         """Leave nothing behind."""

@@ -30,7 +30,9 @@ def named_part(names: NamedValueRequests | None, number_of: Callable[[object], i
         [key, value.version, value.document, [[number_of(t), held.number_of(t)] for t in value.tensors], ages[key]]
         for key, value in held.values.items()
     ]
-    return {"named": {"name": held.name, "tag": held.tag, "count": held.count, "values": values}}
+    # A program that is about to leave comes back as a later one does; any other may go on from here at any moment.
+    is_held = not names.holder.is_leaving
+    return {"named": {"name": held.name, "tag": held.tag, "count": held.count, "values": values, "held": is_held}}
 
 
 def read_named(state: SessionState, document: Table, value_at: Callable[[object], object]) -> NamedSession | None:

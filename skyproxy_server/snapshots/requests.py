@@ -11,18 +11,20 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SnapshotError
 from skyproxy.settings import Settings
-from skyproxy.snapshots.folder import MAX_NAMES_BYTES, SnapshotFolder, check_name
+from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Loaded, SnapshotFolder, check_name
 from skyproxy.snapshots.stores import Store, open_store
 from skyproxy_server.gates import storage_key
 from skyproxy_server.named_sessions import NamedSession
 from skyproxy_server.reports import Deferred
+from skyproxy_server.saved_sessions import SavedSession, saved_sessions
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.capture import capture
 from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
 from skyproxy_server.snapshots.places import place_of
 from skyproxy_server.snapshots.restore import Adoptable, restore, restore_named, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
-from skyproxy_server.snapshots.writing import CopyBuffers, WritingJob, hangs
+from skyproxy_server.snapshots.volume import VolumeThread, hangs
+from skyproxy_server.snapshots.writing import CopyBuffers, WritingJob
 
 _THREADS = 4
 
@@ -42,19 +44,28 @@ class SessionSnapshots:
         self._jump = jump
         self._max_handles = settings.max_handles
         self._stall_seconds = settings.snapshot_stall_seconds
+        self._saved_days = settings.saved_session_days
         self._writer = secrets.token_hex(16)
         self._claimed: set[str] = set()
         self._buffers = CopyBuffers(settings.max_snapshot_copy_bytes, self._stall_seconds)
-        self._threads = DiskThreads(_THREADS, "skyproxy-snapshot")
+        self._volume = VolumeThread(self._stall_seconds)
+        self._threads = DiskThreads(_THREADS, "skyproxy-snapshot", self._volume.note_progress)
         self._writer_thread = DiskThreads(1, "skyproxy-snapshot-writer")
         self._watch_thread = DiskThreads(1, "skyproxy-snapshot-watch")
         self._jobs: list[WritingJob] = []
         self._adoptable: Adoptable | None = None
-        self.out = CopiesOut(self._folder)
-        self.into = CopiesIn(self._folder, self._claimed, self._threads)
+        self.out = CopiesOut(self._folder, self._volume)
+        self.into = CopiesIn(self._folder, self._claimed, self._threads, self._volume)
 
     def _folder(self, name: str) -> SnapshotFolder:
         return SnapshotFolder(self._root.child(check_name(name)), self._writer)
+
+    def _read(self, state: SessionState, name: str, number: str) -> Loaded:
+        """Read a snapshot, for as long as the volume gives something."""
+        folder = self._folder(name)
+        return self._volume.run(
+            f"reading the snapshot {name!r}", lambda: folder.read(number, self._threads, lambda: _room(state))
+        )
 
     def save(self, state: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"") -> Deferred:
         """Write what the session is now. It goes on meanwhile; the answer comes when the snapshot outlives a crash.
@@ -73,7 +84,7 @@ class SessionSnapshots:
         if type(names) is not bytes or len(names) > MAX_NAMES_BYTES:
             raise ProtocolError("what is kept with a snapshot is a limited number of bytes")
         self._jobs = [job for job in self._jobs if not job.is_done]
-        if self._jobs and self._jobs[0].is_stalled(self._stall_seconds):
+        if self._volume.is_stuck or (self._jobs and self._jobs[0].is_stalled(self._stall_seconds)):
             raise hangs(self._stall_seconds)
         captured = capture(state, slots)
         job = WritingJob(captured, folder, self._claimed, self._buffers, self._threads, names)
@@ -88,9 +99,11 @@ class SessionSnapshots:
         """Make the empty session what a snapshot says.
 
         Raises:
-            SnapshotError: there is none, or it cannot be used here; the session is as empty as before.
+            SnapshotError: there is none, or it cannot be used here, or the volume hangs; the session is as empty as
+                before.
         """
-        found = self._folder(name).read(number, self._threads, lambda: _room(state))
+        with state.idle():  # waiting for the disk computes nothing
+            found = self._read(state, name, number)
         sequence = restore(state, found.document, found.storages, self._max_handles)
         self._jump(sequence)
         return {
@@ -99,39 +112,60 @@ class SessionSnapshots:
             "bytes": sum(storage.numel() for storage in found.storages),
         }
 
-    def read_named(self, state: SessionState, name: str) -> tuple[NamedSession, str] | None:
-        """Read what was saved of a named session, and the name of its snapshots; None where nothing was.
+    def read_named(self, state: SessionState, place: str) -> NamedSession:
+        """Read a named session that was saved.
+
+        Args:
+            state: the session that will use it.
+            place: the name of its snapshots.
 
         Raises:
             SnapshotError: it cannot be used here, or the volume hangs.
         """
-        place = self.place_of_named(name)
-        if not place:
-            return None
-        found = self._folder(place).read("", self._threads, lambda: _room(state))
-        return restore_named(state, found.document, found.storages, self._max_handles), place
+        found = self._read(state, place, "")
+        return restore_named(state, found.document, found.storages, self._max_handles)
 
-    def place_of_named(self, name: str) -> str:
-        """Return the name of the newest snapshots of a named session; empty where there are none.
+    def saved_sessions(self) -> list[SavedSession]:
+        """Return what is saved of named sessions, the newest of each name; what has expired is deleted.
 
         Raises:
             SnapshotError: the volume hangs.
         """
-        try:
-            found = self._threads.submit(self.rows, "").result(self._stall_seconds)
-        except TimeoutError:
-            raise hangs(self._stall_seconds) from None
-        ages = {row["seconds"]: str(row["name"]) for row in found if row.get("session") == name}
-        return ages[min(ages)] if ages else ""  # type: ignore[type-var]
+        found: dict[str, SavedSession] = {}
+        for one in saved_sessions(self.rows(""), self._saved_days):
+            if one.is_expired:
+                self.delete(one.place, "")
+            else:
+                found.setdefault(one.name, one)
+        return list(found.values())
+
+    def saved_session(self, name: str) -> SavedSession | None:
+        """Return what is saved of one named session; None where nothing is.
+
+        Raises:
+            SnapshotError: the volume hangs.
+        """
+        return next((one for one in self.saved_sessions() if one.name == name), None)
+
+    def delete_saved(self, name: str) -> bool:
+        """Delete all that is saved of a named session; return whether there was anything.
+
+        Raises:
+            SnapshotError: the volume hangs.
+        """
+        there = [one for one in saved_sessions(self.rows(""), self._saved_days) if one.name == name]
+        deleted = [self.delete(one.place, "") for one in there]
+        return any(deleted)
 
     def open_values(self, state: SessionState, name: str, number: str) -> dict[str, object]:
         """Read the tensors of a snapshot, for the session to adopt; "names", and "rows" about the tensors.
 
         Raises:
-            SnapshotError: there is none, or it cannot be used here; nothing has changed.
+            SnapshotError: there is none, or it cannot be used here, or the volume hangs; nothing has changed.
         """
         self._adoptable = None
-        found = self._folder(name).read(number, self._threads, lambda: _room(state))
+        with state.idle():  # waiting for the disk computes nothing
+            found = self._read(state, name, number)
         self._adoptable = restore_values(state, found.document, found.storages, self._max_handles)
         return {"names": found.names, "rows": _rows(self._adoptable.tensors)}
 
@@ -152,11 +186,21 @@ class SessionSnapshots:
         adoptable.install(chosen)
 
     def rows(self, name: str) -> list[dict[str, object]]:
-        """Return a row for each snapshot: of one name, or of all; the newest of a name first."""
-        names = [check_name(name)] if name else sorted(_names(self._root))
+        """Return a row for each snapshot: of one name, or of all; the newest of a name first.
+
+        Raises:
+            SnapshotError: the volume hangs.
+        """
+        if name:
+            check_name(name)
+        return self._volume.run("listing the snapshots", lambda: self._rows_there(name))
+
+    def _rows_there(self, name: str) -> list[dict[str, object]]:
+        names = [name] if name else sorted(_names(self._root))
         rows: list[dict[str, object]] = []
         for each in names:
             folder = self._folder(each)
+            self._volume.note_progress()
             for number in folder.numbers():
                 try:
                     rows.append(folder.row(number))
@@ -172,7 +216,8 @@ class SessionSnapshots:
         """
         self.finish_writing()
         self._claimed.discard(name)
-        return self._folder(name).delete(number)
+        folder = self._folder(name)
+        return self._volume.run(f"deleting the snapshot {name!r}", lambda: folder.delete(number))
 
     def finish_writing(self) -> None:
         """Wait until what was begun is written.
@@ -187,13 +232,16 @@ class SessionSnapshots:
     def end(self) -> None:
         """The session is over. What is begun is finished, because the copies are there; unless the volume hangs."""
         self._adoptable = None
-        self.out.end()
-        self.into.end()
+        self._volume.end(self._end_copies)
         for job in self._jobs:
             if not job.wait(self._stall_seconds):
                 break
         for threads in (self._writer_thread, self._watch_thread, self._threads):
             threads.shutdown()
+
+    def _end_copies(self) -> None:
+        self.out.end()
+        self.into.end()
 
 
 def _rows(tensors: dict[int, torch.Tensor]) -> list[list[object]]:

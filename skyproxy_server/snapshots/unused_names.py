@@ -15,7 +15,7 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.requests import SessionSnapshots
-from skyproxy_server.snapshots.writing import VolumeHangsError
+from skyproxy_server.snapshots.volume import VolumeHangsError
 from skyproxy_server.transfers import Transfers
 
 logger = logging.getLogger("skyproxy.server")
@@ -24,7 +24,8 @@ logger = logging.getLogger("skyproxy.server")
 class _Nobody:
     """Holds a named session while it is saved, in nobody's name."""
 
-    is_detached = True
+    identity = ""
+    is_detached = is_deserted = is_leaving = True
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,86 @@ def test_a_saved_one_can_be_ended_by_name_and_its_size_is_bounded(worker: Worker
     assert not snapshots_of(worker)
     with connect(worker) as node:
         assert node.named() == {}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Worker]:
+    """A worker that sees another volume."""
+    (tmp_path / "other").mkdir()
+    made = Worker(tmp_path / "other")
+    yield made
+    made.close()
+
+
+def train(node: skyproxy.Node, steps: int, at: int, disturb: Callable[[], object]) -> list[torch.Tensor]:
+    """Train a model that is found by its name in every step; the weights in the end."""
+    torch.manual_seed(5)
+    model = Tied().to(node.devices[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    node.put("model", model)
+    for step in range(steps):
+        if step == at:
+            disturb()
+        loss = node.get("model")(torch.randn(4, 8).to(node.devices[0])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        node.put("optimizer", optimizer)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+def test_a_protected_program_goes_on_under_its_name_where_its_worker_is_killed(worker: Worker) -> None:
+    def kill() -> None:
+        worker.end(signal.SIGKILL)
+        worker.start()
+        with pytest.raises(SessionHeldError, match="take=True"):  # it is not robbed before it comes back, nor after
+            connect(worker)
+
+    with connect(worker) as node:
+        expected = train(node, 8, -1, lambda: None)
+    with connect(worker) as node, skyproxy.protect(every="1h", node=node) as protected:
+        protected.snapshot()
+        found = train(node, 8, 5, kill)
+        assert all(map(torch.equal, found, expected))
+        assert protected.recoveries == 1
+        assert sorted(node.named()) == ["model", "optimizer"]
+    with connect(worker) as later:
+        model = later.get("model")
+        assert model.first.weight is model.second.weight
+        assert all(map(torch.equal, (p.detach().cpu() for p in model.parameters()), expected))
+
+
+@pytest.mark.slow
+def test_a_named_session_moves_with_its_names_and_is_found_where_it_is(worker: Worker, other: Worker) -> None:
+    with connect(worker) as node:
+        expected = train(node, 8, -1, lambda: None)
+    with connect(worker) as node:
+        found = train(node, 8, 4, lambda: node.move_to(other.url, token=other.token))
+        assert all(map(torch.equal, found, expected))
+        assert (node.url, sorted(node.named())) == (other.url, ["model", "optimizer"])
+        with pytest.raises(SessionHeldError, match=other.url):
+            connect(worker)
+        with pytest.raises(SessionHeldError, match="in use by another client"):
+            connect(other)
+    wait_until_left(other)
+    with connect(other) as later:
+        model = later.get("model")
+        assert model.first.weight is model.second.weight
+        assert all(map(torch.equal, (p.detach().cpu() for p in model.parameters()), expected))
+        later.move_to(worker.url, token=worker.token)
+        assert torch.equal(later.get("model").first.weight.detach().cpu(), model.first.weight.detach().cpu())
+    assert not snapshots_of(other)
+
+
+@pytest.mark.slow
+def test_a_name_that_another_program_uses_there_keeps_a_session_where_it_is(worker: Worker, other: Worker) -> None:
+    with connect(worker) as node, connect(other) as there:
+        x = torch.arange(3.0, device=node.devices[0])
+        node.put("x", x)
+        there.put("x", torch.zeros(1, device=there.devices[0]))
+        with pytest.raises(SkyproxyError, match="It goes on where it was"):
+            node.move_to(other.url, token=other.token)
+        x += 1
+        assert (node.url, node.get("x").tolist()) == (worker.url, [1, 2, 3])
+        assert there.get("x").tolist() == [0]

@@ -173,6 +173,7 @@ CONTROL_SAMPLES: dict[str, Callable[[Place], list[Any]]] = {
     "put_named": lambda place: ["key", b"document", [1, 2]],
     "named_value": lambda place: ["key"],
     "adopt_named": lambda place: ["key", 1, [33, 34]],
+    "leave_named": lambda place: ["name", "session", "wss://there"],
     "list_named": lambda place: [],
     "forget_named": lambda place: ["key"],
     "named_sessions": lambda place: [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.settings import Settings
-from skyproxy_server.named_sessions import NamedSessionChangedError, NamedSessionInUseError, NamedSessions, NamedValue
+from skyproxy_server.named_sessions import (
+    NamedSessionChangedError,
+    NamedSessionInUseError,
+    NamedSessionMovedError,
+    NamedSessions,
+    NamedValue,
+)
 from tests.integration.programs import wait_for
 
 SETTINGS = Settings(max_named_sessions=2, max_names=3, max_named_bytes=1 << 20)
@@ -20,7 +27,8 @@ class FakeHolder:
     """A session that may be taken away, or refuses to end."""
 
     def __init__(self, ends: bool = True) -> None:
-        self.is_detached = self.is_deserted = False
+        self.identity = secrets.token_hex(8)
+        self.is_detached = self.is_deserted = self.is_leaving = False
         self.ends = ends
         self.reasons: list[str] = []
 
@@ -198,3 +206,40 @@ def test_what_was_saved_has_the_bounds_of_what_is_put(store: NamedSessions) -> N
     store.bring_back(FakeHolder(), store.empty("alice", "two", "x"))
     with pytest.raises(LimitExceededError, match="its limit"):
         store.bring_back(FakeHolder(), store.empty("alice", "three", "x"))
+
+
+def test_what_moved_is_forgotten_and_who_asks_is_told_where_it_is(store: NamedSessions) -> None:
+    holder, other = FakeHolder(), FakeHolder()
+    session = store.hold(holder, "alice", "exp", take=False)
+    store.put(session, "x", b"", [torch.ones(3)])
+    assert not store.leave("alice", "exp", other.identity, "wss://there")  # somebody else's
+    assert not store.leave("mallory", "exp", holder.identity, "wss://there")
+    assert store.leave("alice", "exp", holder.identity, "wss://there")
+    assert (session.values, store.rows("alice"), store.has_moved("alice", "exp")) == ({}, [], True)
+    store.release(holder)  # its end comes later
+    with pytest.raises(NamedSessionMovedError) as moved:
+        store.hold(other, "alice", "exp", take=False)
+    assert moved.value.where == "wss://there"
+    store.hold(other, "mallory", "exp", take=False)  # has another of this name
+    store.hold(other, "alice", "exp", take=True)  # begins one anew
+    assert not store.has_moved("alice", "exp")
+
+
+def test_what_moved_away_may_come_back(store: NamedSessions) -> None:
+    holder = FakeHolder()
+    tag = store.hold(holder, "alice", "exp", take=False).tag
+    store.release(holder)
+    assert not store.has("alice", "exp")
+    session = store.hold(holder, "alice", "exp", take=False)
+    assert store.leave("alice", "exp", holder.identity, "wss://there")
+    back = store.empty("alice", "exp", session.tag)
+    store.bring_back(holder, back)
+    assert (store.has("alice", "exp"), store.has_moved("alice", "exp"), tag != session.tag) == (True, False, True)
+
+
+def test_only_so_many_addresses_are_remembered(store: NamedSessions) -> None:
+    holder = FakeHolder()
+    for number in range(5):
+        store.hold(holder, "alice", str(number), take=False)
+        assert store.leave("alice", str(number), holder.identity, "wss://there")
+    assert [number for number in range(5) if store.has_moved("alice", str(number))] == [3, 4]
