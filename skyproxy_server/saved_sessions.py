@@ -1,4 +1,4 @@
-"""What lies on the volume of named sessions: each is found by its name, and expires."""
+"""Named sessions that lie on the volume: each is found by its name, and expires."""
 
 from __future__ import annotations
 

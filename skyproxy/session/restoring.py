@@ -91,7 +91,7 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
 
 
 class Progress:
-    """How far workers came, one after the other: where several end over the same operations, those are to blame."""
+    """The progress of workers, one after the other: where several end over the same operations, those are to blame."""
 
     def __init__(self) -> None:
         self._fruitless = 0

@@ -27,7 +27,7 @@ _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
 """Before the second attempt at a store elsewhere; twice as long before the third."""
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""What another attempt would meet again."""
+"""Errors that another attempt would meet again."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
