@@ -12,12 +12,15 @@ import json
 import logging
 import os
 import re
+import secrets
+import select
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,13 +279,15 @@ def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyE
 class Tunnel:
     """A port of this machine that leads to one of a host, for as long as this process lives or until `close`.
 
-    Where ssh ends, because the network or the host was away, it is started again and the port stays the same.
+    Where ssh ends, because the network or the host was away, it is started again and the port stays the same; so it is
+    where it hangs, which `check` finds out.
 
     Attributes:
         port: on this machine.
     """
 
     _ATTEMPTS = 5
+    _ECHO_SECONDS = 15.0
     _FIRST_PAUSE_SECONDS = 0.5
     _LONGEST_PAUSE_SECONDS = 15.0
 
@@ -298,6 +303,7 @@ class Tunnel:
         self._remote_port = remote_port
         self._closed = threading.Event()
         self._lock = threading.Lock()
+        self._echoing = threading.Lock()
         self._problem = ""
         for attempt in range(self._ATTEMPTS):
             self.port = free_port()
@@ -355,14 +361,50 @@ class Tunnel:
         raise error if isinstance(error, ConnectError) else ConnectError(str(error))
 
     def check(self) -> None:
-        """Check that the tunnel is up.
+        """Check that the tunnel is up: that the host sends back what it is sent. One that hangs is ended.
 
         Raises:
-            ConnectError: ssh has ended and is not back yet; says why.
+            ConnectError: ssh has ended and is not back yet, or did not answer in time; says why.
         """
-        if self._process.poll() is not None:
-            why = f": {self._problem}" if self._problem else ""
-            raise ConnectError(f"the tunnel to {self._target.shown} has ended and is opened again{why}")
+        process = self._process
+        if process.poll() is None and self._echoes(process):
+            return
+        if process.poll() is None:
+            process.kill()  # also one that was stopped; its keeper sees the end
+            raise ConnectError(
+                f"the tunnel to {self._target.shown} did not answer for {self._ECHO_SECONDS:g} s and is opened again"
+            )
+        why = f": {self._problem}" if self._problem else ""
+        raise ConnectError(f"the tunnel to {self._target.shown} has ended and is opened again{why}")
+
+    def _echoes(self, process: subprocess.Popen[bytes]) -> bool:
+        """Return whether `cat` on the host sends back a line in time; True where that cannot be found out."""
+        if not hasattr(select, "poll"):  # Windows, whose pipes cannot be waited for
+            return True
+        deadline = time.monotonic() + self._ECHO_SECONDS
+        if not self._echoing.acquire(timeout=self._ECHO_SECONDS):
+            return process is not self._process  # another thread finds the same out
+        try:
+            if process is not self._process:
+                return True
+            assert process.stdin is not None
+            assert process.stdout is not None
+            line, came = b"%s\n" % secrets.token_hex(8).encode(), b""
+            os.write(process.stdin.fileno(), line)
+            waiting = select.poll()
+            waiting.register(process.stdout, select.POLLIN)
+            while line not in came:
+                if not waiting.poll(max(deadline - time.monotonic(), 0.0) * 1e3):
+                    return False
+                part = os.read(process.stdout.fileno(), 4096)
+                if not part:
+                    return False
+                came = came[-len(line) :] + part
+            return True
+        except (OSError, ValueError):  # it has ended meanwhile, and its pipes are closed
+            return False
+        finally:
+            self._echoing.release()
 
     def _keep(self) -> None:
         """Start ssh again whenever it ends."""
@@ -370,7 +412,8 @@ class Tunnel:
         while True:
             assert self._process.stderr is not None
             self._process.stderr.read()
-            _end(self._process)
+            with self._echoing:  # whose descriptors are not taken away from it
+                _end(self._process)
             if self._closed.is_set():
                 return
             logger.warning("skyproxy: the tunnel to %s has ended and is opened again", self._target.shown)

@@ -96,6 +96,23 @@ def test_a_session_goes_on_after_its_tunnel_however_long_that_is_away(
     away.tunnel.check()
 
 
+def test_a_tunnel_that_hangs_is_ended_and_opened_again(
+    node: skyproxy.Node, away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away.tunnel, "_ECHO_SECONDS", 3.0)
+    x = torch.arange(4.0).to(node.device("cpu"))
+    assert x.sum().item() == 6.0
+    away.tunnel.check()
+    before = away.tunnel._process
+    before.send_signal(signal.SIGSTOP)
+    # Nothing ends: the port still takes connections, and says nothing.
+    assert (x * 2).sum().item() == 12.0
+    assert before.poll() == -signal.SIGKILL
+    assert away.tunnel._process is not before
+    assert away.asked >= 1
+    away.tunnel.check()
+
+
 def test_what_keeps_a_host_away_is_told_once(away: Away, caplog: pytest.LogCaptureFixture) -> None:
     away.is_away = True
     away.tunnel._process.kill()
