@@ -23,7 +23,7 @@ _FORGOTTEN_DRAFT_SECONDS = 3600.0
 """Pending blobs that are older belong to a worker that is gone."""
 
 
-class Kept(Protocol):
+class StoredBlob(Protocol):
     """Bytes under their name. They never change."""
 
     def copy_into(self, target: memoryview, digest: bytes) -> bool:
@@ -51,7 +51,7 @@ class PendingBlob(Protocol):
     def view(self) -> AbstractContextManager[memoryview]:
         """All of them, to be hashed."""
 
-    def keep(self, digest: bytes) -> Kept:
+    def keep(self, digest: bytes) -> StoredBlob:
         """Gives them their name."""
 
     def discard(self) -> None: ...
@@ -62,7 +62,7 @@ class BlobBackend(Protocol):
 
     def new_pending(self, byte_count: int) -> PendingBlob: ...
 
-    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+    def found(self) -> Iterable[tuple[bytes, StoredBlob, int]]:
         """Names, bytes and sizes of what is here already; what was used longest ago comes first."""
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class MemoryBackend:
     def new_pending(self, byte_count: int) -> PendingBlob:
         return _Memory(byte_count)
 
-    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+    def found(self) -> Iterable[tuple[bytes, StoredBlob, int]]:
         return ()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class _PendingFile:
                 with memoryview(mapping) as view:
                     yield view
 
-    def keep(self, digest: bytes) -> Kept:
+    def keep(self, digest: bytes) -> StoredBlob:
         target = self._path.with_name(digest.hex() + _SUFFIX)
         os.replace(self._path, target)
         return _File(target, self._hashing)
@@ -216,7 +216,7 @@ class FolderBackend:
     def close(self) -> None:
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
-    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+    def found(self) -> Iterable[tuple[bytes, StoredBlob, int]]:
         now = time.time()
         rows: list[tuple[float, bytes, Path, int]] = []
         for path in self._folder.iterdir():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyproxy.protocol.digests import content_digest
-from skyproxy_server.blob_backends import BlobBackend, Kept, MemoryBackend, PendingBlob
+from skyproxy_server.blob_backends import BlobBackend, MemoryBackend, PendingBlob, StoredBlob
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Blob:
-    kept: Kept
+    kept: StoredBlob
     byte_count: int
     user: str
     """The session that used it last."""

@@ -3,7 +3,7 @@
 Pieces pass through a few pinned buffers, in turns; their copies run on a side stream, and the compute stream waits for
 them on the device. On a CPU worker nothing of this happens: bytes land in the tensor itself and leave from there.
 
-`CopyEngine` touches CUDA; the rest is tested with other hands, without a GPU.
+`CopyEngine` touches CUDA; the rest is tested with another engine, without a GPU.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class CudaCopyEngine:
 class Buffers:
     """Pinned buffers in turns. Belongs to one thread."""
 
-    def __init__(self, hands: CopyEngine, byte_count: int) -> None:
+    def __init__(self, engine: CopyEngine, byte_count: int) -> None:
         self.byte_count = byte_count
-        self._hands = hands
+        self._engine = engine
         self._made = 0
         self._free: list[torch.Tensor] = []
         self._used: deque[tuple[torch.Tensor, Event]] = deque()
@@ -90,7 +90,7 @@ class Buffers:
         if self._free:
             return self._free.pop()
         if self._made < BUFFERS:
-            fresh = self._hands.pinned(self.byte_count)
+            fresh = self._engine.pinned(self.byte_count)
             self._made += 1
             return fresh
         if not self._used:
@@ -110,12 +110,12 @@ class Buffers:
 class IncomingTensor:
     """A device tensor that is being filled, piece by piece."""
 
-    def __init__(self, hands: CopyEngine, buffers: Buffers, value: torch.Tensor) -> None:
-        self._hands = hands
+    def __init__(self, engine: CopyEngine, buffers: Buffers, value: torch.Tensor) -> None:
+        self._engine = engine
         self._buffers = buffers
         self._bytes = device_bytes(value)
         self._last: Event | None = None
-        hands.begin(value)
+        engine.begin(value)
 
     def buffer(self, byte_count: int) -> torch.Tensor | None:
         """Return the memory where a piece may land; None where it must take the plain way. On the receiving thread."""
@@ -134,7 +134,7 @@ class IncomingTensor:
         """
         event: Event | None = None
         try:
-            self._last = event = self._hands.copy(self._bytes[offset : offset + byte_count], buffer[:byte_count])
+            self._last = event = self._engine.copy(self._bytes[offset : offset + byte_count], buffer[:byte_count])
         finally:
             self._buffers.give_back(buffer, event)
 
@@ -148,7 +148,7 @@ class IncomingTensor:
         for offset, byte_count in early:
             self._bytes[offset : offset + byte_count].copy_(host[offset : offset + byte_count])
         if self._last is not None:
-            self._hands.hold_back(self._last)
+            self._engine.hold_back(self._last)
 
 
 class Staging:
@@ -156,19 +156,19 @@ class Staging:
 
     Args:
         chunk_bytes: the size of the pieces.
-        hands_of: makes the hands for one direction of a device; None for devices whose memory is the host's.
+        engine_of: makes the engine for one direction of a device; None for devices whose memory is the host's.
     """
 
-    def __init__(self, chunk_bytes: int, hands_of: Callable[[torch.device], CopyEngine | None] | None = None) -> None:
+    def __init__(self, chunk_bytes: int, engine_of: Callable[[torch.device], CopyEngine | None] | None = None) -> None:
         self._chunk_bytes = chunk_bytes
-        self._hands_of = hands_of or cuda_copy_engine
+        self._engine_of = engine_of or cuda_copy_engine
         self._lanes: dict[tuple[torch.device, str], tuple[CopyEngine, Buffers] | None] = {}
 
     def _lane(self, device: torch.device, direction: str) -> tuple[CopyEngine, Buffers] | None:
         key = device, direction
         if key not in self._lanes:
-            hands = self._hands_of(device)
-            self._lanes[key] = None if hands is None else (hands, Buffers(hands, self._chunk_bytes))
+            engine = self._engine_of(device)
+            self._lanes[key] = None if engine is None else (engine, Buffers(engine, self._chunk_bytes))
         return self._lanes[key]
 
     def arriving(self, value: torch.Tensor) -> IncomingTensor | None:
@@ -193,7 +193,7 @@ class Staging:
             for offset in range(0, len(view), self._chunk_bytes):
                 yield view[offset : offset + self._chunk_bytes]
             return
-        hands, buffers = lane
+        engine, buffers = lane
         source = device_bytes(tensor)
         under_way: deque[tuple[torch.Tensor, int, Event]] = deque()
 
@@ -208,7 +208,7 @@ class Staging:
         try:
             for offset in range(0, len(source), self._chunk_bytes):
                 piece, buffer = source[offset : offset + self._chunk_bytes], buffers.take()
-                under_way.append((buffer, len(piece), hands.copy(buffer[: len(piece)], piece)))
+                under_way.append((buffer, len(piece), engine.copy(buffer[: len(piece)], piece)))
                 if len(under_way) > 1:
                     yield from next_one()
             while under_way:

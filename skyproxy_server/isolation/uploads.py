@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skyproxy_server.auth import OWNER, Identity
-from skyproxy_server.blob_backends import FolderBackend, Kept, PendingBlob
+from skyproxy_server.blob_backends import FolderBackend, PendingBlob, StoredBlob
 from skyproxy_server.blobs import BlobStore, Incoming
 from skyproxy_server.control_channel import Channel, ChannelClosedError
 
@@ -78,7 +78,7 @@ class _Sealable:
             with memoryview(mapping) as view:
                 yield view
 
-    def keep(self, digest: bytes) -> Kept:
+    def keep(self, digest: bytes) -> StoredBlob:
         return self
 
     def open(self, digest: bytes = b"") -> int:
@@ -118,7 +118,7 @@ class SealedMemoryBackend:
     def new_pending(self, byte_count: int) -> PendingBlob:
         return _Sealable(byte_count)
 
-    def found(self) -> Iterable[tuple[bytes, Kept, int]]:
+    def found(self) -> Iterable[tuple[bytes, StoredBlob, int]]:
         return ()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class _SealedToFile(_Sealable):
         super().__init__(byte_count)
         self._folder = folder
 
-    def keep(self, digest: bytes) -> Kept:
+    def keep(self, digest: bytes) -> StoredBlob:
         pending = self._folder.new_pending(self._byte_count)
         try:
             with self.view() as view:
