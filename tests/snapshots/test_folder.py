@@ -14,16 +14,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyproxy.errors import SnapshotError
 from skyproxy.snapshots import documents
-from skyproxy.snapshots.folder import MAGIC, SnapshotFolder
+from skyproxy.snapshots.folder import KEPT_SNAPSHOTS, MAGIC, SnapshotFolder
 from skyproxy.torch_codec import describe, encode_description
 from skyproxy_server.snapshots.capture import Captured, capture
 from skyproxy_server.snapshots.restore import is_empty, restore
-from tests.server.snapshots.sessions import ADD, ADD_, DO, EMBED, EXPECT, REPLAY, Session
+from tests.server.snapshots.sessions import ADD, ADD_, DO, EMBED, EXPECT, RELEASE, REPLAY, Session
 
 CPU = ["cpu", None]
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Hundreds of snapshots wait for a disk for minutes."""
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn]
 
 
@@ -242,3 +245,178 @@ def test_the_document_itself_is_whole(snapshot: tuple[Path, Captured]) -> None:
     document = documents.unpack(documents.pack(copy.deepcopy(snapshot[1].document)))
     with Session(snapshot[0], ops=False) as other:
         assert restore(other.state, document, snapshot[1].storages, 1000) == document["sequence"]
+
+
+# --- a volume over time ----------------------------------------------------------------------------------------------
+
+Picture = dict[int, tuple[object, bytes, list[int]]]
+"""For each slot: what the tensor is, its whole memory, and the slots that share that."""
+
+
+def picture(session: Session) -> Picture:
+    slots = {slot: value for slot, value in session.slots.items() if slot}
+    return {
+        slot: (describe(value), memory_of(value), [other for other in slots if shares(slots[other], value)])
+        for slot, value in slots.items()
+    }
+
+
+def rewrite(path: Path, change: Callable[[documents.Table], object]) -> None:
+    """Forge the header of a snapshot, with a hash that is right."""
+    header = documents.unpack(path.read_bytes()[len(MAGIC) + 32 :])
+    change(header)
+    body = documents.pack(header)
+    path.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
+
+
+def exchange(paths: list[Path]) -> None:
+    if len(paths) > 1:
+        first, second = paths[0].read_bytes(), paths[1].read_bytes()
+        paths[0].write_bytes(second)
+        paths[1].write_bytes(first)
+
+
+class SnapshotsOfASession(RuleBasedStateMachine):
+    """Whatever a session holds and whoever goes on with it: each kept snapshot is what the session was, and what was
+    cut, changed or exchanged is refused in words, and takes nothing from the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
+        self.root = Path(self._folder.name)
+        self.session = Session(self.root, ops=False)
+        self.kept: dict[str, Picture] = {}
+
+    @rule(given_tensors=tensors())
+    def put(self, given_tensors: list[torch.Tensor]) -> None:
+        first = max(self.session.slots) + 1 if len(self.session.slots) < 12 else 1
+        self.session.slots.update(enumerate(given_tensors, first))
+
+    @rule(which=st.integers(0, 20), value=st.integers(0, 1))
+    def change(self, which: int, value: int) -> None:
+        slots = [slot for slot in self.session.slots if slot]
+        if slots:
+            storage = self.session.slots[slots[which % len(slots)]].untyped_storage()
+            torch.empty(0, dtype=torch.uint8).set_(storage)[::2].fill_(value)
+
+    @rule(which=st.integers(0, 20))
+    def drop(self, which: int) -> None:
+        slots = [slot for slot in self.session.slots if slot]
+        if slots:
+            self.session.run(RELEASE, [slots[which % len(slots)]])
+
+    @rule()
+    def save(self) -> None:
+        saved = self.session.call("save_snapshot", "s")
+        self.kept[saved["snapshot"]] = picture(self.session)
+        for number in sorted(self.kept, key=int)[:-KEPT_SNAPSHOTS]:
+            del self.kept[number]
+
+    @precondition(lambda self: self.kept)
+    @rule(is_oldest=st.booleans())
+    def go_on_elsewhere(self, is_oldest: bool) -> None:
+        """Another session takes it up, and the name; the one before writes no more under that."""
+        number = (min if is_oldest else max)(self.kept, key=int)
+        other = Session(self.root, ops=False)
+        assert other.call("load_snapshot", "s", number)["snapshot"] == number
+        assert picture(other) == self.kept[number]
+        before, self.session = self.session, other
+        self.save()
+        assert "another session writes" in before.call("save_snapshot", "s")["message"]
+        before.executor.end()
+
+    @precondition(lambda self: len(self.kept) > 1)
+    @rule(is_oldest=st.booleans())
+    def delete(self, is_oldest: bool) -> None:
+        number = (min if is_oldest else max)(self.kept, key=int)
+        assert self.session.call("delete_snapshot", "s", number)
+        del self.kept[number]
+
+    @precondition(lambda self: self.kept)
+    @rule(kind=st.sampled_from(["cut", "changed", "exchanged", "empty"]), place=st.floats(0, 0.999), data=st.data())
+    def damage(self, kind: str, place: float, data: st.DataObject) -> None:
+        """A copy of the volume, of which one file is not what it was, or two have each other's names."""
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as copied:
+            shutil.copytree(self.root, copied, dirs_exist_ok=True)
+            folder = Path(copied) / "token" / "s"
+            pattern = data.draw(st.sampled_from(["snapshot-*.msgpack", "pack-*.safetensors"]))
+            paths = sorted(folder.glob(pattern))
+            if not paths:  # of a session that holds nothing
+                return
+            path = paths[int(place * len(paths))]
+            content = bytearray(path.read_bytes())
+            at = int(place * len(content))
+            if kind == "exchanged":
+                exchange(paths)
+            elif kind == "changed":
+                content[at] ^= 255
+                path.write_bytes(content)
+            else:
+                path.write_bytes(content[: at if kind == "cut" else 0])
+            for number in self.kept:
+                self._refused_or_one_of_them(Path(copied), number)
+
+    @precondition(lambda self: self.kept)
+    @rule(
+        name=st.sampled_from(["contents", "pieces", "packs", "document", "bytes"]),
+        change=st.sampled_from(["reversed", "missing", "twice", "newer"]),
+    )
+    def forge(self, name: str, change: str) -> None:
+        """A header with another order, or less or more in it, than was written; its own hash is right."""
+
+        def spoil(header: documents.Table) -> None:
+            if change == "newer":
+                header["document"]["format"] = documents.FORMAT + 1
+            elif change == "missing" or not isinstance(header[name], list):
+                del header[name]
+            else:
+                header[name] = header[name][::-1] if change == "reversed" else header[name] * 2
+
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as copied:
+            shutil.copytree(self.root, copied, dirs_exist_ok=True)
+            (newest, *_) = sorted((Path(copied) / "token" / "s").glob("snapshot-*.msgpack"), reverse=True)
+            rewrite(newest, spoil)
+            number = str(int(newest.stem.partition("-")[2]))
+            words = self._refused_or_one_of_them(Path(copied), number, may_differ=change == "reversed")
+            if change == "newer":
+                assert f"format {documents.FORMAT + 1}" in words
+            if change == "missing" and name != "bytes":  # which is for people
+                assert words
+
+    def _refused_or_one_of_them(self, root: Path, number: str, *, may_differ: bool = False) -> str:
+        """Return the words of a refusal; empty where a snapshot came back that is one of those that were taken."""
+        with Session(root, ops=False) as other:
+            answer = other.call("load_snapshot", "s", number)
+            if "snapshot" in answer:
+                # Equally large memories of forged headers may have changed places: the forger could have written that.
+                assert may_differ or picture(other) in self.kept.values()
+                return ""
+            assert answer["type"] == "SnapshotError", answer
+            assert is_empty(other.state)
+            assert other.call("save_snapshot", "fresh")["snapshot"] == "1"  # the session goes on
+            return str(answer["message"])
+
+    @invariant()
+    def all_that_is_kept_is_there(self) -> None:
+        rows = self.session.snapshots.rows("")
+        assert sorted(str(row["snapshot"]) for row in rows) == sorted(self.kept)
+        assert not [row for row in rows if "trouble" in row]
+
+    def teardown(self) -> None:
+        for number, expected in self.kept.items():
+            with Session(self.root, ops=False) as other:
+                assert other.call("load_snapshot", "s", number)["snapshot"] == number
+                assert picture(other) == expected
+        self.session.executor.end()
+        self._folder.cleanup()
+
+
+TestSnapshotsOfASession = SnapshotsOfASession.TestCase
+TestSnapshotsOfASession.settings = settings(
+    max_examples=12,
+    stateful_step_count=15,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
