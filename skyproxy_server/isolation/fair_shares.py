@@ -88,7 +88,7 @@ class FairShares:
     def changes(self, now: float) -> dict[Place, int]:
         """Return the niceness of the sessions that should have another one than they have."""
         self._drop_what_is_over(now)
-        wanted = self._wanted(now)
+        wanted = self._choose_niceness(now)
         if not self.lowers:
             wanted = self._for_ever(wanted, now)
         return {
@@ -97,7 +97,7 @@ class FairShares:
             if abs(niceness - self._niceness[place]) >= (_STEADY if niceness else 1)
         }
 
-    def _wanted(self, now: float) -> dict[Place, int]:
+    def _choose_niceness(self, now: float) -> dict[Place, int]:
         siblings: dict[Place, set[Place]] = {}
         for place in self._niceness:
             for above in _path(place):

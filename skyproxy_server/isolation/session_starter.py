@@ -174,7 +174,7 @@ class SessionStarter:
                 user = self._users.claim(identity)
                 ours.callback(self._users.release, identity)
                 user = self._with_group(user, client)
-            memory_bytes = _least(self._bounds.memory_bytes, client.bounds.memory_bytes)
+            memory_bytes = _tighter_bound(self._bounds.memory_bytes, client.bounds.memory_bytes)
             order = {
                 "session": identity,
                 "supervisor": os.getpid(),
@@ -250,6 +250,6 @@ class SessionStarter:
             self._cgroups.close()
 
 
-def _least(first: int, second: int | None) -> int:
+def _tighter_bound(first: int, second: int | None) -> int:
     """The smaller of two bounds, of which 0 and None are none."""
     return min((bound for bound in (first, second) if bound), default=0)

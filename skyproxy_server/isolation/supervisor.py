@@ -75,7 +75,7 @@ class ProcessHost:
         self._lock = threading.Lock()
         self._sessions: dict[str, SupervisedSession] = {}
         self._starting: list[Identity] = []
-        self._calls = CallSearch(self._others_of)
+        self._calls = CallSearch(self._sessions_of_same_client)
         self._commands_of_the_past = 0
         self._last_use = time.monotonic()
         self._devices: list[DeviceRow] = []
@@ -122,7 +122,7 @@ class ProcessHost:
         session.claim(OPERATIONS)
         audit.note(client, "session-begin", session=session.identity[:8])
         logger.info("session %s opened by %s, in process %d", session.identity[:8], hello.software, session.pid)
-        return self._lent(session, hello, transport)
+        return self._lend(session, hello, transport)
 
     def resume_session(self, hello: Hello, transport: Transport) -> LentConnection:
         """Give a session another operations connection, for its own one broke.
@@ -149,7 +149,7 @@ class ProcessHost:
                 session.release()
         attempt, received = prepared
         logger.info("session %s is taken up again", session.identity[:8])
-        return self._lent(session, hello, transport, attempt, received)
+        return self._lend(session, hello, transport, attempt, received)
 
     def _resume(self, hello: Hello) -> Resume:
         grace_seconds = min(hello.grace_seconds, self._settings.session_grace_seconds)
@@ -197,7 +197,7 @@ class ProcessHost:
         session = self._own_session(session_id, client_of(transport))
         if session is None or not session.claim(hello.role, hello.secret):
             raise LookupError("no session of this name waits for such a connection")
-        return self._lent(session, hello, transport)
+        return self._lend(session, hello, transport)
 
     def _own_session(self, session_id: str, client: Identity) -> SupervisedSession | None:
         """The session of this name. Whoever has another token has not been given the name, but may have seen it."""
@@ -205,7 +205,7 @@ class ProcessHost:
             session = self._sessions.get(session_id)
         return session if session is not None and session.client.name == client.name else None
 
-    def _lent(
+    def _lend(
         self, session: SupervisedSession, hello: Hello, transport: Transport, attempt: int = 0, received: int = 0
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
@@ -273,21 +273,21 @@ class ProcessHost:
 
     def announce_leaving(self, seconds: float) -> int:
         """Tell the clients that the worker ends; return how many."""
-        told = self._attached() if self._starter.snapshots() else []
+        told = self._attached_sessions() if self._starter.snapshots() else []
         for session in told:
             session.announce_leaving(seconds)
         return len(told)
 
     def leaving(self) -> int:
         """The sessions whose clients were told so, and are waited for; one that does not answer is among them."""
-        asked = [(session, session.ask()) for session in self._attached()]
+        asked = [(session, session.ask()) for session in self._attached_sessions()]
         deadline = time.monotonic() + _REPORT_SECONDS
         reports = [session.answer(number, deadline) for session, number in asked]
         return sum(report is None or int(report.get("leaving", 0)) > 0 for report in reports)
 
     def staying(self) -> int:
         """The sessions with a connection."""
-        return len(self._attached())
+        return len(self._attached_sessions())
 
     def detached(self) -> int:
         """The sessions without one."""
@@ -302,7 +302,7 @@ class ProcessHost:
         """None are kept here."""
         return 0
 
-    def _attached(self) -> list[SupervisedSession]:
+    def _attached_sessions(self) -> list[SupervisedSession]:
         with self._lock:
             return [one for one in self._sessions.values() if one.is_open and one.detached_at is None]
 
@@ -334,7 +334,7 @@ class ProcessHost:
         for other in own[: max(count, 0)]:
             other.kill("its client has left too many functions and results behind")
 
-    def _others_of(self, session: SupervisedSession) -> list[SupervisedSession]:
+    def _sessions_of_same_client(self, session: SupervisedSession) -> list[SupervisedSession]:
         """The sessions, those that are over included, whose calls a session's client may have."""
         with self._lock:
             sessions = list(self._sessions.values())

@@ -32,9 +32,6 @@ ALLOWED = {
     "_where": "PyTorch's name of the op",
     "_nothing": "a function that travels by its name",
     "_nobody": "a function that travels by its name",
-    **dict.fromkeys(
-        ("_attached", "_least", "_lent", "_others_of"), "in the supervisor, which is to be cut at its owners"
-    ),
 }
 
 
