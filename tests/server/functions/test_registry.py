@@ -13,6 +13,7 @@ from skyproxy.payloads.pickling import Pickler
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
+from skyproxy_server.functions import registry
 from skyproxy_server.functions.events import Event
 from skyproxy_server.functions.registry import Calls
 
@@ -330,3 +331,14 @@ def test_a_client_who_does_not_read_keeps_no_other_waiting() -> None:
     finally:
         slow.reads.set()
     slow.wait("slow")
+
+
+def test_names_of_forgotten_calls_have_a_bound_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REMEMBERED", 3)
+    calls = make_calls()
+    for number in range(10):
+        calls.forget("x" * 100_000 + str(number))
+    assert not calls._gone
+    for number in range(10):
+        calls.forget(str(number))
+    assert list(calls._gone) == ["7", "8", "9"]

@@ -207,6 +207,18 @@ def test_what_a_session_starts_gains_no_privileges(worker: Worker, sessions) -> 
     assert sessions().run(flags) == ["NoNewPrivs:\t1"] * 2
 
 
+def test_a_process_that_hides_its_memory_leaves_no_core_dump() -> None:
+    code = """
+import resource
+from skyproxy_server import limits
+_, most = resource.getrlimit(resource.RLIMIT_CORE)
+resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+limits.hide_memory()
+print(resource.getrlimit(resource.RLIMIT_CORE)[0])
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
 # --- the supervisor --------------------------------------------------------------------------------------------------
 
 
