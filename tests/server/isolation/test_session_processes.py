@@ -211,8 +211,7 @@ def test_a_process_that_hides_its_memory_leaves_no_core_dump() -> None:
     code = """
 import resource
 from skyproxy_server import limits
-_, most = resource.getrlimit(resource.RLIMIT_CORE)
-resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 limits.hide_memory()
 print(resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
