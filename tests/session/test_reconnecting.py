@@ -34,7 +34,7 @@ from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_batches import NamedBatches
 from tests.session.breaking_links import EVERYTHING, LIMITS, Link, greeted
 
-MOST_KEPT_BYTES = 100_000
+MOST_KEPT_BYTES = 600_000
 LARGEST_ANSWER_BYTES = 8_000
 MOST_OF_A_BATCH_BYTES = 6 * (LARGEST_ANSWER_BYTES + 1000)
 GRACE_SECONDS = 600.0
@@ -184,7 +184,7 @@ class ResumedSession(RuleBasedStateMachine):
         return client, welcome
 
     def _wait(self, waiter: Waiter) -> None:
-        for _ in range(10_000):
+        for _ in range(500):
             if waiter.done:
                 return
             self._let_all_through()
@@ -267,6 +267,14 @@ class ResumedSession(RuleBasedStateMachine):
         self.client._outgoing.cut(loses_what_arrived=up)
         self.client._incoming.cut(loses_what_arrived=down)
 
+    @rule(count=st.integers(1, 6), down=st.integers(0, 300))
+    def cut_while_answers_come(self, count: int, down: int) -> None:
+        self.flush()
+        self.client._outgoing.let_through(EVERYTHING)
+        self.worker.execute(count)
+        self.client._incoming.let_through(down)
+        self.cut(False, False)
+
     @precondition(lambda self: len(self.failures) < 3)
     @rule(
         failure=st.sampled_from(
@@ -291,7 +299,7 @@ class ResumedSession(RuleBasedStateMachine):
         """Over a network that holds, all of it arrives, and nothing is kept any longer."""
         self.failures.clear()
         self.recorder.flush()
-        for _ in range(10_000):
+        for _ in range(500):
             self._let_all_through()
             if self.worker.values == self.added and all(waiter.done for waiter, _ in self.questions):
                 break
@@ -369,8 +377,8 @@ class ResumedOverAFoolishProxy(ResumedSession):
 TestResumedSession = ResumedSession.TestCase
 TestResumedOverAFoolishProxy = ResumedOverAFoolishProxy.TestCase
 TestResumedSession.settings = TestResumedOverAFoolishProxy.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
+    max_examples=80,
+    stateful_step_count=50,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
