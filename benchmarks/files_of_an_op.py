@@ -28,7 +28,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy_server.executor import Executor
 from skyproxy_server.inventory import inventory
 from skyproxy_server.listener import serve
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("skyproxy", "skyproxy_server")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from skyproxy.early_start import start_early as start_early
     from skyproxy.jobs.job import Job as Job
     from skyproxy.jobs.job import JobStatus as JobStatus
-    from skyproxy.nodes import DeviceInfo as DeviceInfo
-    from skyproxy.nodes import Node as Node
+    from skyproxy.node import DeviceInfo as DeviceInfo
+    from skyproxy.node import Node as Node
     from skyproxy.nodes import connect as connect
     from skyproxy.nodes import connect_async as connect_async
     from skyproxy.nodes import devices as devices
@@ -81,14 +81,14 @@ _PUBLIC = {
     "Compute": "skyproxy.pools",
     "ComputePool": "skyproxy.pools",
     "Container": "skyproxy.providers.container",
-    "DeviceInfo": "skyproxy.nodes",
+    "DeviceInfo": "skyproxy.node",
     "Image": "skyproxy.providers.image",
     "InstanceInfo": "skyproxy.runtime",
     "Job": "skyproxy.jobs.job",
     "JobStatus": "skyproxy.jobs.job",
     "Kubernetes": "skyproxy.providers.kubernetes_provider",
     "Local": "skyproxy.providers.local",
-    "Node": "skyproxy.nodes",
+    "Node": "skyproxy.node",
     "Nodes": "skyproxy.pools",
     "PendingCompute": "skyproxy.pools",
     "PipIndex": "skyproxy.providers.image",

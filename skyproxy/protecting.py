@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from skyproxy import nodes
 from skyproxy.errors import ConfigurationError
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.successor import NewWorker, Successor
 from skyproxy.units import duration_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from skyproxy import nodes
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 
 
 def restore(location: str | os.PathLike[str], node: Node | None = None, *, trust: bool = False) -> Node:

@@ -282,7 +282,7 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
         # Late: it loads torch, and a wrong argument should not wait for that.
         from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
         from skyproxy_server.graph_checks import trust_clients
-        from skyproxy_server.worker_session import WorkerHost
+        from skyproxy_server.worker_host import WorkerHost
     set_loaded_aside()
 
     open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _may_all_run_code(arguments) else ())])

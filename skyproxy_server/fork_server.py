@@ -48,7 +48,7 @@ def main() -> int:
 def _prepare() -> None:
     """Import what every worker needs."""
     import skyproxy_server.__main__
-    import skyproxy_server.worker_session  # noqa: F401
+    import skyproxy_server.worker_host  # noqa: F401
 
     mark = os.environ.get(MARK_VARIABLE, "")
     _mark(mark, mark)  # to see that it can be done

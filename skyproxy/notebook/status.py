@@ -7,7 +7,8 @@ import html
 from collections.abc import Iterable, Sequence
 
 from skyproxy.errors import RemoteError, SessionLostError
-from skyproxy.nodes import Node, list_nodes
+from skyproxy.node import Node
+from skyproxy.nodes import list_nodes
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.torch_api import sky_module as sky
 from skyproxy.units import size_text

@@ -17,7 +17,7 @@ from skyproxy.settings import SETTINGS
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.pools.elastic_group import ElasticGroup
     from skyproxy.pools.ranks import RankGroup
 

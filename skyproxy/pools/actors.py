@@ -18,7 +18,7 @@ from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.pools.pool import Compute
 
 P = ParamSpec("P")

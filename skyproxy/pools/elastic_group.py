@@ -14,7 +14,7 @@ from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
 from skyproxy.runtime.lifecycle import Task
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.providers.base import Endpoint
     from skyproxy.runtime.plugin import Plugin
 

@@ -18,7 +18,7 @@ from skyproxy.providers.single_nodes import single_nodes
 from skyproxy.runtime.plugin import Plugin, name_of
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 
 class ElasticWorkers:

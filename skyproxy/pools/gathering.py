@@ -15,7 +15,7 @@ from skyproxy.runtime.instance import InstanceInfo
 
 if TYPE_CHECKING:
     from skyproxy.functions.call import Call
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 SETTLE_SECONDS = 0.3
 """The time that ranks have to fail by themselves after the first one did, and then to stop by themselves."""

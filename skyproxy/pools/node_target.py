@@ -14,7 +14,7 @@ from skyproxy.pools.tasks import as_task
 
 if TYPE_CHECKING:
     from skyproxy.functions.call import Call
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 POOL_OF_NODE: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 """The pools that run, by their nodes: a call on such a node goes through its pool, with its plugins and its queue."""

@@ -13,7 +13,7 @@ from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
 from skyproxy.pools.traps import NotAValue
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -31,7 +31,7 @@ from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.pools.elastic_workers import ElasticWorkers
 
 A = TypeVar("A")

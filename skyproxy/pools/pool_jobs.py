@@ -14,7 +14,7 @@ from skyproxy.runtime.lifecycle import free_ports
 if TYPE_CHECKING:
     from skyproxy.jobs.job import Job
     from skyproxy.jobs.submitting import Place
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 
 class PoolJobs:

@@ -25,7 +25,7 @@ from skyproxy.settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
     from skyproxy.functions.call import Call
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.runtime.plugin import Plugin
 
 logger = logging.getLogger("skyproxy")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
     from skyproxy.functions.payload_file import PayloadFile
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
 
 _AT_A_TIME = 16
 

@@ -18,7 +18,7 @@ from skyproxy.runtime.instance import LOCAL_HEAD_PORT, InstanceInfo, Peer
 from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
-    from skyproxy.nodes import Node
+    from skyproxy.node import Node
     from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")

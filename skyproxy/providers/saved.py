@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.errors import ConfigurationError, ConnectError
-from skyproxy.nodes import Node, connect, list_nodes
+from skyproxy.node import Node
+from skyproxy.nodes import connect, list_nodes
 from skyproxy.providers.detached import local_address
 from skyproxy.providers.program_control import PROGRAM_CONTROL
 from skyproxy.providers.waking import FoundWay, PlainWay, wake_if_suspended, waker

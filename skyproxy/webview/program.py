@@ -11,7 +11,8 @@ import time
 from types import TracebackType
 from typing import Any
 
-from skyproxy.nodes import Node, list_nodes
+from skyproxy.node import Node
+from skyproxy.nodes import list_nodes
 from skyproxy.profiling import profiles
 from skyproxy.webview.history import History
 from skyproxy.webview.server import PageServer

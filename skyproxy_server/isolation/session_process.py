@@ -33,7 +33,8 @@ from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.isolation.visits import Visitor, Visits
 from skyproxy_server.listener import ConnectionHandler
 from skyproxy_server.program_log import log_to_stderr
-from skyproxy_server.worker_session import WorkerHost, WorkerSession
+from skyproxy_server.worker_host import WorkerHost
+from skyproxy_server.worker_session import WorkerSession
 
 logger = logging.getLogger("skyproxy.server")
 

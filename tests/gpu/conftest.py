@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 
 _REHEARSAL = os.environ.get("SKYPROXY_TEST_GPU_REHEARSAL") == "1"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 from skyproxy_server.cuda_staging import own_streams
 
 MIB = 1 << 20

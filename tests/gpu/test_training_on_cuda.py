@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 
 Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import skyproxy
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 
 MIB = 1 << 20
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")

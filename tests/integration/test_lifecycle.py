@@ -36,7 +36,7 @@ def test_reset_ends_everything_and_the_next_use_starts_anew() -> None:
     old = torch.ones(2, device="sky:0")
     skyproxy.launch_local("cpu")
     torch.ones(300_000).to("sky:1").cpu()
-    pids = [node.process_id for node in skyproxy.nodes._nodes]
+    pids = [node.process_id for node in skyproxy.list_nodes()]
     assert len(pids) == 2 and len(skyproxy.devices()) == 2
     skyproxy.reset()
     assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
@@ -50,7 +50,7 @@ def test_reset_ends_everything_and_the_next_use_starts_anew() -> None:
     else:
         raise AssertionError
     assert (torch.ones(2, device="sky:0") + 1).tolist() == [2, 2]
-    assert skyproxy.nodes._nodes[0].process_id not in pids
+    assert skyproxy.list_nodes()[0].process_id not in pids
     assert len(skyproxy.devices()) == 1
     """
     succeed(source)

@@ -104,7 +104,7 @@ def test_the_worker_of_a_killed_program_ends() -> None:
     source = """
     import skyproxy, torch, time
     (torch.ones(2, device="sky:0") + 1).cpu()
-    print(skyproxy.nodes._nodes[0].process_id, flush=True)
+    print(skyproxy.list_nodes()[0].process_id, flush=True)
     x = torch.full((1024, 1024), 1 / 1024, device="sky:0")
     for _ in range(1000):
         x = x @ x
@@ -193,7 +193,7 @@ def test_a_child_does_not_keep_the_worker_of_a_killed_parent_alive() -> None:
     if child == 0:
         time.sleep(60)
         os._exit(0)
-    print(skyproxy.nodes._nodes[0].process_id, child, flush=True)
+    print(skyproxy.list_nodes()[0].process_id, child, flush=True)
     time.sleep(60)
     """
     with started(source) as program:

@@ -21,7 +21,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 data = torch.randn(256, 16)
 labels = torch.randint(0, 4, (256,), device="sky:0")
-worker = psutil.Process(skyproxy.nodes._nodes[0].process_id)
+worker = psutil.Process(skyproxy.list_nodes()[0].process_id)
 from skyproxy.tensor.core.devices import DEVICES
 session = DEVICES.at(0).session
 

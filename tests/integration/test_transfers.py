@@ -18,7 +18,7 @@ from torch import nn
 
 import skyproxy
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 from skyproxy.protocol.messages import PackedChunk
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.session import Session

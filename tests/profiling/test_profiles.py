@@ -17,7 +17,7 @@ from torch import nn
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, RemoteError, SessionLostError
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 
 STEPS = 5
 

@@ -126,16 +126,8 @@ def test_each_test_lies_beside_its_module_or_has_a_subject() -> None:
     assert {name for name in SUBJECTS if not (TESTS / name).exists()} == set()
 
 
-LONG = {
-    "skyproxy/nodes.py",
-    "skyproxy_server/worker_session.py",
-}
-"""Files of source that are still to be cut at an owner."""
-
-
 def test_files_have_one_subject_each() -> None:
     """A file of more than 500 lines has several."""
     files = [path for folder in (*PACKAGES.values(), "tests") for path in (ROOT / folder).rglob("*.py")]
     lengths = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8").count("\n") for path in files}
-    assert {name: lines for name, lines in lengths.items() if lines > 500 and name not in LONG} == {}
-    assert {name for name in LONG if lengths.get(name, 0) <= 500} == set()  # these have become short: take them off
+    assert {name: lines for name, lines in lengths.items() if lines > 500} == {}

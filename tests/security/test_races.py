@@ -22,7 +22,7 @@ from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.limits import are_sessions_separable
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 from tests.integration.programs import wait_for
 from tests.server.isolation.workers import Worker
 

@@ -15,13 +15,13 @@ import torch
 
 import skyproxy
 from skyproxy.errors import RemoteFunctionError, SkyproxyError, UntrustedResultError
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 from skyproxy.payloads.pickling import Pickler
 from skyproxy.settings import Settings
 from skyproxy_server.functions import call as worker_call
 from skyproxy_server.functions.results import ResultWriter
 from skyproxy_server.listener import Listener, serve
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-that-nobody-should-see-anywhere"

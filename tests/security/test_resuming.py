@@ -16,7 +16,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 ALICE = "alice-0123456789abcdef0123456789"
 MALLORY = "mallory-0123456789abcdef0123456789"

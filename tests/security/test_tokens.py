@@ -26,7 +26,7 @@ from skyproxy_server import audit
 from skyproxy_server.certificates import Certificate
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 CODE = "code-0123456789abcdef0123456789"
 MATH = "math-0123456789abcdef0123456789"

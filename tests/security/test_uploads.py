@@ -24,7 +24,7 @@ from skyproxy_server.blobs import BlobStore
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
 from skyproxy_server.transfers import Transfers
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 SIZE = 1000
 SECRET = bytes(range(250)) * 4

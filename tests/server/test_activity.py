@@ -14,7 +14,7 @@ from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server.activity import Activity
 from skyproxy_server.inventory import inventory
 from skyproxy_server.listener import Listener, serve
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 
 TOKEN = "a-token-for-the-activity-tests"
 

@@ -53,7 +53,7 @@ class WorkerHost:
     def activity(self):
         return {}
 
-fake = types.ModuleType("skyproxy_server.worker_session")
+fake = types.ModuleType("skyproxy_server.worker_host")
 fake.WorkerHost = WorkerHost
 sys.modules[fake.__name__] = fake
 program.inventory = lambda choice: [{"type": choice, "index": 0, "name": "fake"}]

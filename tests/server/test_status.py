@@ -21,7 +21,7 @@ from skyproxy_server.auth import Identity
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.status import MAX_FAILURES, MAX_TEXT, checked_row, status_report
 from skyproxy_server.tokens import Tokens
-from skyproxy_server.worker_session import WorkerHost
+from skyproxy_server.worker_host import WorkerHost
 from tests.integration.programs import wait_for
 
 CODE = "code-0123456789abcdef0123456789"

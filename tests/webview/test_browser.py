@@ -145,7 +145,7 @@ def test_what_others_wrote_is_text_wherever_it_is_shown(browser: Browser) -> Non
 def test_a_workers_own_page_wants_its_token(browser: Browser) -> None:
     from skyproxy.settings import Settings
     from skyproxy_server.listener import serve
-    from skyproxy_server.worker_session import WorkerHost
+    from skyproxy_server.worker_host import WorkerHost
 
     token = "a-token-for-the-page-0123456789"
     host = WorkerHost([{"type": "cpu", "index": 0, "name": "cpu"}])

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import skyproxy
-from skyproxy.nodes import Node
+from skyproxy.node import Node
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.ops import cuda_attention
 
