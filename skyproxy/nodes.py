@@ -1,4 +1,4 @@
-"""How a process comes to its nodes: connects to workers, starts its own, and closes them in the end."""
+"""Nodes of a process: connecting to workers, starting one of its own, and closing all of them in the end."""
 
 from __future__ import annotations
 
