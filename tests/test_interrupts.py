@@ -100,7 +100,7 @@ while strikes < strikes_wanted:
         armed = False
         came_to_an_end += 1
     except raised:
-        pass
+        torch.set_grad_enabled(True)  # PyTorch's optimizers leave it off where a signal strikes their own clean-up
 if "setitimer" in sys.argv:
     signal.setitimer(kind, 0)
 else:

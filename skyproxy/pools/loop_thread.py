@@ -42,10 +42,11 @@ class LoopThread:
         raised at once.
         """
         running = _Running(self._loop, coroutine)
-        running.begin()
         try:
+            running.begin()
             return running.ended.result()
         except BaseException:
+            running.begin()  # an interrupt may have struck before it was on the loop
             running.wait()
             raise
 
@@ -79,10 +80,12 @@ class _Running(Generic[T]):
         self._task: asyncio.Task[T] | None = None
 
     def begin(self) -> None:
-        """Puts it on the loop; an interrupt in here leaves open whether it is there."""
+        """Put it on the loop, unless it is there; an interrupt in here leaves that open."""
         self._loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
+        if self._task is not None:
+            return
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._finish)
 

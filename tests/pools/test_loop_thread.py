@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skyproxy.pools.loop_thread import LoopThread, loop_thread
+from skyproxy.pools.loop_thread import LoopThread, _Running, loop_thread
 
 
 async def answer() -> int:
@@ -79,6 +79,29 @@ def test_an_interrupt_does_not_end_a_clean_up() -> None:
             await asyncio.sleep(0)
         steps.append("cleaned up")
 
+    with pytest.raises(KeyboardInterrupt):
+        LoopThread().finish(clean_up())
+    assert steps == ["cleaned up"]
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_an_interrupt_while_a_clean_up_begins_does_not_end_it(monkeypatch: pytest.MonkeyPatch, is_queued: bool) -> None:
+    steps: list[str] = []
+    begin = _Running.begin
+    strikes = iter([True])
+
+    def struck(running: _Running[None]) -> None:
+        strikes_now = next(strikes, False)
+        if is_queued or not strikes_now:
+            begin(running)
+        if strikes_now:
+            raise KeyboardInterrupt
+
+    async def clean_up() -> None:
+        await asyncio.sleep(0.05)
+        steps.append("cleaned up")
+
+    monkeypatch.setattr(_Running, "begin", struck)
     with pytest.raises(KeyboardInterrupt):
         LoopThread().finish(clean_up())
     assert steps == ["cleaned up"]
